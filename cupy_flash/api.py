@@ -1,0 +1,248 @@
+"""The public functions. Each states its problem, runs it, and hands the result back in the caller's own arrays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import backends, partials
+from .arrays import Array
+from .problem import Gradients, Options, Packed, Saved, pose, pose_merge
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any = False,
+    window: Any = None,
+    scale: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    dropout: Any = 0.0,
+    seed: Any = None,
+    layout: Any = "bshd",
+    return_lse: Any = False,
+    deterministic: Any = False,
+    backend: Any = None,
+    engine: Any = None,
+) -> Any:
+    """Exact softmax attention, softmax(scale Q K^T + ...) V, without ever holding a matrix of scores.
+
+    Arrays of NumPy, torch (gradients included), jax, or anything with ``__dlpack__`` or ``__cuda_array_interface__``;
+    all of one type and on one device. The result has that type and device. With B sequences of Sq queries and Sk keys,
+    Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
+
+    Args:
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below.
+        k: (B, Sk, Hk, D), the dtype of q.
+        v: (B, Sk, Hk, Dv), the dtype of q.
+        causal: True hides the keys after a query, the last query seeing all keys (bottom-right); "top_left" lets the
+        first
+            query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of 2 queries x 5
+            keys, and of 5 queries x 2 keys::
+
+                1 1 1 1 0     1 0 0 0 0          0 0     1 0
+                1 1 1 1 1     1 1 0 0 0          0 0     1 1
+                                                 0 0     1 1
+                                                 1 0     1 1
+                                                 1 1     1 1
+
+        window: (left, right): query i sees the keys i + o - left <= j <= i + o + right, o = Sk - Sq (0 for "top_left");
+            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys::
+
+                1 1 1 0
+                0 1 1 1
+                0 0 1 1
+
+        scale: finite factor of q.k, default 1 / sqrt(D). Negative and 0 are legal.
+        softcap: c > 0: scores become c tanh(s / c).
+        alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |i + o - j|. No gradient.
+        bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
+        mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.
+        sink: floating (Hq,): a score without a key that joins every row's denominator, neither scaled nor capped.
+        q_lengths, kv_lengths: int32 (B,): valid rows of a padded batch; what lies past them is never read, o uses them,
+        and
+            rows of out past them are 0 (lse -inf).
+        dropout: probability p in [0, 1) of dropping a probability; rounded to 65536ths, kept values scaled by 1 / (1 -
+        p). seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
+        drops
+            the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires one.
+        layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
+        return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
+            denominator, sink included, dropout not.
+        deterministic: gradients bitwise equal from run to run. The CPU engine always is.
+        backend: "cpu", "cuda" or "simulator"; None follows the arrays. Never replaced by another.
+        engine: an engine of the backend by name; None chooses.
+
+    Returns:
+        out (B, Sq, Hq, Dv) in the dtype of q, or (out, lse). A row that sees no key is 0, its lse -inf (the sink with
+        one).
+
+    Raises:
+        TypeError, ValueError: one error that lists every requirement that is not met, with all shapes and dtypes;
+        TypeError
+            when one is about a type.
+        UnsupportedError: a legal problem that no engine of this version serves, with each engine's reasons.
+
+    The definition, for one head (`cupy_flash.reference` has all of it)::
+
+        s = scale * q @ k.T                                     # (Sq, Sk)
+        s = np.where(visible, softcap * np.tanh(s / softcap) + bias, -np.inf)
+        lse = np.logaddexp(np.logaddexp.reduce(s, axis=1), sink)
+        out = dropped(np.exp(s - lse[:, None])) @ v
+
+    Algorithm: online softmax over tiles, Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
+    """
+    options = Options(
+        causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths,
+        dropout, seed, layout, return_lse, deterministic, backend, engine,
+    )  # fmt: skip
+    return _forward("attention", (q, k, v), options)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    **options: Any,
+) -> Any:
+    """`attention` on sequences of different lengths packed into one row of tokens, without padding.
+
+    Args:
+        q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv).
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1]; lengths
+        of 0
+            are legal, and rows past cu_seqlens[-1] belong to no sequence: their out is 0, their lse -inf.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths.
+        options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
+        and
+            dropout count within each sequence.
+
+    Returns:
+        out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
+    """
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed)
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, **options: Any
+) -> Gradients:
+    """Gradients of `attention`, the probabilities recomputed from q, k and lse; nothing of the size of the scores is
+    kept.
+
+    Args:
+        dout: the gradient of out, its shape and dtype.
+        q, k, v, out, lse: arguments and results of the forward (`return_lse=True`).
+        dlse: the gradient of lse, its shape and dtype; None is 0.
+        options: those of the forward; with dropout its seed, too.
+
+    Returns:
+        Gradients(dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias and dsink None without a
+        bias or sink. Sums over heads of a group and over broadcast dimensions are in float32 (float64 for float64),
+        rounded once.
+    """
+    saved = Saved(dout, out, lse, dlse)
+    return _backward("attention_backward", (q, k, v), Options.of("attention_backward", options), saved)
+
+
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *,
+    dlse: Any = None,
+    **options: Any,
+) -> Gradients:
+    """`attention_backward` for `attention_varlen`; gradients of rows past cu_seqlens[-1] are 0."""
+    name = "attention_varlen_backward"
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _backward(name, (q, k, v), Options.of(name, options), Saved(dout, out, lse, dlse), packed)
+
+
+def attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Callable[..., Gradients]]:
+    """(out, vjp), or ((out, lse), vjp) with return_lse; vjp(dout, dlse=None) gives the Gradients of `attention`.
+
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
+    >>> out, vjp = cupy_flash.attention_vjp(q, k, v, causal=True)
+    >>> vjp(np.ones_like(out)).dq.shape
+    (1, 4, 2, 8)
+    """
+    asked = Options.of("attention_vjp", options)
+    problem, operands = pose("attention_vjp", (q, k, v), asked)
+    out, lse = (array.result() for array in backends.forward(problem, operands))
+    # A seed drawn for the forward is the backward's too.
+    asked.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+
+    def vjp(dout: Any, dlse: Any = None) -> Gradients:
+        return _backward("vjp", (q, k, v), asked, Saved(dout, out, lse, dlse))
+
+    return ((out, lse) if asked.return_lse else out), vjp
+
+
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: Any = "bshd") -> tuple[Any, Any]:
+    """Attention over two disjoint sets of keys from the results over each: (out, lse) as one call over both would give.
+
+    out_a, out_b (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv); lse_a, lse_b (B, Hq, Sq) or (Hq, T), float32
+    (float64 for float64). Computed in the dtype of lse; out has the dtype of out_a. A sink belongs into exactly one of
+    the parts. A row that saw no key in one part takes the other's; one that saw none in both stays 0 and -inf. No
+    gradients are recorded.
+
+        lse = np.logaddexp(lse_a, lse_b)
+        out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
+    """
+    heads_last, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    out, lse = partials.merge(*parts, heads_last)
+    return out.result(), lse.result()
+
+
+def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
+    """How `attention` with these arguments would run, as text: engine, tiles, why, and why not the other engines.
+
+    Nothing is computed. UnsupportedError where no engine serves the problem.
+    """
+    problem, _ = pose("explain", (q, k, v), Options.of("explain", options))
+    return backends.plan_for(problem).explain()
+
+
+def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
+    if _is_torch(arrays[0]):
+        from .adapters import torch as adapter
+
+        return adapter.forward(function, arrays, options, packed)
+    problem, operands = pose(function, arrays, options, packed)
+    out, lse = backends.forward(problem, operands)
+    return (out.result(), lse.result()) if options.return_lse else out.result()
+
+
+def _backward(
+    function: str, arrays: tuple[Any, Any, Any], options: Options, saved: Saved, packed: Packed | None = None
+) -> Gradients:
+    problem, operands = pose(function, arrays, options, packed, saved)
+    gradients = backends.backward(problem, operands)
+    return Gradients(*(None if gradient is None else gradient.result() for gradient in gradients))
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)

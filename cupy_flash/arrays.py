@@ -1,0 +1,352 @@
+"""Any array -> pointer, shape, strides, dtype, device; and outputs in the caller's framework.
+
+The only module of the flow that knows array libraries. A library is recognised only when the caller has imported it:
+nothing here imports torch, jax or CuPy to look. No element is read, written, or copied between devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class Array:
+    """One operand of a call, whoever made it. `owner` keeps the memory alive; `strides` count elements, not bytes."""
+
+    pointer: int  # address of element 0
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]  # bf16 and fp8 are ml_dtypes' dtypes
+    device: str  # "cpu" or "cuda:<index>"
+    framework: str  # "numpy", "torch", "jax", "cupy", "dlpack" or "cuda_array_interface"
+    owner: Any = field(repr=False)
+    readonly: bool = False
+    capsule: Any = field(default=None, repr=False)  # DLPack: its own destructor returns the memory to the producer
+    sharding: Any = field(default=None, repr=False)  # where `result` puts the buffer a jax output was written to
+
+    def __post_init__(self) -> None:
+        if self.pointer == 0 and 0 not in self.shape:
+            raise ValueError(f"the memory of this {self.shape} array has been freed or was never allocated")
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The same CPU memory as a NumPy array, never a copy; read-only where the caller's array is.
+
+        Raises TypeError for an array on a GPU: device memory is not copied to the host.
+        """
+        if self.device != "cpu":
+            raise TypeError(f"an array on {self.device} has no view in host memory")
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        memory = SimpleNamespace(
+            array=self,  # NumPy keeps `memory` as the base of the view
+            __array_interface__={
+                "version": 3,
+                "data": (self.pointer, self.readonly),
+                "shape": self.shape,
+                "strides": tuple(stride * self.dtype.itemsize for stride in self.strides),
+                "typestr": f"|V{self.dtype.itemsize}",
+            },
+        )
+        return np.asarray(memory).view(self.dtype)  # in two steps, as bf16 and fp8 have no typestr
+
+    def result(self) -> Any:
+        """What the caller gets back, in the caller's framework. A jax array is immutable: write before, not after."""
+        if self.sharding is None:
+            return self.owner
+        import jax
+
+        if self.device == "cpu":
+            return jax.device_put(self.owner, self.sharding, may_alias=True)
+        return jax.dlpack.from_dlpack(self.owner)
+
+
+def as_array(x: Any, name: str) -> Array:
+    """Describe `x`, an array of any library, without a copy (a lazily negated or conjugated torch tensor is resolved).
+
+    Taken, in this order: cupy.ndarray, torch.Tensor, numpy.ndarray, jax.Array, `__dlpack__`,
+    `__cuda_array_interface__`; any shape, dtype and strides (negative and 0 too), on the CPU or a CUDA device,
+    read-only or not, with or without gradient. `name` is the argument's name in the error: TypeError for what is
+    not such an array, ValueError for one whose memory cannot be used.
+    """
+    try:
+        if _is_instance(x, "cupy", "ndarray"):
+            return _from_cupy(x)
+        if _is_instance(x, "torch", "Tensor"):
+            return _from_torch(x)
+        if isinstance(x, np.ndarray):
+            return _from_numpy(x)
+        if _is_instance(x, "jax", "Array"):
+            return _from_jax(x)
+        if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
+            return _from_dlpack(x, "dlpack")
+        if isinstance(interface := getattr(x, "__cuda_array_interface__", None), dict):
+            return _from_cuda_array_interface(x, interface)
+        raise TypeError("not a NumPy, CuPy, torch or jax array, and without __dlpack__ and __cuda_array_interface__")
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} ({type(x).__module__}.{type(x).__qualname__}): {error}") from error
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
+    """An uninitialised, writable, C-contiguous output of the framework and on the device of `like`.
+
+    Frameworks that give no way to allocate an array that may be written get a NumPy array (on a GPU: a CuPy array).
+    jax arrays cannot be written: the output is a buffer that `result` hands to jax, without a copy on the CPU.
+    """
+    dtype = np.dtype(dtype)
+    if like.framework == "torch":
+        import torch
+
+        return as_array(torch.empty(shape, dtype=getattr(torch, dtype.name), device=like.device), "output")
+    if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
+        namespace = like.owner.__array_namespace__()
+        theirs = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
+        output = as_array(namespace.empty(shape, dtype=theirs, device=like.owner.device), "output")
+        if output.readonly or output.pointer != as_array(output.owner, "output").pointer:
+            raise TypeError(
+                f"{type(output.owner)} exports a copy or read-only memory: an output cannot be written to it"
+            )
+        return output
+    if like.device != "cpu":
+        import cupy
+
+        with cupy.cuda.Device(_device_index(like.device)):
+            output = as_array(cupy.empty(shape, dtype), "output")
+    else:
+        output = as_array(_aligned_empty(shape, dtype) if like.framework == "jax" else np.empty(shape, dtype), "output")
+    if like.framework == "jax":
+        output.framework = "jax"
+        output.sharding = like.owner.sharding
+    return output
+
+
+def stream_of(like: Array) -> int:
+    """The CUDA stream the caller works on, as the driver's handle.
+
+    0, the default stream, for CPU arrays, and for jax and other DLPack producers: those made the default stream wait
+    for their own at the hand-over.
+    """
+    if like.device == "cpu":
+        return 0
+    if like.framework == "torch":
+        import torch
+
+        return int(torch.cuda.current_stream(like.device).cuda_stream)
+    if like.framework == "cupy":
+        import cupy
+
+        return int(cupy.cuda.get_current_stream(_device_index(like.device)).ptr)
+    if like.framework == "cuda_array_interface":
+        return int(like.owner.__cuda_array_interface__.get("stream") or 0)
+    return 0
+
+
+def _is_instance(x: Any, module: str, name: str) -> bool:
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(x, cls)
+
+
+def _device_index(device: str) -> int:
+    return int(device.removeprefix("cuda:"))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """float32 -> NumPy's, bfloat16 and float8_* -> ml_dtypes'."""
+    if name.startswith(("bfloat", "float8")):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    if not dtype.isnative:
+        raise ValueError(f"byte order of {dtype.str} is not this machine's: pass x.astype(x.dtype.newbyteorder('='))")
+    itemsize = dtype.itemsize or 1  # an empty string dtype has itemsize 0
+    if any(stride % itemsize for stride in byte_strides):
+        raise ValueError(f"byte strides {byte_strides} are not multiples of the {itemsize}-byte elements")
+    return tuple(stride // itemsize for stride in byte_strides)
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """XLA takes a host buffer without a copy only where it starts at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+def _from_numpy(x: np.ndarray[Any, Any]) -> Array:
+    if type(x) is not np.ndarray:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError("its mask would be dropped: pass x.filled(...) or x.data")
+        if isinstance(x, np.matrix):
+            raise TypeError("np.matrix is always 2-dimensional: pass np.asarray(x)")
+        x = x.view(np.ndarray)
+    strides = _in_elements(x.strides, x.dtype)
+    return Array(x.__array_interface__["data"][0], x.shape, strides, x.dtype, "cpu", "numpy", x, not x.flags.writeable)
+
+
+def _from_cupy(x: Any) -> Array:
+    return Array(x.data.ptr, x.shape, _in_elements(x.strides, x.dtype), x.dtype, f"cuda:{x.device.id}", "cupy", x)
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DLPACK_DTYPES.values():
+        raise TypeError(f"dtype {dtype} is not supported")
+    return _dtype(name)
+
+
+def _from_torch(x: Any) -> Array:
+    import torch
+
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError("a tensor subclass that stands for other tensors and has no memory of its own")
+    if x.is_nested or x.is_quantized or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise TypeError(f"the tensor is {kind}, not dense")
+    if x.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"device {x.device} is neither the CPU nor a CUDA device")
+    if x.is_neg() or x.is_conj():  # flags that memory does not show: z.conj().imag is z.imag with the flag set
+        x = x.detach().resolve_neg().resolve_conj()
+    try:
+        pointer = x.data_ptr()
+    except RuntimeError as error:  # inside torch.func transforms a tensor is a stand-in, though of the plain type
+        raise TypeError("a tensor inside a torch.func transform has no memory of its own") from error
+    return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), str(x.device), "torch", x)
+
+
+def _from_jax(x: Any) -> Array:
+    import jax
+
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("a jax tracer has no memory: call it outside jit, grad and vmap")
+    if x.is_deleted():
+        raise ValueError("the array has been deleted or donated")
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError(f"dtype {x.dtype} is not supported")
+    if len(x.devices()) != 1:
+        raise TypeError(f"sharded over {len(x.devices())} devices: pass the shards one by one")
+    array = _from_dlpack(x, "jax")
+    array.readonly = True  # jax arrays are immutable; its capsules do not say so
+    return array
+
+
+def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
+    """Versions 2 and 3. The protocol does not name the device: the driver is asked through CuPy, else it is cuda:0."""
+    if interface.get("mask") is not None:
+        raise TypeError("its mask would be dropped")
+    pointer, readonly = interface["data"]
+    dtype = np.dtype(interface["typestr"])
+    shape, byte_strides = tuple(interface["shape"]), interface.get("strides")
+    if byte_strides is None:
+        byte_strides = tuple(stride * dtype.itemsize for stride in _contiguous_strides(shape))
+    strides = _in_elements(byte_strides, dtype)
+    index = 0
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and pointer != 0 and cupy.cuda.is_available():
+        index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
+    return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
+
+
+# DLPack, read by hand: NumPy's reader knows neither bf16 nor fp8 nor CUDA. The structures are those of dlpack.h 1.x.
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype_code", ctypes.c_uint8),
+        ("dtype_bits", ctypes.c_uint8),
+        ("dtype_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", _DLTensor),
+    )
+
+
+_FLAG_READ_ONLY = 1
+_LEGACY_DEFAULT_STREAM = 1  # DLPack's name for CUDA stream 0
+_DLPACK_DEVICES = {1: "cpu", 3: "cpu", 2: "cuda:{}", 13: "cuda:{}"}  # CPU, pinned host, CUDA, CUDA managed
+_DLPACK_DTYPES = {
+    (code, bits): f"{kind}{bits}"
+    for code, kind, widths in (
+        (0, "int", (8, 16, 32, 64)),
+        (1, "uint", (8, 16, 32, 64)),
+        (2, "float", (16, 32, 64)),
+        (4, "bfloat", (16,)),
+        (5, "complex", (64, 128)),
+    )
+    for bits in widths
+} | {(6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
+
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _from_dlpack(x: Any, framework: str) -> Array:
+    device_type, device_index = x.__dlpack_device__()
+    if int(device_type) not in _DLPACK_DEVICES:
+        raise TypeError(f"DLPack device type {int(device_type)} is neither the CPU nor a CUDA device")
+    device = _DLPACK_DEVICES[int(device_type)].format(device_index)
+    stream = {} if device == "cpu" else {"stream": _LEGACY_DEFAULT_STREAM}
+    try:
+        try:
+            capsule = x.__dlpack__(max_version=(1, 0), **stream)
+        except TypeError:  # a producer older than DLPack 1.0 knows no max_version
+            capsule = x.__dlpack__(**stream)
+    except (BufferError, RuntimeError) as error:
+        raise TypeError(f"its producer does not export it: {error}") from error
+    tensor, readonly = _read_capsule(capsule)
+    code, bits, lanes = tensor.dtype_code, tensor.dtype_bits, tensor.dtype_lanes
+    if lanes != 1 or (code, bits) not in _DLPACK_DTYPES:
+        raise TypeError(f"DLPack dtype (code {code}, bits {bits}, lanes {lanes}) is not supported")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _contiguous_strides(shape)
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    dtype = _dtype(_DLPACK_DTYPES[code, bits])
+    return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
+
+
+def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
+    """The tensor in a capsule, and whether it is read-only. The capsule keeps its name, so that its destructor still
+    returns the memory; a consumer that renames it has to call the deleter itself."""
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if managed.major != 1:
+            raise TypeError(f"DLPack {managed.major}.{managed.minor} is not 1.x")
+        return managed.dl_tensor, bool(managed.flags & _FLAG_READ_ONLY)
+    if _capsule_is_valid(capsule, b"dltensor"):
+        return _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
+    raise TypeError(f"__dlpack__ gave {capsule!r}, no fresh DLPack capsule")

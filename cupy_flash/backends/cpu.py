@@ -1,0 +1,429 @@
+"""Exact attention on the CPU: the tiles and the algorithm of the GPU kernels, in NumPy and BLAS.
+
+Forward: for every query tile an online softmax over the key tiles it sees. Backward: for every key tile the query tiles
+that see it, with the probabilities recomputed from (q, k, lse). Neither holds more than one tile of scores per thread,
+so memory is linear in the sequence length.
+
+Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; what a task computes
+does not depend on who computes it, so the result is bitwise independent of the number of threads.
+
+Names: a letter of the paper is a tile of it in the accumulation dtype. S scores, P probabilities, O = P V, m the
+reference of the exponent, l the row sums, delta = rowsum(dO * O) - dlse.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, empty
+from ..device import blas_controller
+from ..dropout import keep_mask, keep_scale
+from ..mask import Band
+from ..plan import Plan
+from ..problem import Gradients, Operands, Problem
+from ..score import Alibi, Bias, ScoreStep, Softcap, Tile
+
+# A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
+# can stay 0. exp(20) = 5e8 leaves thirty powers of ten to both ends of fp32's range.
+BOUND = 20.0
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """(out, lse) of the call."""
+    problem, q = plan.problem, operands.q
+    out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    lse_shape = q.shape[1::-1] if problem.layout == "thd" else (problem.batch, problem.heads, problem.q_len)
+    lse = empty(lse_shape, problem.accumulation, q)
+    call = _Call(problem, operands)
+    if call.has_padding:
+        out.numpy()[...] = 0
+        lse.numpy()[...] = -np.inf
+    out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
+
+    def attend(sequence: Sequence, head: int, q_tiles: range) -> None:
+        kv_head = head // problem.group
+        K = _load(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
+        V = _load(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
+        K_norm = _largest_norm(K)
+        q_rows = call.q[sequence.row, head, sequence.queries]
+        O_rows = out_rows[sequence.row, head, sequence.queries]
+        L_rows = lse_rows[sequence.row, head, sequence.queries]
+        buffer = np.empty(plan.block_q * plan.block_kv, problem.accumulation)
+        for q_start in q_tiles:
+            queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
+            Q = _load(q_rows[queries], problem.accumulation) * problem.accumulation.type(problem.scale)
+            O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
+            bounded = not call.additive and _largest_norm(Q) * K_norm <= BOUND
+            softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
+            for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
+                tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.offset)
+                S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
+                for step in call.score_steps:
+                    step.apply(S, tile, keep=False)
+                call.hide(S, sequence.band, tile)
+                softmax.update(S, O)
+                if problem.dropout:
+                    S *= call.keep(tile)
+                O += S @ V[kv_start:kv_stop]
+            softmax.finish(O, O_rows[queries], L_rows[queries])
+
+    pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
+    # Too few heads for the threads: query tiles are dealt out in turn, so that each piece has its share of a causal
+    # triangle.
+    pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
+    _run(
+        plan.threads,
+        [
+            partial(attend, sequence, head, range(piece * plan.block_q, sequence.q_len, pieces * plan.block_q))
+            for sequence, head in pairs
+            for piece in range(pieces)
+        ],
+    )
+    return out, lse
+
+
+def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    problem, q = plan.problem, operands.q
+    dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
+    call = _Call(problem, operands)
+    if call.has_padding:
+        for gradient in (dq, dk, dv):
+            gradient.numpy()[...] = 0
+    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
+    dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
+
+    def differentiate(sequence: Sequence, kv_head: int) -> None:
+        K = call.k[sequence.row, kv_head, sequence.keys]
+        V = call.v[sequence.row, kv_head, sequence.keys]
+        dK, dV = np.zeros(K.shape, problem.accumulation), np.zeros(V.shape, problem.accumulation)
+        for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
+            rows = _QueryRows(plan, call, sequence, head)
+            dQ = np.zeros((sequence.q_len, problem.head_dim), problem.accumulation)
+            for kv_start in range(0, sequence.kv_len, plan.block_kv):
+                keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
+                K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
+                for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
+                    tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.offset)
+                    P, dS = rows.recompute(tile, K_tile, V_tile)
+                    dV[keys] += P.T @ rows.dO[q_start:q_stop, :-1]
+                    dK[keys] += dS.T @ rows.Q[q_start:q_stop, :-1]
+                    dQ[q_start:q_stop] += dS @ K_tile[:, :-1]
+            dq_rows[sequence.row, head, sequence.queries] = dQ * problem.accumulation.type(problem.scale)
+            if call.sink is not None:
+                dsink[sequence.batch, head] = rows.dsink(call.sink[head])
+        dk_rows[sequence.row, kv_head, sequence.keys] = dK
+        dv_rows[sequence.row, kv_head, sequence.keys] = dV
+
+    _run(plan.threads, call.gradient_tasks(differentiate))
+    dbias_out = dsink_out = None
+    if call.dbias is not None and operands.bias is not None:
+        dbias_out = empty(operands.bias.shape, operands.bias.dtype, q)
+        dbias_out.numpy()[...] = call.dbias.reshape(operands.bias.shape)
+    if operands.sink is not None:
+        dsink_out = empty(operands.sink.shape, operands.sink.dtype, q)
+        dsink_out.numpy()[...] = dsink.sum(axis=0)
+    return Gradients(dq, dk, dv, dbias_out, dsink_out)
+
+
+class Softmax:
+    """The state of an online softmax over one query tile: reference m and sum l of every row, with the sink in both.
+
+    Any reference gives the same result; the running maximum keeps the exponents in range. Where the scores are bounded
+    beforehand the reference stays 0: there is no maximum to find and nothing to rescale.
+    """
+
+    def __init__(self, rows: int, dtype: np.dtype, sink: np.floating | None, bounded: bool) -> None:
+        self.bounded = bounded and (sink is None or bool(abs(sink) <= BOUND))
+        if sink is None:
+            self.m = np.full(rows, 0 if self.bounded else -np.inf, dtype)
+            self.l = np.zeros(rows, dtype)
+        else:
+            # The sink is a key of score `sink` and value 0, seen before all others.
+            self.m = np.full(rows, 0 if self.bounded else sink, dtype)
+            self.l = np.full(rows, np.exp(sink) if self.bounded else sink > -np.inf, dtype)
+
+    def update(self, S: np.ndarray, O: np.ndarray) -> None:
+        """Scores to unnormalised probabilities, in place; O and l rescaled to the new reference."""
+        if not self.bounded:
+            m = np.maximum(self.m, S.max(axis=1))
+            # A row that has seen nothing has no maximum; any finite reference makes its exponentials 0.
+            reference = np.where(m == -np.inf, 0, m)
+            rescale = np.exp(self.m - reference)
+            S -= reference[:, None]
+            O *= rescale[:, None]
+            self.l *= rescale
+            self.m = m
+        np.exp(S, out=S)
+        self.l += S @ np.ones(S.shape[1], S.dtype)
+
+    def finish(self, O: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
+        """Write O / l and m + log l; a row that saw no key has l = 0, or its sink alone: out 0 and lse -inf, or the
+        sink.
+        """
+        O /= np.where(self.l == 0, 1, self.l)[:, None]
+        out[...] = O
+        lse[...] = self.m + np.log(self.l)
+
+
+class Sequence(NamedTuple):
+    """One sequence of the batch: the rows of the arrays that are its own, and what its queries see by position."""
+
+    batch: int  # its number, b of the semantics
+    row: int  # its batch entry of the arrays: its number, or 0 in a packed batch
+    queries: slice
+    keys: slice
+    band: Band
+    offset: int
+
+    @property
+    def q_len(self) -> int:
+        return self.band.q_len
+
+    @property
+    def kv_len(self) -> int:
+        return self.band.kv_len
+
+
+class _Call:
+    """The operands of one call as NumPy views with heads first, (B, H, S, D); a packed batch is one row of tokens."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.problem = problem
+        self.q, self.k, self.v = (self.heads_first(array) for array in (operands.q, operands.k, operands.v))
+        saved = (operands.dout, operands.out)
+        self.dout, self.out = (None if array is None else self.heads_first(array) for array in saved)
+        self.lse, self.dlse = (
+            None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
+        )
+        self.mask = None if operands.mask is None else _four_dimensional(operands.mask.numpy())
+        self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
+        seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
+        self.seed = 0 if seed is None else seed % 2**64  # an int64 stands for the uint64 of its bits
+        self.sequences = _sequences(problem, operands)
+        self.dbias: np.ndarray | None = None
+        self.score_steps: list[ScoreStep] = []
+        if problem.softcap is not None:
+            self.score_steps.append(Softcap(problem.softcap))
+        if operands.alibi_slopes is not None:
+            self.score_steps.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
+        if operands.bias is not None:
+            bias = _four_dimensional(operands.bias.numpy())
+            self.dbias = np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None
+            self.score_steps.append(Bias(bias, self.dbias))
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some rows of the arrays belong to no sequence, so that no task writes them."""
+        return self.problem.layout == "thd" or self.problem.q_lengths or self.problem.kv_lengths
+
+    @property
+    def additive(self) -> bool:
+        """Whether something is added to the scores that |q| |k| does not bound."""
+        return self.problem.alibi or self.problem.bias is not None
+
+    def heads_first(self, array: Array) -> np.ndarray:
+        view = array.numpy()
+        if self.problem.layout == "thd":
+            return view.transpose(1, 0, 2)[None]
+        return view.transpose(0, 2, 1, 3) if self.problem.layout == "bshd" else view
+
+    def rows_of(self, array: Array) -> np.ndarray:
+        """lse-like arrays as (B, H, S)."""
+        return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
+
+    def sink_of(self, head: int) -> np.floating | None:
+        return None if self.sink is None else self.sink[head]
+
+    def hide(self, S: np.ndarray, band: Band, tile: Tile) -> None:
+        """Scores of what a query may not see become -inf: by position, by the dense mask."""
+        if not band.sees_all(*tile.queries, *tile.keys):
+            np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
+        if self.mask is not None:
+            np.copyto(S, -np.inf, where=~tile.cut(self.mask))
+
+    def keep(self, tile: Tile) -> np.ndarray:
+        """Dropout's factors of the tile: 0, or what keeps the expected value."""
+        head_index = tile.batch * self.problem.heads + tile.head
+        kept = keep_mask(self.seed, head_index, *tile.queries, *tile.keys, self.problem.dropout)
+        return kept * self.problem.accumulation.type(keep_scale(self.problem.dropout))
+
+    def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
+        """A task per key/value head; those that add to one slice of a bias gradient follow each other in one task,
+        so that every sum has one order."""
+        slices: dict[object, list[Callable[[], None]]] = defaultdict(list)
+        for sequence in self.sequences:
+            for kv_head in range(self.problem.kv_heads):
+                target = (sequence.batch, kv_head)
+                if self.dbias is not None:
+                    target = (target[0] if self.dbias.shape[0] > 1 else 0, target[1] if self.dbias.shape[1] > 1 else 0)
+                slices[target].append(partial(differentiate, sequence, kv_head))
+        return [partial(_in_turn, tasks) for tasks in slices.values()]
+
+
+class _QueryRows:
+    """What the backward needs of the queries of one head.
+
+    Q (scaled) and dO carry one more column, -lse and -delta, against a column of ones of K and V: the product then is
+    score - lse, or dP - delta, without a pass over the tile to subtract it. Where something comes between the product
+    and the subtraction (a soft cap, dropout) the column is 0 and the subtraction a pass of its own.
+    """
+
+    def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int) -> None:
+        problem, self.call, self.band = plan.problem, call, sequence.band
+        rows = (sequence.row, head, sequence.queries)
+        assert (
+            call.dout is not None and call.out is not None and call.lse is not None
+        )  # a backward's operands have them
+        # exp(score + inf) would be the probability of a row that sees nothing; exp(-inf) is.
+        self.lse = np.where(call.lse[rows] == -np.inf, np.inf, call.lse[rows])
+        self.Q = _with_column(call.q[rows], problem.accumulation, 0)
+        self.Q *= problem.accumulation.type(problem.scale)
+        self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
+        self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
+        if call.dlse is not None:
+            self.delta -= call.dlse[rows]
+        if problem.softcap is None:
+            self.Q[:, -1] = -self.lse
+        if not problem.dropout:
+            self.dO[:, -1] = -self.delta
+        self.S_buffer, self.dP_buffer = (np.empty(plan.block_q * plan.block_kv, problem.accumulation) for _ in range(2))
+
+    def recompute(self, tile: Tile, K: np.ndarray, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(P after dropout, dS before the scale) of a tile, from K and V with their columns of ones."""
+        problem, rows = self.call.problem, slice(*tile.queries)
+        S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
+        kept = [step.apply(S, tile, keep=True) for step in self.call.score_steps]
+        if problem.softcap is not None:
+            S -= self.lse[rows, None]
+        self.call.hide(S, self.band, tile)
+        P = np.exp(S, out=S)
+        dP = np.matmul(self.dO[rows], V.T, out=_tile_of(self.dP_buffer, tile))
+        if problem.dropout:
+            keep = self.call.keep(tile)
+            dP *= keep
+            dP -= self.delta[rows, None]
+        dS = np.multiply(P, dP, out=dP)
+        for step, saved in zip(self.call.score_steps[::-1], kept[::-1], strict=True):
+            step.gradient(dS, tile, saved)
+        if problem.dropout:
+            P *= keep
+        return P, dS
+
+    def dsink(self, sink: np.floating) -> np.floating:
+        """-sum of P_sink (delta - dlse), P_sink = exp(sink - lse)."""
+        return -(np.exp(sink - self.lse) @ self.delta)
+
+
+def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
+    """The sequences of the batch: whole entries, the valid part of padded ones, or the pieces of a packed row."""
+    if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
+        q_bounds, k_bounds = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
+        q_starts, q_stops, k_starts, k_stops = q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:]
+        row_of = [0] * problem.batch
+    else:
+        q_starts = k_starts = [0] * problem.batch
+        q_stops, k_stops = (
+            [longest] * problem.batch if lengths is None else lengths.numpy().tolist()
+            for lengths, longest in ((operands.q_lengths, problem.q_len), (operands.kv_lengths, problem.kv_len))
+        )
+        row_of = list(range(problem.batch))
+    sequences = []
+    for batch, (row, *bounds) in enumerate(zip(row_of, q_starts, q_stops, k_starts, k_stops, strict=True)):
+        queries, keys = slice(*bounds[:2]), slice(*bounds[2:])
+        lengths = (queries.stop - queries.start, keys.stop - keys.start)
+        band, offset = problem.mask.band(*lengths), problem.mask.offset(*lengths)
+        sequences.append(Sequence(batch, row, queries, keys, band, offset))
+    return sequences
+
+
+def _load(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Rows (S, D) in the accumulation dtype and a form that BLAS takes; a view where they already are."""
+    if rows.dtype.name == "bfloat16":
+        # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than converting.
+        return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[0] >= rows.itemsize * rows.shape[-1]
+    return rows.astype(dtype, order="K" if blas_takes_it else "C", copy=False)
+
+
+def _with_column(rows: np.ndarray, dtype: np.dtype, value: float) -> np.ndarray:
+    """Rows (S, D) as (S, D + 1) in the accumulation dtype, the last column `value`."""
+    wide = np.empty((rows.shape[0], rows.shape[1] + 1), dtype)
+    wide[:, :-1] = _load(rows, dtype)
+    wide[:, -1] = value
+    return wide
+
+
+def _tile_of(buffer: np.ndarray, tile: Tile) -> np.ndarray:
+    """The start of a buffer, shaped as the tile's scores."""
+    rows, columns = tile.q_stop - tile.q_start, tile.kv_stop - tile.kv_start
+    return buffer[: rows * columns].reshape(rows, columns)
+
+
+def _largest_norm(rows: np.ndarray) -> float:
+    """The largest Euclidean norm of a row; NaN if any is."""
+    return float(np.sqrt(np.einsum("id,id->i", rows, rows).max(initial=0)))
+
+
+def _four_dimensional(array: np.ndarray) -> np.ndarray:
+    """A broadcastable array with its missing leading dimensions."""
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _in_turn(tasks: list[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
+
+
+def _run(threads: int, tasks: list[Callable[[], None]]) -> None:
+    """Run the tasks, BLAS limited to one thread in each; an exception of any of them reaches the caller."""
+    waiting = iter(tasks)  # shared: who is free takes the next
+
+    def work() -> None:
+        # Infinities are values of the algorithm (a hidden score, the lse of an empty row), not accidents.
+        with np.errstate(all="ignore"):
+            for task in waiting:
+                task()
+
+    helpers = min(threads, len(tasks)) - 1
+    with _single_threaded_blas:
+        if helpers < 1:
+            work()
+            return
+        with ThreadPoolExecutor(helpers) as pool:
+            others = [pool.submit(work) for _ in range(helpers)]
+            work()
+            for other in others:
+                other.result()
+
+
+class _BlasLimit:
+    """BLAS limited to one thread. The limit is the whole process's: the first user sets it, the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._restore = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._restore.enter_context(blas_controller().limit(limits=1))
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._restore.close()
+
+
+_single_threaded_blas = _BlasLimit()

@@ -1,0 +1,8 @@
+"""The environment variables that cupy_flash reads: all of them, and only here."""
+
+import os
+
+
+def backend() -> str | None:
+    """CUPY_FLASH_BACKEND: the backend of every call that names none; None when unset or empty."""
+    return os.environ.get("CUPY_FLASH_BACKEND") or None

@@ -1,0 +1,36 @@
+"""(out, lse) + (out, lse) -> (out, lse): the algebra of split keys, ring attention and cascades.
+
+Attention over the union of two disjoint sets of keys is the average of the two outputs, weighted by exp(lse).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, empty
+
+
+def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, heads_last: bool) -> tuple[Array, Array]:
+    """Merge two partial results; heads_last says whether out is (..., S, H, Dv) beside lse (..., H, S)."""
+    out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
+    accumulation = lse.dtype
+    with np.errstate(invalid="ignore", divide="ignore"):
+        total, weight_a, weight_b = merge_weights(lse_a.numpy(), lse_b.numpy())
+        if heads_last:
+            weight_a, weight_b = weight_a.swapaxes(-1, -2), weight_b.swapaxes(-1, -2)
+        merged = out_a.numpy().astype(accumulation) * weight_a[..., None]
+        merged += out_b.numpy().astype(accumulation) * weight_b[..., None]
+    out.numpy()[...] = merged
+    lse.numpy()[...] = total
+    return out, lse
+
+
+def merge_weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, Any, Any]:
+    """(lse, weight of a, weight of b). A row that saw nothing on one side takes the other's; on both it stays (-inf, 0,
+    0).
+    """
+    total = np.logaddexp(lse_a, lse_b)
+    reference = np.where(total == -np.inf, 0, total)
+    return total, np.exp(lse_a - reference), np.exp(lse_b - reference)

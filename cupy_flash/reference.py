@@ -1,0 +1,326 @@
+"""The formula and its gradient, dense and plain: the specification that every engine is tested against.
+
+Nothing here is fast, and nothing but the dropout bits is shared with an engine. Arrays are NumPy (bf16 by ml_dtypes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cupy_flash.dropout import keep_mask, keep_scale
+
+Array = npt.NDArray[Any]
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of their inputs; None for a bias or sink that was not given."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsink: Array | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
+
+    `dtype` is the precision of the run. None: fp64, or np.longdouble for fp64 inputs. fp16, bf16, fp32, fp64: an
+    independent run of standard attention in that precision, whose error sets the tolerance of the tests: matmuls
+    accumulate in fp32 (fp64 for fp64), P and dS are rounded to dtype before they are multiplied, out and the gradients
+    at the end.
+    """
+
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: npt.ArrayLike | None = None  # (Hq,) or (B, Hq)
+    bias: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk)
+    mask: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk), True = attend
+    sink: npt.ArrayLike | None = None  # (Hq,)
+    q_lengths: npt.ArrayLike | None = None  # (B,)
+    kv_lengths: npt.ArrayLike | None = None  # (B,)
+    dropout: float = 0.0
+    seed: int | None = None
+    layout: str = "bshd"
+    dtype: npt.DTypeLike | None = None
+
+
+class Forward(NamedTuple):
+    """What the forward pass leaves for the gradient; keys and values are already repeated for their query heads."""
+
+    q: Array  # (B, Hq, Sq, D)
+    k: Array  # (B, Hq, Sk, D)
+    v: Array  # (B, Hq, Sk, Dv)
+    scale: Any
+    softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
+    probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
+    dropped: Array | float  # what dropout multiplies the probabilities by: 0 or its keep_scale
+    out: Array  # (B, Hq, Sq, Dv)
+    lse: Array  # (B, Hq, Sq)
+
+
+def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Any) -> tuple[Array, Array]:
+    """Attention of q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv): out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+
+    The keyword options are the fields of `Options`. In NumPy, for one sequence and one head:
+
+    >>> import numpy as np
+    >>> from cupy_flash import reference
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K, V = rng.normal(size=(5, 8)), rng.normal(size=(7, 8)), rng.normal(size=(7, 4))
+    >>> slope, bias, sink = 0.5, rng.normal(size=(5, 7)), 0.3
+    >>> i, j, o = np.arange(5)[:, None], np.arange(7), 7 - 5           # o: the last query stands beside the last key
+    >>> S = 10 * np.tanh(Q @ K.T / np.sqrt(8) / 10) - slope * abs(i + o - j) + bias
+    >>> S = np.where((j <= i + o) & (j >= i + o - 3), S, -np.inf)      # causal, window=(3, None)
+    >>> denominator = np.exp(S).sum(axis=1, keepdims=True) + np.exp(sink)
+    >>> P = np.exp(S) / denominator
+    >>> out, lse = reference.attention(
+    ...     Q[None, :, None], K[None, :, None], V[None, :, None], causal=True, window=(3, None), softcap=10.0,
+    ...     alibi_slopes=[slope], bias=bias, sink=[sink])
+    >>> np.allclose(out[0, :, 0], P @ V), np.allclose(lse[0, 0], np.log(denominator[:, 0]))
+    (True, True)
+    """
+    settings = Options(**options)
+    forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    storage, _ = _precision(q, settings.dtype)
+    return _from_heads_first(forward.out, settings.layout).astype(storage), forward.lse
+
+
+def attention_backward(
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
+
+    dout has the shape and layout of out, dlse (B, Hq, Sq) that of lse; entries on rows whose lse is -inf are not read.
+    """
+    settings = Options(**options)
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    gradients = _backward(settings, 0, dlse, *arrays)
+    dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
+    return gradients._replace(dq=dq, dk=dk, dv=dv)
+
+
+def attention_varlen(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Packed sequences, q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
+
+    Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v.
+    Rows past the last sequence: out 0, lse -inf.
+    """
+    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    settings = _varlen_options(options)
+    storage, compute = _precision(q, settings.dtype)
+    out = np.zeros((*q.shape[:2], v.shape[2]), storage)
+    lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
+    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
+        forward = _forward(_of_sequence(settings, b), b, *arrays)
+        out[rows] = forward.out[0].swapaxes(0, 1)
+        lse[:, rows] = forward.lse[0]
+    return out, lse
+
+
+def attention_varlen_backward(
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Any,
+) -> Gradients:
+    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`."""
+    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
+    settings = _varlen_options(options)
+    storage, compute = _precision(q, settings.dtype)
+    dq, dk, dv = (np.zeros(x.shape, storage) for x in (q, k, v))
+    dsink = None if settings.sink is None else np.zeros(q.shape[1], compute)
+    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
+        dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
+        gradients = _backward(_of_sequence(settings, b), b, dlse_b, *arrays)
+        for whole, part, place in ((dq, gradients.dq, rows), (dk, gradients.dk, columns), (dv, gradients.dv, columns)):
+            whole[place] = part[0].swapaxes(0, 1)
+        if dsink is not None:
+            dsink += gradients.dsink
+    return Gradients(dq, dk, dv, None, dsink)
+
+
+def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:
+    """Heads-first arrays; dropout draws the bits of batch `first_batch` for entry 0."""
+    storage, compute = _precision(q, options.dtype)
+    batch, q_heads, q_length, head_dim = q.shape
+    kv_length, group = k.shape[2], q_heads // k.shape[1]
+    i, j = np.arange(q_length)[:, None], np.arange(kv_length)
+    q_lengths = _lengths(options.q_lengths, q_length)
+    kv_lengths = _lengths(options.kv_lengths, kv_length)
+    offset = 0 if options.causal == "top_left" else kv_lengths - q_lengths
+
+    # Padding may hold anything, and 0 * NaN is NaN, so it is replaced and not only masked.
+    q = np.where(i < q_lengths, q.astype(storage).astype(compute), 0)
+    k = np.where(j[:, None] < kv_lengths, k.astype(storage).astype(compute), 0).repeat(group, axis=1)
+    v = np.where(j[:, None] < kv_lengths, v.astype(storage).astype(compute), 0).repeat(group, axis=1)
+
+    scale = 1 / np.sqrt(compute.type(head_dim)) if options.scale is None else compute.type(options.scale)
+    scores = scale * (q @ k.swapaxes(2, 3))
+    softcap_slope: Array | float = 1.0
+    if options.softcap is not None:
+        capped = np.tanh(scores / options.softcap)
+        scores, softcap_slope = options.softcap * capped, 1 - capped**2
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes).astype(compute).reshape(-1, q_heads, 1, 1)
+        scores = scores - slopes * np.abs(i + offset - j).astype(compute)
+    if options.bias is not None:
+        scores = scores + np.asarray(options.bias).astype(compute)
+
+    scores = np.where(_visible(options, i, j, q_lengths, kv_lengths, offset), scores, -np.inf)
+
+    sink = np.full(q_heads, -np.inf) if options.sink is None else np.asarray(options.sink)
+    sink = np.where(i < q_lengths, sink.astype(compute)[:, None, None], -np.inf)  # (1 or B, Hq, Sq, 1)
+    row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row that sees nothing: exp(-inf - 0) is 0, not NaN
+    exponentials = np.exp(scores - row_max)
+    row_sum = exponentials.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
+    probabilities = exponentials / np.where(row_sum == 0, 1, row_sum)
+    with np.errstate(divide="ignore"):
+        lse = (row_max + np.log(row_sum))[..., 0]
+
+    dropped: Array | float = 1.0
+    if options.dropout > 0:
+        if options.seed is None:
+            raise ValueError("dropout needs a seed")
+        heads = range(first_batch * q_heads, (first_batch + batch) * q_heads)
+        bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
+        keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
+        dropped = keep * compute.type(keep_scale(options.dropout))
+    out = (probabilities * dropped).astype(storage).astype(compute) @ v
+    return Forward(q, k, v, scale, softcap_slope, probabilities, dropped, out.astype(storage).astype(compute), lse)
+
+
+def _backward(
+    options: Options, first_batch: int, dlse: npt.ArrayLike | None, dout: Array, q: Array, k: Array, v: Array
+) -> Gradients:
+    forward = _forward(options, first_batch, q, k, v)
+    storage, compute = _precision(q, options.dtype)
+    lse = forward.lse[..., None]  # (B, Hq, Sq, 1)
+    dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
+    dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
+    dlse = np.where(np.isneginf(lse), 0, dlse)
+
+    dropped_probabilities = (forward.probabilities * forward.dropped).astype(storage).astype(compute)
+    dv = dropped_probabilities.swapaxes(2, 3) @ dout
+    dprobabilities = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
+    delta = (dout * forward.out).sum(axis=-1, keepdims=True)
+    dscores = forward.probabilities * (dprobabilities - delta + dlse)
+    dproducts = (dscores * forward.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
+    dq = forward.scale * (dproducts @ forward.k)
+    dk = forward.scale * (dproducts.swapaxes(2, 3) @ forward.q)
+
+    dbias = dsink = None
+    if options.bias is not None:
+        bias = np.asarray(options.bias)
+        dbias = _sum_to_shape(dscores, bias.shape).astype(compute if options.dtype is None else bias.dtype)
+    if options.sink is not None:
+        sink = np.asarray(options.sink).astype(compute)[:, None, None]
+        sink_probability = np.exp(sink - np.where(np.isneginf(lse), np.inf, lse))
+        dsink = -(sink_probability * (delta - dlse)).sum(axis=(0, 2, 3))
+        dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
+    dk, dv = (_sum_groups(x, k.shape[1]) for x in (dk, dv))
+    return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
+
+
+def _visible(
+    options: Options, i: Array, j: Array, q_lengths: Array, kv_lengths: Array, offset: Array | int
+) -> npt.NDArray[np.bool_]:
+    """Which key j each query i sees, broadcastable to (B, Hq, Sq, Sk)."""
+    visible: npt.NDArray[np.bool_] = (i < q_lengths) & (j < kv_lengths)
+    left, right = options.window or (None, None)
+    if options.causal:
+        visible = visible & (j <= i + offset)
+    if left not in (None, -1):
+        visible = visible & (j >= i + offset - left)
+    if right not in (None, -1):
+        visible = visible & (j <= i + offset + right)
+    if options.mask is not None:
+        visible = visible & np.asarray(options.mask)
+    return visible
+
+
+def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The dtype that values are rounded to, and the one that arithmetic uses."""
+    if dtype is None:
+        wide = np.asarray(q).dtype in (np.dtype(np.float64), np.dtype(np.longdouble))
+        exact = np.dtype(np.longdouble if wide else np.float64)
+        return exact, exact
+    storage = np.dtype(dtype)
+    return storage, np.dtype(np.float64 if storage == np.float64 else np.float32)
+
+
+def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
+    """Shape (B, 1, 1, 1), or (1, 1, 1, 1) where every sequence is whole."""
+    return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
+
+
+def _heads_first(x: npt.ArrayLike, layout: str) -> Array:
+    return np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
+
+
+def _from_heads_first(x: Array, layout: str) -> Array:
+    return x.swapaxes(1, 2) if layout == "bshd" else x
+
+
+def _packed_heads_first(x: Array) -> Array:
+    return x.swapaxes(0, 1)[None]  # (T, H, D) -> (1, H, T, D)
+
+
+def _sum_groups(x: Array, kv_heads: int) -> Array:
+    """Sum (B, Hq, Sk, D) over the query heads that share a key head -> (B, Hk, Sk, D)."""
+    batch, q_heads, length, dim = x.shape
+    return np.asarray(x.reshape(batch, kv_heads, q_heads // kv_heads, length, dim).sum(axis=2))
+
+
+def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the dimensions that broadcasting `shape` to x.shape added or stretched."""
+    aligned = (1,) * (x.ndim - len(shape)) + shape
+    stretched = tuple(axis for axis, size in enumerate(aligned) if size == 1)
+    return np.asarray(x.sum(axis=stretched, keepdims=True)).reshape(shape)
+
+
+def _varlen_options(options: dict[str, Any]) -> Options:
+    dense_only = sorted({"bias", "mask", "q_lengths", "kv_lengths", "layout"} & options.keys())
+    if dense_only:
+        raise TypeError(f"packed sequences take no {', '.join(dense_only)}")
+    return Options(**options)
+
+
+def _of_sequence(options: Options, b: int) -> Options:
+    slopes = options.alibi_slopes
+    return options if slopes is None or np.ndim(slopes) == 1 else replace(options, alibi_slopes=np.asarray(slopes)[b])
+
+
+def _sequences(cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike) -> list[tuple[slice, slice]]:
+    """Rows of q and rows of k of each sequence."""
+    q_ends, k_ends = np.asarray(cu_seqlens_q).tolist(), np.asarray(cu_seqlens_k).tolist()
+    bounds = zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
+    return [(slice(q_start, q_stop), slice(k_start, k_stop)) for q_start, q_stop, k_start, k_stop in bounds]

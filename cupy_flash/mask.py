@@ -70,8 +70,21 @@ class Band(NamedTuple):
 
     def visible(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> np.ndarray:
         """The tile of the mask, bool (q_stop - q_start, kv_stop - kv_start), True = attend."""
-        distance = np.arange(kv_start, kv_stop)[None, :] - np.arange(q_start, q_stop)[:, None]
-        return (distance >= self.low) & (distance <= self.high)
+        rows = np.arange(q_start, q_stop, dtype=np.int32)[:, None]
+        columns = np.arange(kv_start, kv_stop, dtype=np.int32)[None, :]
+        visible = np.ones((q_stop - q_start, kv_stop - kv_start), np.bool_)
+        if kv_start < q_stop - 1 + self.low:
+            visible &= columns >= rows + np.int32(self.low)
+        if kv_stop - 1 > q_start + self.high:
+            visible &= columns <= rows + np.int32(self.high)
+        return visible
+
+    @property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are seen: the scores that have to be computed."""
+        rows = np.arange(self.q_len)
+        starts, stops = (np.clip(rows + side, 0, self.kv_len) for side in (self.low, self.high + 1))
+        return int(np.maximum(stops - starts, 0).sum())
 
     def kv_tiles(self, q_start: int, q_stop: int, block: int) -> list[tuple[int, int]]:
         """The key tiles that a query tile visits, last first, cut to the keys that any of its queries sees.

@@ -52,15 +52,10 @@ def plan(problem: Problem, device: Device) -> Plan:
         lines = [f"no engine of this version serves this problem: {problem}"]
         lines += [f"  - {engine}: {reason}" for engine, reasons in refused for reason in reasons]
         raise UnsupportedError("\n".join(lines))
-    tiles = [(block_q, block_kv) for block_q in (32, 64, 128, 256) for block_kv in (64, 128, 256, 512, 1024)]
-    cost, block_q, block_kv = min((_cpu_cost(problem, device, *tile), *tile) for tile in tiles)
-    tasks = (
-        problem.batch * problem.kv_heads
-        if problem.backward
-        else -(-problem.q_len // block_q) * problem.batch * problem.heads
-    )
-    # Waking threads takes longer than a small problem does.
-    threads = 1 if cost < 200e-6 else max(1, min(device.units, tasks))
+    tiles = [(block_q, block_kv) for block_q in (64, 128, 256, 512) for block_kv in (128, 256, 512)]
+    cost, block_q, block_kv = min((_cpu_seconds(problem, device.units, *tile), *tile) for tile in tiles)
+    # Waking a thread takes tens of microseconds: a small problem is done before.
+    threads = max(1, min(device.units, int(cost * device.units / 100e-6)))
     return Plan(problem, device, "cpu", "cpu", block_q, block_kv, threads, cost, refused)
 
 
@@ -80,5 +75,35 @@ def _refusals(engine: str, problem: Problem) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _cpu_cost(problem: Problem, device: Device, block_q: int, block_kv: int) -> float:
-    return abs(block_q - 256) + abs(block_kv - 512)
+# Nanoseconds on one core of a 2.6 GHz server, S 512 .. 2048, D 32 .. 128, float32 (python -m bench forward backward).
+# What counts is how they compare: on another machine all grow or shrink together. The second of two is the backward's.
+FLOP = 0.0095  # one floating-point operation inside a matrix product
+SCORE = (0.55, 1.0)  # one score between the products, exp and sum; exp, product and twice the traffic
+LOAD = 0.35  # one element of Q, K, V, O or a gradient brought to a tile and packed for BLAS, or added up
+EDGE = 0.75  # one score of a tile that the mask cuts through: comparing positions, writing -inf
+TILE = (8e3, 16e3)  # one tile: the NumPy calls themselves
+SPILL = 0.2  # one score of a tile per MiB of scores: a tile competes with its operands for the second-level cache
+
+
+def _cpu_seconds(problem: Problem, threads: int, block_q: int, block_kv: int) -> float:
+    """Predicted time. A tile costs its products, its passes over the scores, its operands and its calls."""
+    backward = problem.backward
+    block_q, block_kv = max(min(block_q, problem.q_len), 1), max(min(block_kv, problem.kv_len), 1)
+    dims = problem.head_dim + problem.head_dim_v
+    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
+    # Tiles at an edge of the mask hold hidden scores: half a tile for each query (backward: key) tile and side.
+    across = block_kv if backward else block_q
+    pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
+    computed = min(pairs + sides * problem.q_len * across / 2, problem.q_len * problem.kv_len)
+    if backward:
+        products, loaded = 5 * dims, dims / block_kv + 2 * dims / block_q
+    else:
+        products, loaded = 2 * dims, dims / block_q + problem.head_dim_v / block_kv
+    tile = block_q * block_kv
+    score = products * FLOP + SCORE[backward] + loaded * LOAD + TILE[backward] / tile
+    score += SPILL * tile * problem.accumulation.itemsize * (2 if backward else 1) / 2**20
+    edges = sides * problem.q_len * block_kv * EDGE
+    heads = problem.batch * problem.heads
+    tasks = max(problem.batch * problem.kv_heads if backward else heads * -(-problem.q_len // block_q), 1)
+    rounds = -(-tasks // threads)
+    return heads * (computed * score + edges) * 1e-9 * rounds / tasks

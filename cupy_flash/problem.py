@@ -30,7 +30,7 @@ class UnsupportedError(ValueError):
 
 @dataclass(slots=True)
 class Options:
-    """Everything a caller may say beyond the arrays of the formula; the meaning of each is in `cupy_flash.attention`."""
+    """Everything a caller may say beyond q, k and v; the meaning of each is in `cupy_flash.attention`."""
 
     causal: Any = False
     window: Any = None
@@ -250,11 +250,9 @@ def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[bool, tup
                 check.require(lse.shape == rows, f"{name} must be {rows} beside out {out_a.shape}, not {lse.shape}")
                 right = lse.dtype == accumulation
                 check.require_type(right, f"{name} must be {accumulation.name}, not {lse.dtype.name}")
-        for array in call.values():
-            unserved = f"merge runs on the CPU in this version, and the arrays are on {array.device}"
-            if array.device != "cpu" and unserved not in check.unmet:
-                check.require(False, unserved)
     check.raise_if_unmet(call)
+    if (device := call["out_a"].device) != "cpu":
+        raise UnsupportedError(f"merge: this version computes on the CPU alone, and the arrays are on {device}")
     return heads_last, (call["out_a"], call["lse_a"], call["out_b"], call["lse_b"])
 
 
@@ -419,7 +417,7 @@ def _check_options(
     )
     dropout = _number(check, "dropout", options.dropout)
     # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
-    in_range = 0 <= dropout and round(65536 * min(max(dropout, 0), 1)) < 65536 if not math.isnan(dropout) else False
+    in_range = dropout >= 0 and math.isfinite(dropout) and round(65536 * dropout) < 65536
     check.require(in_range, f"dropout must be in [0, 1), in steps of 1/65536, not {options.dropout!r}")
     seed = _check_seed(check, call, options.seed, bool(dropout), backward)
 

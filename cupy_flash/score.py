@@ -69,7 +69,7 @@ class Softcap:
 
 
 class Alibi:
-    """s <- s - slope |i + o - j|, one slope per head (Press et al., Train Short, Test Long). Slopes have no gradient."""
+    """s <- s - slope |i + o - j|, a slope per head (Press et al., Train Short, Test Long). Slopes have no gradient."""
 
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)

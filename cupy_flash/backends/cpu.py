@@ -117,7 +117,8 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                     dV[keys] += P.T @ rows.dO[q_start:q_stop, :-1]
                     dK[keys] += dS.T @ rows.Q[q_start:q_stop, :-1]
                     dQ[q_start:q_stop] += dS @ K_tile[:, :-1]
-            dq_rows[sequence.row, head, sequence.queries] = dQ * problem.accumulation.type(problem.scale)
+            dQ *= problem.accumulation.type(problem.scale)
+            dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
                 dsink[sequence.batch, head] = rows.dsink(call.sink[head])
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
@@ -406,7 +407,7 @@ def _run(threads: int, tasks: list[Callable[[], None]]) -> None:
 
 
 class _BlasLimit:
-    """BLAS limited to one thread. The limit is the whole process's: the first user sets it, the last one restores it."""
+    """BLAS limited to one thread, for the whole process: the first user sets the limit, the last one restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

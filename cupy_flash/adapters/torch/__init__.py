@@ -1,0 +1,25 @@
+"""Attention on torch tensors: gradients, compile, export, checkpointing, FSDP2, autocast; and the peers' signatures."""
+
+from .drop_in import (
+    attention,
+    attention_varlen,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    scaled_dot_product_attention,
+    sdpa,
+)
+from .module import CausalSelfAttention
+from .op import forward
+
+__all__ = [
+    "CausalSelfAttention",
+    "attention",
+    "attention_varlen",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "forward",
+    "scaled_dot_product_attention",
+    "sdpa",
+]

@@ -1,0 +1,54 @@
+"""A causal self-attention layer, as small as one can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .drop_in import attention
+
+
+class CausalSelfAttention(torch.nn.Module):
+    """Multi-head causal self-attention: x (B, S, embed_dim) -> (B, S, embed_dim), every position seeing itself and the past.
+
+    Args:
+        embed_dim: a multiple of num_heads; each head has embed_dim // num_heads dimensions.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, a divisor of num_heads that share out the query heads (GQA; 1: MQA). None: num_heads.
+        dropout: probability of dropping an attention probability, in training mode.
+        bias: whether both projections have one.
+        device, dtype: of the parameters.
+
+    Parameters: `qkv`, one projection to the queries, keys and values of all heads in this order, and `proj`, from the heads back.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"CausalSelfAttention: embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"CausalSelfAttention: num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+        self.head_dim = embed_dim // num_heads
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.dropout = dropout
+        self.qkv = torch.nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias, device, dtype)
+        self.proj = torch.nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+
+    def forward(self, x: Any) -> Any:
+        """x: (B, S, embed_dim) -> (B, S, embed_dim)."""
+        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), self.head_dim))
+        q, k, v = qkv.split(self.heads, dim=-2)  # (B, S, H, D) each, views
+        out = attention(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
+        return self.proj(out.flatten(-2))

@@ -101,5 +101,5 @@ class Band(NamedTuple):
 
 def _tiles(start: int, stop: int, block: int) -> list[tuple[int, int]]:
     """[start, stop) cut at the multiples of block."""
-    grid = range(start - start % block, stop, block)
+    grid = range(start - start % block, stop, block) if start < stop else ()
     return [(max(tile, start), min(tile + block, stop)) for tile in grid]

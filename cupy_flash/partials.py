@@ -28,9 +28,13 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, heads_last: bo
 
 
 def merge_weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, Any, Any]:
-    """(lse, weight of a, weight of b). A row that saw nothing on one side takes the other's; on both it stays (-inf, 0,
-    0).
+    """(lse, weight of a, weight of b). A row that saw nothing on one side takes the other's; on both: -inf, 0 and 0.
+
+    The weights are divided by their sum: exp(lse_a - lse) would carry the rounding of lse, 1e-3 where scores are 1e4.
     """
-    total = np.logaddexp(lse_a, lse_b)
-    reference = np.where(total == -np.inf, 0, total)
-    return total, np.exp(lse_a - reference), np.exp(lse_b - reference)
+    largest = np.maximum(lse_a, lse_b)
+    reference = np.where(largest == -np.inf, 0, largest)
+    weight_a, weight_b = np.exp(lse_a - reference), np.exp(lse_b - reference)
+    total = weight_a + weight_b  # 1 to 2, or 0
+    divisor = np.where(total == 0, 1, total)
+    return reference + np.log(total), weight_a / divisor, weight_b / divisor

@@ -60,7 +60,7 @@ class Forward(NamedTuple):
     v: Array  # (B, Hq, Sk, Dv)
     scale: Any
     softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
-    probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
+    scores: Array  # changed and masked, (B, Hq, Sq, Sk)
     dropped: Array | float  # what dropout multiplies the probabilities by: 0 or its keep_scale
     out: Array  # (B, Hq, Sq, Dv)
     lse: Array  # (B, Hq, Sq)
@@ -215,7 +215,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
         dropped = keep * compute.type(keep_scale(options.dropout))
     out = (probabilities * dropped).astype(storage).astype(compute) @ v
-    return Forward(q, k, v, scale, softcap_slope, probabilities, dropped, out.astype(storage).astype(compute), lse)
+    return Forward(q, k, v, scale, softcap_slope, scores, dropped, out.astype(storage).astype(compute), lse)
 
 
 def _backward(
@@ -224,15 +224,17 @@ def _backward(
     forward = _forward(options, first_batch, q, k, v)
     storage, compute = _precision(q, options.dtype)
     lse = forward.lse[..., None]  # (B, Hq, Sq, 1)
+    # Recomputed, not taken from the forward: the rounding of lse is what a backward that is given lse has to bear.
+    probabilities = np.exp(forward.scores - np.where(np.isneginf(lse), np.inf, lse))
     dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
     dlse = np.where(np.isneginf(lse), 0, dlse)
 
-    dropped_probabilities = (forward.probabilities * forward.dropped).astype(storage).astype(compute)
+    dropped_probabilities = (probabilities * forward.dropped).astype(storage).astype(compute)
     dv = dropped_probabilities.swapaxes(2, 3) @ dout
     dprobabilities = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
     delta = (dout * forward.out).sum(axis=-1, keepdims=True)
-    dscores = forward.probabilities * (dprobabilities - delta + dlse)
+    dscores = probabilities * (dprobabilities - delta + dlse)
     dproducts = (dscores * forward.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
     dq = forward.scale * (dproducts @ forward.k)
     dk = forward.scale * (dproducts.swapaxes(2, 3) @ forward.q)

@@ -1,6 +1,7 @@
-"""Shared by all tests: hypothesis without randomness or deadlines, and the backends that one body runs on."""
+"""Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
 import hypothesis
+import numpy as np
 import pytest
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
@@ -11,3 +12,19 @@ hypothesis.settings.load_profile("deterministic")
 def backend(request):
     """The backend that a behaviour test asks for, by name."""
     return request.param
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Outputs and workspaces come as NaN (raw bytes as 255, which make NaN of any float): what is not written is seen."""
+    empty = np.empty
+
+    def poisoned(*args, **kwargs):
+        array = empty(*args, **kwargs)
+        if array.dtype == np.uint8:
+            array.fill(255)
+        elif array.dtype.kind in "fcV":  # ml_dtypes' are of kind V
+            array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(np, "empty", poisoned)

@@ -17,7 +17,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -105,8 +104,9 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         K = call.k[sequence.row, kv_head, sequence.keys]
         V = call.v[sequence.row, kv_head, sequence.keys]
         dK, dV = np.zeros(K.shape, problem.accumulation), np.zeros(V.shape, problem.accumulation)
+        K_norm = _largest_norm(_load(K, problem.accumulation))
         for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-            rows = _QueryRows(plan, call, sequence, head)
+            rows = _QueryRows(plan, call, sequence, head, K_norm)
             dQ = np.zeros((sequence.q_len, problem.head_dim), problem.accumulation)
             for kv_start in range(0, sequence.kv_len, plan.block_kv):
                 keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
@@ -275,24 +275,28 @@ class _QueryRows:
 
     Q (scaled) and dO carry one more column, -lse and -delta, against a column of ones of K and V: the product then is
     score - lse, or dP - delta, without a pass over the tile to subtract it. Where something comes between the product
-    and the subtraction (a soft cap, dropout) the column is 0 and the subtraction a pass of its own.
+    and the subtraction (a soft cap, a bias, dropout) the column is 0 and the subtraction a pass of its own. So it is
+    for scores beyond BOUND: rounded as the forward rounded them, they lose their error to the lse that has the same.
     """
 
-    def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int) -> None:
+    def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int, K_norm: float) -> None:
         problem, self.call, self.band = plan.problem, call, sequence.band
         rows = (sequence.row, head, sequence.queries)
         assert (
             call.dout is not None and call.out is not None and call.lse is not None
         )  # a backward's operands have them
         # exp(score + inf) would be the probability of a row that sees nothing; exp(-inf) is.
-        self.lse = np.where(call.lse[rows] == -np.inf, np.inf, call.lse[rows])
+        empty = call.lse[rows] == -np.inf
+        self.lse = np.where(empty, np.inf, call.lse[rows])
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
         self.Q *= problem.accumulation.type(problem.scale)
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
+        self.dO[empty] = 0  # 0 times whatever stands there, NaN too
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
-            self.delta -= call.dlse[rows]
-        if problem.softcap is None:
+            self.delta -= np.where(empty, 0, call.dlse[rows])
+        self.folded = problem.softcap is None and not call.additive and _largest_norm(self.Q) * K_norm <= BOUND
+        if self.folded:
             self.Q[:, -1] = -self.lse
         if not problem.dropout:
             self.dO[:, -1] = -self.delta
@@ -303,7 +307,7 @@ class _QueryRows:
         problem, rows = self.call.problem, slice(*tile.queries)
         S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
         kept = [step.apply(S, tile, keep=True) for step in self.call.score_steps]
-        if problem.softcap is not None:
+        if not self.folded:
             S -= self.lse[rows, None]
         self.call.hide(S, self.band, tile)
         P = np.exp(S, out=S)
@@ -412,19 +416,29 @@ class _BlasLimit:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._restore = ExitStack()
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._restore.enter_context(blas_controller().limit(limits=1))
+                self._before = [library.num_threads for library in blas_controller().lib_controllers]
+                self._set([1] * len(self._before))
             self._users += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                self._restore.close()
+                self._set(self._before)
+
+    def _set(self, threads: list[int]) -> None:
+        for library, number in zip(blas_controller().lib_controllers, threads, strict=True):
+            # threadpoolctl >= 3.8 obeys only the thread that set OpenBLAS's limit first, without a word to others; here
+            # the last to leave restores what the first to enter has set.
+            disown = getattr(library, "clear_controlling_thread", lambda force: None)
+            disown(force=True)
+            library.set_num_threads(number)
+            disown(force=True)
 
 
 _single_threaded_blas = _BlasLimit()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ...problem import Options, Packed, UnsupportedError
 from .op import forward
@@ -14,10 +16,10 @@ from .op import forward
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """`cupy_flash.attention` on torch tensors, with the same arguments and results; see there.
 
-    Differentiable once, with respect to q, k, v, bias and sink, through out and lse. For the backward it saves q, k, v, out, lse,
-    the seed and the caller's own tensors among the options. Works under torch.compile, torch.export, checkpointing and FSDP2.
-    Autocast casts q, k and v, and torch.use_deterministic_algorithms sets `deterministic`. torch.func.grad and torch.func.jvp
-    refuse it, as they refuse every operator that is differentiated by torch.library.register_autograd.
+    Differentiable once, with respect to q, k, v, bias and sink, through out and lse. For the backward it saves q, k, v,
+    out, lse, the seed and the caller's own tensors among the options. Works under torch.compile, torch.export,
+    checkpointing and FSDP2. Autocast casts q, k and v, and torch.use_deterministic_algorithms sets `deterministic`.
+    Forward-mode derivatives and torch.func.grad are refused.
     """
     return forward("attention", (q, k, v), Options.of("attention", options))
 
@@ -32,7 +34,7 @@ def attention_varlen(
     max_seqlen_k: Any,
     **options: Any,
 ) -> Any:
-    """`cupy_flash.attention_varlen` on torch tensors, with the same arguments and results; see there and `attention`."""
+    """`cupy_flash.attention_varlen` on torch tensors, with the same arguments and results; see it and `attention`."""
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed)
 
@@ -53,7 +55,8 @@ def scaled_dot_product_attention(
     Args:
         query: (..., Hq, L, E). key: (..., H, S, E). value: (..., H, S, Ev). Dimensions before L and S broadcast; with
             enable_gqa those before the heads do. Two dimensions (L, E) are one head.
-        attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating and added to the scores, with a gradient.
+        attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating and added to the scores, with a
+            gradient; or a torch.nn.attention.bias.CausalBias.
         dropout_p: always applied, as torch's is; in [0, 1).
         is_causal: top-left: query i sees the keys up to i. Not together with attn_mask.
         scale: default 1 / sqrt(E).
@@ -65,14 +68,21 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`; never another implementation in its stead.
     """
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention: attn_mask must not be set with is_causal=True")
-    features: dict[str, Any] = dict(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale, layout="bhsd")
-    is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own=3 if enable_gqa else 2)
-    tensors = tuple(_four_dimensional(x) for x in (query, key, value))
-    features["mask" if is_mask else "bias"] = attn_mask
-    out = forward("scaled_dot_product_attention", tensors, Options(**features))
+    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale, layout="bhsd")
+    if isinstance(attn_mask, CausalBias):
+        options.causal = _causal_of(attn_mask, query, key)
+    elif isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool:
+        options.mask = attn_mask
+    else:
+        options.bias = attn_mask
+    q, k, v = (_four_dimensional(x) for x in (query, key, value))
+    out = forward("attention", (q, k, v), options)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -81,12 +91,12 @@ def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple
     if any(not isinstance(x, torch.Tensor) or x.dim() < own for x in tensors):
         given = ", ".join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else str(type(x)) for x in tensors)
         raise TypeError(
-            f"scaled_dot_product_attention: query, key and value must be tensors of at least {own} dimensions, not {given}"
+            f"scaled_dot_product_attention: query, key, value must be tensors of at least {own} dimensions, not {given}"
         )
     try:
         leading = torch.broadcast_shapes(*(x.shape[:-own] for x in tensors))
         query, key, value = (x.expand(*leading, *x.shape[-own:]) for x in tensors)
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 3 and query.dim() > 4:
+        if isinstance(attn_mask, torch.Tensor) and query.dim() > 4 and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in (*tensors, attn_mask) if x is not None)
@@ -97,22 +107,53 @@ def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple
     return query, key, value, attn_mask
 
 
+def _causal_of(bias: Any, query: Any, key: Any) -> Any:
+    """A causal mask that torch gives as a tensor without contents."""
+    lengths = (bias.seq_len_q, bias.seq_len_kv)
+    if lengths != (query.shape[-2], key.shape[-2]):
+        raise ValueError(
+            f"scaled_dot_product_attention: attn_mask is causal for {lengths[0]} queries and {lengths[1]} keys, "
+            f"and there are {query.shape[-2]} and {key.shape[-2]}"
+        )
+    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else True
+
+
 def _four_dimensional(x: Any) -> Any:
     """(..., H, L, E) as (B, H, L, E)."""
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 class _Sdpa(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        routed = scaled_dot_product_attention if func is F.scaled_dot_product_attention else func
-        return routed(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _routed(func)(*args, **(kwargs or {}))
+
+
+def _routed(func: Any) -> Any:
+    """What `func` of torch is inside `sdpa`.
+
+    F.multi_head_attention_forward is such a func itself, and torch switches the mode off while it runs: what it calls
+    would be torch's attention again. So it runs as a copy that finds ours under the name.
+    """
+    if func is F.scaled_dot_product_attention:
+        return scaled_dot_product_attention
+    return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
+
+
+# Also under its own name, by which it hands itself to other modes (torch.set_default_device); and without the name of a
+# module, by which torch.compile would look the names up in torch's instead.
+_globals = {name: value for name, value in vars(F).items() if name != "__name__"}
+_multi_head_attention_forward = types.FunctionType(
+    F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__
+)
+_globals["scaled_dot_product_attention"] = scaled_dot_product_attention
+_globals["multi_head_attention_forward"] = _multi_head_attention_forward
 
 
 def sdpa() -> Any:
     """Context manager in which F.scaled_dot_product_attention, called by anyone, is `scaled_dot_product_attention`.
 
-    Holds in eager code and under torch.compile, in the thread that enters it. What cupy_flash cannot serve raises; nothing falls
-    back to torch's own.
+    Holds in eager code and under torch.compile, in the thread that enters it, for nn.MultiheadAttention too. What
+    cupy_flash cannot serve raises; nothing falls back to torch's own.
 
         with cupy_flash.adapters.torch.sdpa():
             loss = model(tokens)
@@ -135,11 +176,11 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
 
-    softcap 0.0 is off. With return_attn_probs the result is (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
-    `cupy_flash.attention`, and the third, there the probabilities for testing, is never computed.
+    softcap 0.0 is off. With return_attn_probs the result is (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse`
+    of `cupy_flash.attention`, and the third, there the probabilities for testing, is never computed.
     """
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn("flash_attn_func", (q, k, v), options, return_attn_probs)
+    return _flash_attn((q, k, v), options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -165,10 +206,12 @@ def flash_attn_varlen_func(
     As `flash_attn_func`, with softmax_lse (Hq, Tq). A block_table (paged keys and values) raises UnsupportedError.
     """
     if block_table is not None:
-        raise UnsupportedError("flash_attn_varlen_func: no engine of this version reads paged keys and values (block_table)")
+        raise UnsupportedError(
+            "flash_attn_varlen_func: no engine of this version reads paged keys and values (block_table)"
+        )
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _flash_attn("flash_attn_varlen_func", (q, k, v), options, return_attn_probs, packed)
+    return _flash_attn((q, k, v), options, return_attn_probs, packed)
 
 
 def flash_attn_qkvpacked_func(
@@ -188,7 +231,7 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"flash_attn_qkvpacked_func: qkv must be (B, S, 3, H, D), not {tuple(qkv.shape)}")
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn("flash_attn_qkvpacked_func", qkv.unbind(dim=2), options, return_attn_probs)
+    return _flash_attn(qkv.unbind(dim=2), options, return_attn_probs)
 
 
 def _flash_attn_options(
@@ -206,8 +249,8 @@ def _flash_attn_options(
 
 
 def _flash_attn(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, return_attn_probs: Any, packed: Packed | None = None
+    arrays: tuple[Any, Any, Any], options: Options, return_attn_probs: Any, packed: Packed | None = None
 ) -> Any:
     options.return_lse = return_attn_probs
-    result = forward(function, arrays, options, packed)
+    result = forward("attention" if packed is None else "attention_varlen", arrays, options, packed)
     return (*result, None) if return_attn_probs else result

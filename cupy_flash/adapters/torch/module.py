@@ -10,17 +10,18 @@ from .drop_in import attention
 
 
 class CausalSelfAttention(torch.nn.Module):
-    """Multi-head causal self-attention: x (B, S, embed_dim) -> (B, S, embed_dim), every position seeing itself and the past.
+    """Multi-head causal self-attention, (B, S, embed_dim) -> (B, S, embed_dim): a position sees itself and the past.
 
     Args:
         embed_dim: a multiple of num_heads; each head has embed_dim // num_heads dimensions.
         num_heads: query heads.
-        num_kv_heads: key/value heads, a divisor of num_heads that share out the query heads (GQA; 1: MQA). None: num_heads.
+        num_kv_heads: key/value heads, a divisor of num_heads, shared by groups of query heads. None: num_heads.
         dropout: probability of dropping an attention probability, in training mode.
         bias: whether both projections have one.
         device, dtype: of the parameters.
 
-    Parameters: `qkv`, one projection to the queries, keys and values of all heads in this order, and `proj`, from the heads back.
+    Parameters: `qkv`, one projection to the queries, keys and values of all heads in this order, and `proj`, from the
+    heads back.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class CausalSelfAttention(torch.nn.Module):
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"CausalSelfAttention: embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"CausalSelfAttention: num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+            raise ValueError(
+                f"CausalSelfAttention: num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}"
+            )
         self.head_dim = embed_dim // num_heads
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.dropout = dropout

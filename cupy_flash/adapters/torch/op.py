@@ -1,7 +1,7 @@
 """Attention as torch operators: cupy_flash::attention_forward, differentiable, and cupy_flash::attention_backward.
 
-torch sees two functional operators with shapes it can compute without running them (compile, export, checkpoint, FSDP2), and
-runs them as everything else runs: problem -> plan -> backend. `forward` leads to them from a caller's words.
+torch sees two functional operators with shapes it can compute without running them (compile, export, checkpoint,
+FSDP2), and runs them as everything else: problem -> plan -> backend. `forward` leads to them from a caller's words.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...arrays import Array
 from ...problem import Options, Packed, Saved, pose
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' word: the caller's
@@ -64,19 +65,18 @@ class Call(NamedTuple):
     def pose(self, saved: Saved | None = None) -> Any:
         """(problem, operands), or the one error with every reason."""
         options = Options(
-            CAUSAL[self.causal], (self.window_left, self.window_right), self.scale, self.softcap, self.alibi_slopes, self.bias,
-            self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.layout,
+            CAUSAL[self.causal], (self.window_left, self.window_right), self.scale, self.softcap, self.alibi_slopes,
+            self.bias, self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.layout,
             deterministic=self.deterministic, backend=self.backend, engine=self.engine,
         )  # fmt: skip
-        packed = Packed(*self[CU_SEQLENS], *self[MAX_SEQLENS]) if self.is_packed else None
-        function = "attention_varlen" if self.is_packed else "attention"
-        return pose(function, (self.q, self.k, self.v), options, packed, saved)
+        if not self.is_packed:
+            return pose("attention", (self.q, self.k, self.v), options, saved=saved)
+        packed = Packed(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
+        return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved)
 
 
 TENSORS = slice(0, Call._fields.index("max_seqlen_q"))
 WORDS = slice(TENSORS.stop, len(Call._fields))
-CU_SEQLENS = slice(Call._fields.index("cu_seqlens_q"), Call._fields.index("seed"))
-MAX_SEQLENS = slice(TENSORS.stop, TENSORS.stop + 2)
 BIAS, SINK = Call._fields.index("bias"), Call._fields.index("sink")
 
 SCHEMA = (
@@ -97,8 +97,9 @@ attention_backward = torch.ops.cupy_flash.attention_backward.default
 
 
 def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
-    """What `cupy_flash.<function>` returns, recorded for autograd. What is wrong with the call is found by `pose`, in the
-    operator; here only what the operator's schema cannot carry.
+    """What `cupy_flash.<function>` returns, recorded for autograd.
+
+    What is wrong with the call is found by `pose`, in the operator; here only what the operator's schema cannot carry.
     """
     try:
         call = _call(arrays, options, packed)
@@ -112,13 +113,16 @@ def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packe
 
 def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> Call:
     """A caller's words in the operator's types; TypeError or ValueError for a word that has no such form."""
-    boundaries = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    longest = (None, None) if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
-    features = (options.alibi_slopes, options.bias, options.mask, options.sink, options.q_lengths, options.kv_lengths)
-    required = arrays if packed is None else (*arrays, *boundaries)
+    required = arrays if packed is None else (*arrays, packed.cu_seqlens_q, packed.cu_seqlens_k)
+    features = (
+        options.alibi_slopes, options.bias, options.mask, options.sink, options.q_lengths, options.kv_lengths
+    )  # fmt: skip
     for array in (*required, *(feature for feature in features if feature is not None)):
-        if not isinstance(array, torch.Tensor):
-            raise TypeError(f"all arrays must be torch tensors, not {type(array)}")
+        if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
+            raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
+        # Below the operator a tangent is lost without a word: torch.func.jvp would give zeros.
+        if forward_ad.unpack_dual(array).tangent is not None:
+            raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
     for flag in (options.return_lse, options.deterministic):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"return_lse and deterministic must be True or False, not {flag!r}")
@@ -129,18 +133,22 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None)
     dropout = _number(options.dropout)
     q, k, v = _autocast(arrays)
     return Call(
-        q, k, v, *features, *boundaries,
-        _seed(options.seed, dropout, q.device),
-        *(None if length is None else operator.index(length) for length in longest),
-        _causal(options.causal),
-        *(None if side is None else operator.index(side) for side in (left, right)),
-        None if options.scale is None else _number(options.scale),
-        None if options.softcap is None else _number(options.softcap),
-        dropout,
-        options.layout,
-        bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
-        options.backend,
-        options.engine,
+        q, k, v, *features,
+        cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
+        cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
+        seed=_seed(options.seed, dropout, q.device),
+        max_seqlen_q=None if packed is None else operator.index(packed.max_seqlen_q),
+        max_seqlen_k=None if packed is None else operator.index(packed.max_seqlen_k),
+        causal=_causal(options.causal),
+        window_left=None if left is None else operator.index(left),
+        window_right=None if right is None else operator.index(right),
+        scale=None if options.scale is None else _number(options.scale),
+        softcap=None if options.softcap is None else _number(options.softcap),
+        dropout=dropout,
+        layout=options.layout,
+        deterministic=bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
+        backend=options.backend,
+        engine=options.engine,
     )  # fmt: skip
 
 
@@ -165,7 +173,7 @@ def _seed(seed: Any, dropout: float, device: Any) -> Any:
     if isinstance(seed, torch.Tensor):
         return seed
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")
+        raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")
     # The same 64 bits as int64.
     bits = int(seed) - 2**64 if seed >= 2**63 else int(seed)
     return torch.full((1,), bits, dtype=torch.int64, device=device) if dropout > 0 else None
@@ -181,7 +189,7 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """torch gives a Python operator no device guard: what it launches and allocates belongs on the device of its arrays."""
+    """torch gives a Python operator no device guard; what it launches and allocates belongs on its arrays' device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -204,7 +212,7 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
 
 
 def _absent(call: Call) -> Any:
-    """An operator returns tensors, always as many: one without elements stands for a gradient that was not asked for."""
+    """An operator returns tensors, always as many; one without elements is a gradient that was not asked for."""
     return call.q.new_empty((0,))
 
 
@@ -232,8 +240,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     """Tensors go through save_for_backward alone: one that hangs on ctx lives as long as anything holds the graph."""
     ctx.set_materialize_grads(False)
     call = Call(*inputs)
-    ctx.save_for_backward(*call._replace(seed=call.seed if call.dropout else None)[TENSORS], *output)
-    ctx.words = tuple(call[WORDS])
+    tensors = tuple(call._replace(seed=call.seed if call.dropout else None))[TENSORS]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.words = tuple(call)[WORDS]
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -250,8 +259,8 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
 
 def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError(
-        "cupy_flash has no second derivative of attention: the gradient of a loss through it cannot be differentiated again "
-        "(create_graph=True)"
+        "cupy_flash has no second derivative of attention: the gradient of a loss through it cannot be differentiated "
+        "again (create_graph=True)"
     )
 
 
@@ -259,8 +268,8 @@ torch.library.register_autograd("cupy_flash::attention_forward", _differentiate,
 torch.library.register_autograd("cupy_flash::attention_backward", _refuse_second_gradient, lib=library)
 
 
-# torch's convention for attention, so that counts compare with those of its own operators: two products of every query with
-# every key forward, five backward, whatever a mask hides.
+# torch's convention for attention, so that counts compare with those of its own operators: two products of every query
+# with every key forward, five backward, whatever a mask hides.
 
 
 def _score_products(call: Call) -> int:

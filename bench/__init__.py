@@ -1,0 +1,1 @@
+"""The bench script: exactness, time and peak memory of cupy_flash beside every peer present."""

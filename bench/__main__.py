@@ -1,0 +1,138 @@
+"""python -m bench: exactness, time and peak memory of cupy_flash beside every peer present."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cupy_flash.device import blas_threads
+
+from .model import ITEMSIZE, Case
+from .peers import limit_threads
+from .plots import plot
+from .report import count, left_out, progress, provenance, show, tables
+from .results import ROOT, describe, write
+from .run import memory_cases, time_cases
+from .tables import regenerate
+from .timing import measure_ceilings
+
+SEQLENS = {
+    "forward": (512, 1024, 2048, 4096),
+    "backward": (512, 1024, 2048, 4096),
+    "memory": (512, 1024, 2048, 4096, 8192, 16384),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; `argv` defaults to the arguments of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    # Without a command everything is measured.
+    named = arguments[:1] and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"))
+    asked = parser.parse_args(arguments if named else ["all", *arguments])
+    if asked.command == "tables":
+        return _tables(asked.readme, asked.results, asked.check)
+    asked.kv_heads = asked.kv_heads or asked.heads
+    if asked.heads % asked.kv_heads:
+        parser.error(f"--heads {asked.heads} is not a multiple of --kv-heads {asked.kv_heads}")
+    return _measure(asked, arguments)
+
+
+def _measure(asked: argparse.Namespace, arguments: list[str]) -> int:
+    sections = list(SEQLENS) if asked.command == "all" else [asked.command]
+    result = describe(arguments, asked.threads)
+    device, version = result["device"], result["versions"]["cupy_flash"]
+    print(f"cupy_flash {version} computes on the CPU alone: {device['cpu']}, {count(asked.threads, 'thread')}.")
+    if device["gpu"] is not None:
+        print(f"The GPU, {device['gpu']}, is not used: this version has no CUDA engine; the peers run on the CPU, too.")
+    path = asked.out / f"{asked.command}.json"
+    with limit_threads(asked.threads):
+        ceilings = measure_ceilings(asked.dtype)
+        result["ceilings"] = asdict(ceilings)
+        for section in sections:
+            cases = _cases(asked, section)
+            if section == "memory":
+                with progress(section, 3 * len(cases)) as step:
+                    result[section] = memory_cases(cases, asked.threads, step)
+            else:
+                with progress(section, 1 + len(cases)) as step:
+                    result[section] = time_cases(cases, section == "backward", asked.repeats, ceilings, step)
+            write(result, path)
+            _show(section, result, asked.out / f"{section}.png")
+    print(f"\nEvery sample: {path}")
+    return 0
+
+
+def _show(section: str, result: dict[str, Any], picture: Path) -> None:
+    print(f"\n{provenance(section, result)}")
+    for table in tables(section, result):
+        show(table)
+    for reason in left_out(section, result):
+        print(f"not measured: {reason}")
+    print(f"plot: {picture}" if plot(section, result, picture) else "plot: matplotlib is not installed")
+
+
+def _cases(asked: argparse.Namespace, section: str) -> list[Case]:
+    shape = Case(asked.batch, asked.heads, asked.kv_heads, asked.head_dim, 0, asked.dtype, False)
+    maskings = (False, True) if asked.causal is None and section != "memory" else (bool(asked.causal),)
+    return [
+        replace(shape, seqlen=seqlen, causal=causal)
+        for causal in maskings
+        for seqlen in asked.seqlens or SEQLENS[section]
+    ]
+
+
+def _tables(readme: Path, results: Path, check: bool) -> int:
+    text = readme.read_text(encoding="utf-8")
+    generated = regenerate(text, results)
+    if generated == text:
+        return 0
+    if check:
+        print(f"{readme.name} differs from the results: run python -m bench tables", file=sys.stderr)
+        return 1
+    readme.write_text(generated, encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition(": ")[2])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    sizes = argparse.ArgumentParser(add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    sizes.add_argument("--batch", type=_positive, default=1)
+    sizes.add_argument("--heads", type=_positive, default=8)
+    sizes.add_argument("--kv-heads", type=_positive, help="default: as many as --heads")
+    sizes.add_argument("--head-dim", type=_positive, default=64)
+    sizes.add_argument("--seqlens", type=_lengths, metavar="S,S,...", help="default: 512 to 4096, memory to 16384")
+    sizes.add_argument("--dtype", choices=list(ITEMSIZE), default="float32")
+    sizes.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: both, memory without")
+    sizes.add_argument("--repeats", type=_positive, default=15, help="samples per peer, fewer where they take long")
+    sizes.add_argument("--threads", type=_positive, default=blas_threads(), help="default: what NumPy's BLAS would use")
+    sizes.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON and the plots")
+    commands.add_parser("forward", parents=[sizes], help="exactness and time of the forward")
+    commands.add_parser("backward", parents=[sizes], help="exactness and time of forward and backward")
+    commands.add_parser("memory", parents=[sizes], help="peak memory as the sequence grows")
+    commands.add_parser("all", parents=[sizes], help="all of these (default)")
+    generate = commands.add_parser("tables", help="write the README's tables from the stored results")
+    generate.add_argument("--check", action="store_true", help="write nothing; exit status 1 when they differ")
+    generate.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    generate.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _lengths(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""What is measured: cupy_flash, and what it is measured against. All take the same memory, laid out (B, H, S, D)."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import cupy_flash
+from cupy_flash.device import blas_threads
+
+from .model import Case
+
+Array = npt.NDArray[Any]
+
+OURS = "cupy_flash"
+BASELINE = "SDPA flash"  # the peer that times are divided by
+FLEX_ATTENTION = "FlexAttention"
+FLEX_SECONDS = 60  # at most this long for FlexAttention to compile
+
+
+class Inputs(NamedTuple):
+    """Random normal arrays: q, dout (B, Hq, S, D), k, v (B, Hk, S, D)."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+
+
+class Peer(Protocol):
+    """One way to compute attention, bound to its inputs."""
+
+    def forward(self) -> Any:
+        """The result, and in training whatever the backward needs."""
+
+    def backward(self, saved: Any) -> Any:
+        """The gradients, of what `forward` returned in training."""
+
+    def arrays(self, result: Any) -> tuple[Array, ...]:
+        """What `forward` or `backward` returned as NumPy arrays: (out,) or (dq, dk, dv)."""
+
+
+class CupyFlash:
+    """cupy_flash on NumPy arrays."""
+
+    def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
+        self.inputs, self.training = inputs, training
+        self.options = dict(causal=case.causal, layout="bhsd")
+
+    def forward(self) -> Any:
+        result = cupy_flash.attention(*self.inputs[:3], **self.options, return_lse=self.training)
+        return result if self.training else (result,)
+
+    def backward(self, saved: Any) -> Any:
+        q, k, v, dout = self.inputs
+        return cupy_flash.attention_backward(dout, q, k, v, *saved, **self.options)
+
+    def arrays(self, result: Any) -> tuple[Array, ...]:
+        return result[:3] if isinstance(result, cupy_flash.Gradients) else result[:1]
+
+
+class Standard:
+    """Standard attention in NumPy: the whole matrix of scores, a softmax of its rows, and the gradient from both."""
+
+    def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
+        self.dtype = inputs.q.dtype
+        self.compute = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
+        self.q, self.dout = (self._grouped(x, case) for x in (inputs.q, inputs.dout))
+        self.k, self.v = (self._grouped(x, case) for x in (inputs.k, inputs.v))
+        self.scale = self.compute.type(case.head_dim**-0.5)
+        self.hidden = np.triu(np.ones((case.seqlen, case.seqlen), bool), 1) if case.causal else None
+
+    def _grouped(self, x: Array, case: Case) -> Array:
+        """(B, Hk, Hq / Hk or 1, S, D): query heads beside the key/value head that they share."""
+        return x.reshape(case.batch, case.kv_heads, -1, case.seqlen, case.head_dim).astype(self.compute, copy=False)
+
+    def forward(self) -> Any:
+        scores = (self.q * self.scale) @ self.k.swapaxes(-1, -2)
+        if self.hidden is not None:
+            np.copyto(scores, -np.inf, where=self.hidden)
+        scores -= scores.max(axis=-1, keepdims=True)
+        probabilities = np.exp(scores, out=scores)
+        probabilities /= probabilities.sum(axis=-1, keepdims=True)
+        return probabilities @ self.v, probabilities
+
+    def backward(self, saved: Any) -> Any:
+        out, probabilities = saved
+        dv = probabilities.swapaxes(-1, -2) @ self.dout
+        dscores = self.dout @ self.v.swapaxes(-1, -2)
+        dscores -= (self.dout * out).sum(axis=-1, keepdims=True)
+        dscores *= probabilities
+        dq = dscores @ self.k * self.scale
+        dk = dscores.swapaxes(-1, -2) @ self.q * self.scale
+        return dq, dk.sum(axis=2, keepdims=True), dv.sum(axis=2, keepdims=True)
+
+    def arrays(self, result: Any) -> tuple[Array, ...]:
+        wanted = result if len(result) == 3 else result[:1]
+        return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype) for x in wanted)
+
+
+class Torch:
+    """What the peers from torch share: as many threads as NumPy's BLAS, tensors over the same memory, and autograd."""
+
+    def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
+        import torch
+
+        torch.set_num_threads(blas_threads())
+        self.case, self.training = case, training
+        self.q, self.k, self.v, self.dout = (_tensor(x) for x in inputs)
+        for x in (self.q, self.k, self.v):
+            x.requires_grad_(training)
+        self.gradients_recorded = partial(torch.set_grad_enabled, training)
+
+    def attend(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self) -> Any:
+        with self.gradients_recorded():
+            return (self.attend(),)
+
+    def backward(self, saved: Any) -> Any:
+        import torch
+
+        return torch.autograd.grad(saved[0], (self.q, self.k, self.v), self.dout)
+
+    def arrays(self, result: Any) -> tuple[Array, ...]:
+        return tuple(_array(x) for x in result)
+
+
+class ScaledDotProductAttention(Torch):
+    """torch's scaled_dot_product_attention, held to one of its backends."""
+
+    def __init__(self, backend: str, case: Case, inputs: Inputs, training: bool) -> None:
+        super().__init__(case, inputs, training)
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        self.only = partial(sdpa_kernel, getattr(SDPBackend, backend))
+        self.function = partial(
+            scaled_dot_product_attention, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads
+        )
+
+    def attend(self) -> Any:
+        with self.only():
+            return self.function(self.q, self.k, self.v)
+
+
+class FlexAttention(Torch):
+    """torch's FlexAttention, compiled once for all lengths; on a CPU it has no backward."""
+
+    def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
+        super().__init__(case, inputs, training)
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        length = case.seqlen
+        self.block_mask = create_block_mask(_causal, None, None, length, length, "cpu") if case.causal else None
+
+    def attend(self) -> Any:
+        enable_gqa = self.case.heads != self.case.kv_heads
+        return _compiled_flex_attention()(self.q, self.k, self.v, block_mask=self.block_mask, enable_gqa=enable_gqa)
+
+
+# SDPA's backends by the names that people use.
+SDPA_BACKENDS = {
+    "SDPA flash": "FLASH_ATTENTION",
+    "SDPA efficient": "EFFICIENT_ATTENTION",
+    "SDPA cuDNN": "CUDNN_ATTENTION",
+    "SDPA math": "MATH",
+}
+PEERS: dict[str, Callable[[Case, Inputs, bool], Peer]] = {
+    OURS: CupyFlash,
+    "standard": Standard,
+    **{name: partial(ScaledDotProductAttention, backend) for name, backend in SDPA_BACKENDS.items()},
+    FLEX_ATTENTION: FlexAttention,
+}
+HOLDS_SCORES = ("standard", "SDPA math")
+
+
+def limit_threads(threads: int) -> AbstractContextManager[Any]:
+    """NumPy's BLAS, and with it every peer, on this many threads inside the context."""
+    from threadpoolctl import threadpool_limits
+
+    limits: AbstractContextManager[Any] = threadpool_limits(threads, user_api="blas")
+    return limits
+
+
+def random_inputs(case: Case) -> Inputs:
+    """The same arrays for the same case; filled head by head, so that no larger temporary raises the peak of memory."""
+    if case.dtype == "bfloat16":
+        from ml_dtypes import bfloat16
+
+        dtype = np.dtype(bfloat16)
+    else:
+        dtype = np.dtype(case.dtype)
+    rng = np.random.default_rng(0)
+
+    def normal(shape: tuple[int, ...]) -> Array:
+        x = np.empty(shape, dtype)
+        for head in x.reshape(-1, *shape[2:]):
+            head[...] = rng.standard_normal(head.shape, np.float64 if dtype == np.float64 else np.float32)
+        return x
+
+    return Inputs(*(normal(shape) for shape in (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)))
+
+
+def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str, str]]:
+    """The peers that can compute small problems like these cases here, and why each of the others cannot."""
+    names, left_out = [OURS, "standard"], {}
+    if importlib.util.find_spec("torch") is None:
+        return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")
+    small = {replace(case, seqlen=128) for case in cases}
+    for name in SDPA_BACKENDS:
+        try:
+            for case in small:
+                peer = PEERS[name](case, random_inputs(case), training)
+                result = peer.forward()
+                if training:
+                    peer.backward(result)
+            names.append(name)
+        except RuntimeError as error:
+            left_out[name] = str(error).partition(". ")[0]
+    if training:
+        left_out[FLEX_ATTENTION] = "has no backward on a CPU"
+    elif reason := _flex_attention_fails(small):
+        left_out[FLEX_ATTENTION] = reason
+    else:
+        names.append(FLEX_ATTENTION)
+    installed = importlib.util.find_spec("flash_attn") is not None
+    left_out["flash-attn"] = "takes CUDA tensors only" if installed else "not installed"
+    return names, left_out
+
+
+def _flex_attention_fails(cases: Iterable[Case]) -> str | None:
+    """Why FlexAttention cannot be compiled in time; None if it can.
+
+    It is compiled in a process of its own, which can be stopped when the time is over. What that has compiled lies in
+    torch's cache on disk, where this process finds it.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_compile_flex_attention, args=(cases, blas_threads()))
+    process.start()
+    process.join(FLEX_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"did not compile within {FLEX_SECONDS} s"
+    return None if process.exitcode == 0 else "torch.compile failed, its error is on stderr"
+
+
+def _compile_flex_attention(cases: Iterable[Case], threads: int) -> None:
+    with limit_threads(threads):
+        for case in cases:
+            FlexAttention(case, random_inputs(case), training=False).forward()
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex_attention() -> Any:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _causal(b: Any, h: Any, q_index: Any, kv_index: Any) -> Any:
+    return q_index >= kv_index
+
+
+def _tensor(x: Array) -> Any:
+    import torch
+
+    # NumPy's bfloat16 is not known to torch; its bits are.
+    return (
+        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    )
+
+
+def _array(x: Any) -> Array:
+    import torch
+
+    x = x.detach()
+    return x.float().numpy() if x.dtype == torch.bfloat16 else x.numpy()

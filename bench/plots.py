@@ -1,0 +1,75 @@
+"""Results as plots, one PNG per section, where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from .memory import NOISE, growth_exponent
+from .peers import OURS
+from .report import count, names_in, step_seconds
+
+
+def plot(section: str, result: dict[str, Any], path: Path) -> bool:
+    """Draw one section; False where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = result[section]["cases"]
+    if section == "memory":
+        panels = [("forward", records), ("forward + backward", records)]
+    else:
+        groups = {causal: [record for record in records if record["causal"] == causal] for causal in (False, True)}
+        panels = [("causal" if causal else "full", group) for causal, group in groups.items() if group]
+    figure = Figure(figsize=(5.5 * len(panels) + 1, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    case = records[0]
+    figure.suptitle(
+        f"{section}: B {case['batch']}, {case['heads']} heads, D {case['head_dim']}, {case['dtype']}; "
+        f"{result['device']['cpu']}, {count(result['device']['threads'], 'thread')}"
+    )
+    for index, (title, group) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        if section == "memory":
+            _draw_memory(axes, group, title)
+        else:
+            _draw_speed(axes, group, ("forward",) if section == "forward" else ("forward", "backward"))
+            axes.axhline(result["ceilings"]["flops_per_second"] / 1e9, color="grey", linestyle=":", label="matmul")
+            axes.set_ylim(0)
+        lengths = [record["seqlen"] for record in group]
+        axes.set(title=title, xlabel="sequence length S", xscale="log")
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _draw_speed(axes: Any, records: list[dict[str, Any]], stages: tuple[str, ...]) -> None:
+    for name in names_in(records, "seconds"):
+        points = [
+            (it["seqlen"], it["flops"] / step_seconds(it, name, stages) / 1e9)
+            for it in records
+            if name in it["seconds"]
+        ]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
+    axes.set(ylabel="GFLOP/s (higher is better)")
+
+
+def _draw_memory(axes: Any, records: list[dict[str, Any]], stage: str) -> None:
+    for name in names_in(records, "peaks"):
+        points = [(it["seqlen"], it["peaks"][name][stage]["bytes"]) for it in records if name in it["peaks"]]
+        lengths, peaks = zip(*points, strict=True)
+        label = f"{name}, S^{growth_exponent(lengths, peaks):.1f}" if len(points) > 1 else name
+        axes.plot(
+            lengths,
+            [max(peak, NOISE) / 2**20 for peak in peaks],
+            marker="o",
+            label=label,
+            linewidth=2.5 if name == OURS else 1.2,
+        )
+    axes.set(ylabel=f"MiB beyond inputs and outputs, at least {NOISE / 2**20:.0f}", yscale="log")

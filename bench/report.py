@@ -1,0 +1,197 @@
+"""Results as tables: the same ones in the terminal and in the README."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .memory import growth_exponent
+from .peers import BASELINE, OURS
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        lines = [self.columns, ["--:"] * len(self.columns), *self.rows]
+        return "\n".join([f"{self.title}:", "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+    def plain(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        lines = [
+            "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+            for line in (self.columns, *self.rows)
+        ]
+        return "\n".join([self.title, *lines])
+
+
+def tables(section: str, result: dict[str, Any]) -> list[Table]:
+    """The tables of one section of a result: "forward", "backward" or "memory"."""
+    cases = result[section]["cases"]
+    if section == "memory":
+        return [_memory_table(cases, stage) for stage in ("forward", "forward + backward")]
+    if section == "forward":
+        stages: dict[str, tuple[str, ...]] = {"Forward": ("forward",)}
+    else:
+        stages = {"Forward + backward": ("forward", "backward"), "Backward alone": ("backward",)}
+    return [*(_time_table(cases, *stage) for stage in stages.items()), _error_table(cases)]
+
+
+def provenance(section: str, result: dict[str, Any]) -> str:
+    """The command and the machine that made a section's numbers, and what they are of."""
+    device, versions, git, ceilings = (result[key] for key in ("device", "versions", "git", "ceilings"))
+    case = result[section]["cases"][0]
+    made = [f"Python {versions['python']}", f"NumPy {versions['numpy']}", f"cupy_flash {versions['cupy_flash']}"]
+    if versions["torch"] is not None:
+        made.insert(2, f"torch {versions['torch']}")
+    if git["commit"] is not None:
+        made.append(f"commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}")
+    ceiling = (
+        f"matmul {ceilings['flops_per_second'] / 1e9:.0f} GFLOP/s, copy {ceilings['bytes_per_second'] / 1e9:.0f} GB/s"
+    )
+    machine = f"{device['cpu']}, {count(device['cores'], 'core')}, {count(device['threads'], 'thread')} ({ceiling})"
+    heads = f"H {case['heads']} (key/value heads: {case['kv_heads']})"
+    return (
+        f"`{result['command']}` on {machine}; {', '.join(made)}.\n"
+        f"B {case['batch']}, {heads}, D {case['head_dim']}, {case['dtype']}."
+    )
+
+
+def left_out(section: str, result: dict[str, Any]) -> list[str]:
+    """Who is not in the tables, and why."""
+    everywhere = [f"{name}: {reason}" for name, reason in result[section]["left_out"].items()]
+    at = [
+        f"{name} at S {case['seqlen']}: {reason}"
+        for case in result[section]["cases"]
+        for name, reason in case["left_out"].items()
+    ]
+    return everywhere + list(dict.fromkeys(at))  # causal or not makes no difference
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def step_seconds(record: dict[str, Any], name: str, stages: tuple[str, ...]) -> float:
+    """The median over the samples of the sum of the stages."""
+    return median(map(sum, zip(*(record["seconds"][name][stage] for stage in stages), strict=True)))
+
+
+def names_in(records: list[dict[str, Any]], key: str) -> list[str]:
+    """Every peer of any record, in their first order."""
+    return list(dict.fromkeys(name for record in records for name in record[key]))
+
+
+def _time_table(records: list[dict[str, Any]], title: str, stages: tuple[str, ...]) -> Table:
+    names = names_in(records, "seconds")
+    whole = stages[0] == "forward"  # the roofline is of all that the section runs
+    rows = []
+    for record in records:
+        seconds = {name: step_seconds(record, name, stages) for name in record["seconds"]}
+        row = [*_case(record), *(_milliseconds(seconds[name]) if name in seconds else NOTHING for name in names)]
+        if BASELINE in names:
+            row.append(f"{seconds[OURS] / seconds[BASELINE]:.3g}")
+        if whole:
+            row.append(f"{record['roofline_seconds'] / seconds[OURS]:.0%}")
+        rows.append(row)
+    columns = ["S", "causal", *names]
+    if BASELINE in names:
+        columns.append(f"over {BASELINE}")
+    if whole:
+        columns.append("of roofline")
+    return Table(f"{title}, milliseconds (median)", columns, rows)
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def _error_table(records: list[dict[str, Any]]) -> Table:
+    exact = [record for record in records if "errors" in record]
+    names = list(dict.fromkeys(name for record in exact for errors in record["errors"].values() for name in errors))
+    rows = [
+        [*_case(record), quantity, *(f"{errors[name]:.1e}" if name in errors else NOTHING for name in names)]
+        for record in exact
+        for quantity, errors in record["errors"].items()
+    ]
+    return Table("Largest error against fp64", ["S", "causal", "", *names], rows)
+
+
+def _memory_table(records: list[dict[str, Any]], stage: str) -> Table:
+    names = names_in(records, "peaks")
+    peaks = {
+        name: {record["seqlen"]: record["peaks"][name][stage]["bytes"] for record in records if name in record["peaks"]}
+        for name in names
+    }
+    rows = [
+        [
+            str(record["seqlen"]),
+            *(f"{peaks[name][record['seqlen']] / 2**20:.1f}" if name in record["peaks"] else NOTHING for name in names),
+        ]
+        for record in records
+    ]
+    growth = [
+        f"S^{growth_exponent(list(points), list(points.values())):.1f}" if len(points) > 1 else NOTHING
+        for points in peaks.values()
+    ]
+    return Table(f"Peak memory beyond inputs and outputs, {stage}, MiB", ["S", *names], [*rows, ["growth", *growth]])
+
+
+def _case(record: dict[str, Any]) -> list[str]:
+    return [str(record["seqlen"]), "yes" if record["causal"] else "no"]
+
+
+def show(table: Table) -> None:
+    """Print a table, by rich where it is installed."""
+    if importlib.util.find_spec("rich") is None:
+        print("\n" + table.plain())
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for column in table.columns:
+        drawn.add_column(column.replace(" ", "\n"), justify="right")  # narrow enough for 80 columns
+    for row in table.rows:
+        drawn.add_row(*row)
+    print()
+    Console().print(drawn)
+
+
+@contextmanager
+def progress(section: str, steps: int) -> Iterator[Callable[[str], None]]:
+    """A display of how far a section has come, on stderr; call what it gives with the name of each step that begins."""
+    if importlib.util.find_spec("rich") is None:
+        begun = 0
+
+        def announce(step: str) -> None:
+            nonlocal begun
+            begun += 1
+            print(f"{section} {begun}/{steps}: {step}", file=sys.stderr, flush=True)
+
+        yield announce
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(section, total=steps)
+        started = iter([0])
+
+        def advance(step: str) -> None:
+            bar.update(task, advance=next(started, 1), description=f"{section}: {step}")
+
+        yield advance

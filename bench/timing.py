@@ -1,0 +1,79 @@
+"""Interleaved timing: whatever disturbs the machine disturbs every peer alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .model import Ceilings
+from .peers import Peer
+
+Sample = TypeVar("Sample")
+SECONDS = 1.0  # a peer that has been measured for this long in one case, and LEAST_REPEATS times, sits out the rest
+LEAST_REPEATS = 3
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], Sample]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[Sample]]:
+    """Up to `repeats` rounds of one sample of every call, each round beginning with the next call in turn.
+
+    A call runs twice and its second result is the sample: the first finds caches, pages of memory and threads (some
+    still spin) as its predecessor left them, the second as it leaves them itself.
+    """
+    names = list(calls)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    spent = dict.fromkeys(names, 0.0)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            if repeat >= LEAST_REPEATS and spent[name] >= SECONDS:
+                continue
+            calls[name]()
+            start = clock()
+            samples[name].append(calls[name]())
+            spent[name] += clock() - start
+    return samples
+
+
+def timed(peer: Peer, training: bool) -> Callable[[], tuple[float, float]]:
+    """A call that gives the seconds of the forward and, in training, of the backward (else 0)."""
+
+    def call() -> tuple[float, float]:
+        start = time.perf_counter()
+        saved = peer.forward()
+        middle = time.perf_counter()
+        if not training:
+            return middle - start, 0.0
+        peer.backward(saved)
+        return middle - start, time.perf_counter() - middle
+
+    return call
+
+
+def measure_ceilings(dtype: str) -> Ceilings:
+    """The best of NumPy here: a matrix product in the dtype that attention accumulates in, and a copy."""
+    size = 1024
+    x = np.ones((size, size), "float64" if dtype == "float64" else "float32")
+    source, target = np.ones(2**26, np.uint8), np.empty(2**26, np.uint8)
+    product = np.empty_like(x)
+    samples = interleave(
+        {
+            "matmul": _seconds(lambda: np.matmul(x, x, out=product)),
+            "copy": _seconds(lambda: np.copyto(target, source)),
+        },
+        repeats=9,
+    )
+    return Ceilings(2 * size**3 / min(samples["matmul"]), 2 * source.nbytes / min(samples["copy"]))
+
+
+def _seconds(function: Callable[[], Any]) -> Callable[[], float]:
+    def call() -> float:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    return call

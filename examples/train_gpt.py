@@ -1,0 +1,299 @@
+"""Train a small GPT on the source of Python's own standard library, its attention by cupy_flash, forward and backward.
+
+    python examples/train_gpt.py                                       # a minute on two CPU cores
+    python examples/train_gpt.py --attention sdpa                      # the same run with torch's own attention
+    python examples/train_gpt.py --steps 2000 --checkpoint gpt.pt      # stop it when you like; run it again, it goes on
+
+One seed gives one run: the batches, the first weights and, without dropout, the losses of both attentions are the same
+but for rounding. With dropout they are not: the two draw other random bits. Written to be read from top to bottom
+and copied: the text, the model, the checkpoint, the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cupy_flash.adapters.torch import attention
+
+VOCABULARY = 256  # a token is a byte
+HELD_OUT = 10  # every tenth file is for validation
+VALIDATE_EVERY, VALIDATION_BATCHES = 20, 4
+SAMPLE_BYTES, TEMPERATURE = 200, 0.8
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="cupy_flash", help="whose attention [%(default)s]")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all [%(default)s]")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step [%(default)s]")
+    parser.add_argument("--context", type=int, default=128, help="bytes per sequence [%(default)s]")
+    parser.add_argument("--layers", type=int, default=4, help="blocks [%(default)s]")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads per block [%(default)s]")
+    parser.add_argument("--embed", type=int, default=128, help="width, a multiple of --heads [%(default)s]")
+    parser.add_argument("--dropout", type=float, default=0.0, help="probability [%(default)s]")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout and samples [%(default)s]")
+    parser.add_argument("--device", default="cpu", help="a torch device that the attention serves [%(default)s]")
+    parser.add_argument("--checkpoint", type=Path, help="file to save to, and to go on from where it exists")
+    parser.add_argument("--save-every", type=int, default=100, help="steps; also saved at the end [%(default)s]")
+    parser.add_argument("--sample-every", type=int, default=100, help="steps; also at the end [%(default)s]")
+    parser.add_argument("--prompt", default="def ", help="what samples begin with [%(default)r]")
+    parser.add_argument("--log", type=Path, help="file for one line of JSON per step")
+    arguments = parser.parse_args(argv)
+    if arguments.embed % arguments.heads:
+        parser.error(f"--embed {arguments.embed} is not a multiple of --heads {arguments.heads}")
+    return arguments
+
+
+# ---------------------------------------------------------------------------------------------------------- the text
+
+
+def read_text() -> tuple[Tensor, Tensor]:
+    """(training, validation) bytes, uint8: the .py files of the standard library, in the order of their names."""
+    library = Path(sysconfig.get_path("stdlib"))
+    # Installed packages are not the library, and some systems ship Python without its tests.
+    parts = [part for part in library.iterdir() if part.name not in ("site-packages", "dist-packages", "test")]
+    files = [file for part in parts for file in ([part] if part.suffix == ".py" else part.rglob("*.py"))]
+    files.sort(key=lambda file: file.relative_to(library).parts)
+    if len(files) < HELD_OUT:
+        raise SystemExit(f"{library} has no source files of the standard library to train on")
+    contents = [file.read_bytes() for file in files]
+    validation = contents[HELD_OUT - 1 :: HELD_OUT]
+    del contents[HELD_OUT - 1 :: HELD_OUT]
+    return tuple(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in (contents, validation))
+
+
+def draw_batch(text: Tensor, arguments: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens, the tokens that follow each), (batch, context) each, int64, from random places of the text."""
+    starts = torch.randint(len(text) - arguments.context, (arguments.batch, 1), generator=generator)
+    windows = text[starts + torch.arange(arguments.context + 1)].long().to(arguments.device)
+    return windows[:, :-1], windows[:, 1:]
+
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+
+def cupy_flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    return attention(q, k, v, causal=True, dropout=dropout)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
+
+
+# Causal attention of q, k, v (batch, context, heads, embed // heads), the result likewise.
+ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "cupy_flash": cupy_flash_attention,
+    "sdpa": sdpa_attention,
+}
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        embed = arguments.embed
+        self.heads, self.dropout, self.attention = arguments.heads, arguments.dropout, ATTENTIONS[arguments.attention]
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(embed), nn.LayerNorm(embed)
+        self.qkv, self.attention_out = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
+        self.mlp_in, self.mlp_out = nn.Linear(embed, 4 * embed), nn.Linear(4 * embed, embed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, embed = x.shape
+        dropout = self.dropout if self.training else 0.0
+        # Views of one projection: neither attention copies them.
+        q, k, v = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, -1).unbind(2)
+        mixed = self.attention(q, k, v, dropout).reshape(batch, context, embed)
+        x = x + F.dropout(self.attention_out(mixed), dropout)
+        return x + F.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))), dropout)
+
+
+class GPT(nn.Module):
+    """Tokens (batch, context) to logits (batch, context, 256); the embedding is also the output projection."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self.context, self.dropout = arguments.context, arguments.dropout
+        self.tokens = nn.Embedding(VOCABULARY, arguments.embed)
+        self.positions = nn.Embedding(arguments.context, arguments.embed)
+        self.blocks = nn.ModuleList(Block(arguments) for _ in range(arguments.layers))
+        self.norm = nn.LayerNorm(arguments.embed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # As in GPT-2: 2 * layers projections add to x, whose variance should not grow with depth.
+                adds_to_x = name.endswith("_out.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * arguments.layers) if adds_to_x else 0.02)
+            elif "norm" not in name:
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, text: Tensor, arguments: argparse.Namespace) -> float:
+    """The mean over the same few batches every time, without dropout."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    model.eval()
+    losses = [loss_of(model, *draw_batch(text, arguments, generator)).item() for _ in range(VALIDATION_BATCHES)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def sample(model: GPT, arguments: argparse.Namespace) -> str:
+    """The prompt and SAMPLE_BYTES more, printable whatever the model says: it may say half a character, or escape."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    text = list(arguments.prompt.encode() or b"\n")
+    model.eval()
+    for _ in range(SAMPLE_BYTES):
+        logits = model(torch.tensor([text[-model.context :]], device=arguments.device))[0, -1].cpu()
+        text.append(int(torch.multinomial(F.softmax(logits / TEMPERATURE, dim=0), 1, generator=generator)))
+    model.train()
+    return "".join(chr(byte) if 32 <= byte < 127 or byte == ord("\n") else "?" for byte in text)
+
+
+# ---------------------------------------------------------------------------------------------------- the checkpoint
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Atomic: whenever the process or the machine stops, `path` is the old checkpoint or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """The saved state, if it is of the model and the text that `expected` describes."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    pairs = [(name, state.get(name), value) for name, value in expected.items()]
+    different = [f"{name} is {there} there, {here} here" for name, there, here in pairs if there != here]
+    if different:
+        raise SystemExit(f"{path} is a checkpoint of another run: {'; '.join(different)}")
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------- the loop
+
+
+def learning_rate(step: int, arguments: argparse.Namespace) -> float:
+    """Of steps 1, 2, ...: up in a line over the first tenth, then down half a cosine to a tenth of the highest."""
+    warm_up = arguments.steps // 10 + 1
+    if step <= warm_up:
+        return arguments.learning_rate * step / warm_up
+    cosine = math.cos(math.pi * (step - warm_up) / (arguments.steps - warm_up))
+    return arguments.learning_rate * (0.55 + 0.45 * cosine)
+
+
+def progress_bar(step: int, steps: int) -> Any:
+    """rich's bar, where rich is installed and somebody watches; None where the plain lines have to do."""
+    if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
+        return None
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    bar = Progress(MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[status]}", markup=False))
+    bar.add_task("training", completed=step, total=steps, status="")
+    return bar
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    steps, checkpoint = arguments.steps, arguments.checkpoint
+    training, validation = read_text()
+    described = {name: getattr(arguments, name) for name in ("layers", "heads", "embed", "context")}
+    described["text"] = hashlib.sha256(training.numpy()).hexdigest()[:16]
+
+    torch.manual_seed(arguments.seed)
+    model = GPT(arguments).to(arguments.device)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    batches = torch.Generator().manual_seed(arguments.seed)
+    on_cuda = torch.device(arguments.device).type == "cuda"
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, {len(training):,} bytes of text")
+
+    first = 0
+    resumed = checkpoint is not None and checkpoint.exists()
+    if resumed:
+        state = load_checkpoint(checkpoint, described)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        batches.set_state(state["batches"])
+        torch.set_rng_state(state["rng"])  # what dropout draws from
+        if on_cuda and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        first = state["step"]
+        print(f"{checkpoint} goes on from step {first}")
+
+    # What was logged after the last save is logged again when the run goes on, with the same numbers.
+    log = arguments.log.open("a" if resumed else "w", buffering=1) if arguments.log else None
+    bar = progress_bar(first, steps)
+    held_out = validation_loss(model, validation, arguments)
+    began = time.perf_counter()
+    with bar or nullcontext(), log or nullcontext():
+        for done in range(first + 1, steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(done, arguments)
+            loss = loss_of(model, *draw_batch(training, arguments, batches))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+            line = {"step": done, "loss": loss.item()}
+            if done % VALIDATE_EVERY == 0 or done == steps:
+                held_out = line["validation_loss"] = validation_loss(model, validation, arguments)
+            if log:
+                log.write(json.dumps(line) + "\n")
+            if checkpoint and (done % arguments.save_every == 0 or done == steps):
+                state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), **described}
+                state |= {"batches": batches.get_state(), "rng": torch.get_rng_state()}
+                state["cuda_rng"] = torch.cuda.get_rng_state_all() if on_cuda else []
+                save_checkpoint(checkpoint, state)
+
+            per_step = (time.perf_counter() - began) / (done - first)
+            rate = arguments.batch * arguments.context / per_step
+            left = datetime.timedelta(seconds=round(per_step * (steps - done)))
+            status = f"loss {line['loss']:.4f}, validation {held_out:.4f}, {rate:,.0f} tokens/s, {left} left"
+            if bar:
+                bar.update(bar.task_ids[0], completed=done, status=status)
+            elif "validation_loss" in line:
+                print(f"step {done:>{len(str(steps))}}/{steps}: {status}")
+            if done % arguments.sample_every == 0 and done < steps:
+                print(f"--- sample after {done} steps\n{sample(model, arguments)}\n---")
+    print(f"--- sample after {max(first, steps)} steps\n{sample(model, arguments)}\n---")
+
+
+if __name__ == "__main__":
+    main()

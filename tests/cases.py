@@ -1,0 +1,381 @@
+"""One call of attention as a record. Its repr is a reproducer: `check(Case(...))` in a shell shows what a test saw."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import backends, reference
+from cupy_flash.backends import cpu
+from cupy_flash.plan import Plan
+from cupy_flash.problem import Operands, Options, Packed, Saved, pose
+
+DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
+DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+
+
+class Result(NamedTuple):
+    """Everything a forward and a backward give."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dbias: np.ndarray | None
+    dsink: np.ndarray | None
+
+
+class Call(NamedTuple):
+    """The arrays of a case in its layout, the options of the public functions, and the gradients that come back."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    options: dict
+    dout: np.ndarray
+    dlse: np.ndarray | None
+    packed: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a single number."""
+
+    q_len: int = 19
+    kv_len: int = 23
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int = 16
+    dtype: str = "float32"
+    layout: str = "bshd"
+    scores: str = "normal"  # a name in SCORES
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: str | None = None  # "h" or "bh"
+    bias: str | None = None
+    bias_dtype: str | None = None  # None: that of q
+    bias_hides: bool = False  # some -inf, among them a whole row where the shape has rows
+    mask: str | None = None
+    sink: bool | tuple[float, ...] = False  # True: random
+    q_lengths: tuple[int, ...] | None = None  # what lies past the lengths is NaN
+    kv_lengths: tuple[int, ...] | None = None
+    packed: bool = False  # one row of tokens, sequences as long as the lengths, rows of NaN past the last
+    dropout: float = 0.0
+    dlse: bool = True
+    seed: int = 0
+
+    def call(self) -> Call:
+        """The arrays of the case, always the same."""
+        rng = np.random.default_rng([self.seed, 1])
+        dtype = DTYPES[self.dtype]
+        q = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim))
+        k = rng.normal(size=(self.batch, self.kv_len, self.kv_heads, self.head_dim))
+        v = rng.normal(size=(self.batch, self.kv_len, self.kv_heads, self.head_dim_v))
+        dout = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim_v))
+        dlse = rng.normal(size=(self.batch, self.heads, self.q_len))
+        SCORES[self.scores](q, k)
+        options = {name: getattr(self, name) for name in ("causal", "window", "scale", "softcap")}
+        options |= {} if self.packed else {"layout": self.layout}
+        if self.alibi is not None:
+            options["alibi_slopes"] = rng.uniform(0, 0.5, self._shape(self.alibi)).astype(np.float32)
+        if self.bias is not None:
+            bias = rng.normal(size=self._shape(self.bias))
+            if self.bias_hides:
+                bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
+                if self.bias[-2:-1] == "q":
+                    bias[..., -1:, :] = -np.inf
+            options["bias"] = bias.astype(DTYPES[self.bias_dtype or self.dtype])
+        if self.mask is not None:
+            mask = np.asarray(rng.random(self._shape(self.mask)) < 0.7)
+            if self.mask[-2:-1] == "q":
+                mask[..., :2, :] = False  # rows that see nothing
+            options["mask"] = mask
+        if self.sink:
+            options["sink"] = np.array(rng.normal(size=self.heads) if self.sink is True else self.sink, dtype)
+        for name, arrays in (("q_lengths", (q, dout, dlse.swapaxes(1, 2))), ("kv_lengths", (k, v))):
+            if (lengths := getattr(self, name)) is not None:
+                options[name] = np.array(lengths, np.int32)
+                for array in arrays:
+                    for entry, length in zip(array, lengths, strict=True):
+                        entry[length:] = np.nan
+        if self.dropout:
+            options |= dict(dropout=self.dropout, seed=2**63 + 12345 + self.seed)
+        packed = None
+        if self.packed:
+            q_lengths, kv_lengths = options.pop("q_lengths"), options.pop("kv_lengths")
+            q, dout, dlse = (_pack(x, q_lengths) for x in (q, dout, dlse.swapaxes(1, 2)))
+            k, v, dlse = _pack(k, kv_lengths), _pack(v, kv_lengths), dlse.T
+            cu_seqlens = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (q_lengths, kv_lengths))
+            packed = Packed(*cu_seqlens, self.q_len, self.kv_len)
+        if self.layout == "bhsd":
+            q, k, v, dout = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout))
+        q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+        return Call(q, k, v, options, dout, dlse.astype(self.accumulation) if self.dlse else None, packed)
+
+    @property
+    def accumulation(self) -> np.dtype:
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    def _shape(self, letters: str) -> tuple[int, ...]:
+        sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.kv_len, "1": 1}
+        return tuple(sizes[letter] for letter in letters)
+
+    def __repr__(self) -> str:
+        default = asdict(Case())
+        return (
+            f"Case({', '.join(f'{name}={value!r}' for name, value in asdict(self).items() if value != default[name])})"
+        )
+
+
+def _pack(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Padded (B, S, ...) -> (T + 3, ...), the last three rows NaN."""
+    return np.concatenate(
+        [*(row[:length] for row, length in zip(x, lengths, strict=True)), np.full((3, *x.shape[2:]), np.nan)]
+    )
+
+
+def _stretch(q: np.ndarray, k: np.ndarray, keys: np.ndarray) -> None:
+    """Products q.k that are the same for every query: keys[j], one per key."""
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[..., 0] = keys[:, None]
+
+
+def _integers(q: np.ndarray, k: np.ndarray, factor: float) -> None:
+    """Products that every order of summation gives exactly: what is seen at their size is not the rounding of q.k."""
+    q[...], k[...] = factor * np.rint(2 * q), np.rint(2 * k)
+
+
+def _signs(q: np.ndarray, k: np.ndarray) -> None:
+    """Products of exactly 1 and -1."""
+    for x in (q, k):
+        x[..., 1:], x[..., 0] = 0, np.sign(x[..., 0])
+
+
+SCORES = {
+    "normal": lambda q, k: None,
+    "signs": _signs,
+    "integers": lambda q, k: _integers(q, k, 1.0),
+    "tiny": lambda q, k: _integers(q, k, 2.0**-20),
+    "huge": lambda q, k: _integers(q, k, 2.0**12),  # a few 1e4 of both signs, with ties
+    "rising": lambda q, k: _stretch(q, k, np.arange(k.shape[1]) * 3.0),
+    "falling": lambda q, k: _stretch(q, k, np.arange(k.shape[1]) * -3.0),
+    "constant": lambda q, k: _stretch(q, k, np.full(k.shape[1], 100.0)),
+    "one-hot": lambda q, k: _stretch(q, k, 1e4 * (np.arange(k.shape[1]) == k.shape[1] // 2)),
+}
+
+
+def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
+    """The case through the public functions; with `call` the same values in other arrays."""
+    q, k, v, options, dout, dlse, packed = call or case.call()
+    options = options | dict(backend=backend)
+    if packed is None:
+        out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+        return Result(out, lse, *cupy_flash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
+    out, lse = cupy_flash.attention_varlen(q, k, v, *packed, return_lse=True, **options)
+    gradients = cupy_flash.attention_varlen_backward(dout, q, k, v, out, lse, *packed, dlse=dlse, **options)
+    return Result(out, lse, *gradients)
+
+
+def posed(case: Case, saved: Saved | None = None, **changes) -> tuple[Plan, Operands]:
+    """The plan of the case, a backward with `saved`, after `changes` of its fields; and the operands."""
+    call = case.call()
+    problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
+    return replace(backends.plan_for(problem), **changes), operands
+
+
+def run_planned(case: Case, **changes) -> Result:
+    """The case on the CPU with a plan changed by hand: other tiles, other threads."""
+    call = case.call()
+    out, lse = (array.numpy() for array in cpu.forward(*posed(case, **changes)))
+    gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), **changes))
+    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+
+
+@cache
+def references(case: Case) -> tuple[Result, Result]:
+    """compute_references of the case's own arrays, once for all tests that ask."""
+    return compute_references(case, case.call())
+
+
+def compute_references(case: Case, call: Call, orders: int = 8) -> tuple[Result, Result]:
+    """The formula in fp64 (longdouble for fp64), and in low precision: rounded wherever an engine may round.
+
+    Low precision is the worst of several runs, element by element. They differ in the order of the head dimensions
+    alone, so in the order of sums: a single run may be exact by luck in an array of few elements, as dsink is.
+    """
+    exact = _run_reference(case, call, None)
+    worst = _run_reference(case, call, DTYPES[case.dtype])
+    for order in range(1, orders):
+        other = _run_reference(case, call, DTYPES[case.dtype], np.random.default_rng(order))
+        worst = Result(*map(_furthest, exact, worst, other))
+    return exact, worst
+
+
+def _furthest(exact: np.ndarray | None, a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    if exact is None or a is None or b is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(b - exact) > np.abs(a - exact), b.astype(exact.dtype), a.astype(exact.dtype))
+
+
+def _run_reference(case: Case, call: Call, dtype: np.dtype | None, rng: np.random.Generator | None = None) -> Result:
+    q, k, v, options, dout, dlse, packed = call
+    inner, outer = (np.arange(n) if rng is None else rng.permutation(n) for n in (case.head_dim, case.head_dim_v))
+    q, k, v, dout = q[..., inner], k[..., inner], v[..., outer], dout[..., outer]
+    with np.errstate(invalid="ignore", over="ignore"):
+        if packed is None:
+            out, lse = reference.attention(q, k, v, dtype=dtype, **options)
+            gradients = reference.attention_backward(dout, q, k, v, dlse=dlse, dtype=dtype, **options)
+        else:
+            bounds = packed[:2]
+            out, lse = reference.attention_varlen(q, k, v, *bounds, dtype=dtype, **options)
+            gradients = reference.attention_varlen_backward(dout, q, k, v, *bounds, dlse=dlse, dtype=dtype, **options)
+    dq, dk, dv, dbias, dsink = gradients
+    inner, outer = np.argsort(inner), np.argsort(outer)
+    return Result(out[..., outer], lse, dq[..., inner], dk[..., inner], dv[..., outer], dbias, dsink)
+
+
+def check(
+    case: Case,
+    result: Result | None = None,
+    backend: str = "cpu",
+    only: tuple[str, ...] = Result._fields,
+    call: Call | None = None,
+) -> None:
+    """Hold a result (by default that of the public functions) against the reference."""
+    result = run(case, backend, call) if result is None else result
+    compare(case, result, *(references(case) if call is None else compute_references(case, call)), only)
+
+
+def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[str, ...] = Result._fields) -> None:
+    """Dtypes, shapes, contiguity; values by the rule of tolerance.py."""
+    dtypes = dict.fromkeys(Result._fields, DTYPES[case.dtype])
+    dtypes |= {"lse": case.accumulation, "dbias": DTYPES[case.bias_dtype or case.dtype]}
+    for name in only:
+        actual, expected = getattr(result, name), getattr(exact, name)
+        assert (actual is None) == (expected is None), f"{name} of {case}"
+        if actual is not None:
+            assert (actual.dtype, actual.flags.c_contiguous) == (dtypes[name], True), f"{name} of {case}"
+            assert_matches_reference(actual, expected, getattr(low, name), dtypes[name], f"{name} of {case}")
+
+
+def assert_bitwise_equal(actual: Result, expected: Result, what: object) -> None:
+    """Every byte of two results, NaN and signed zero included."""
+    for name, a, b in zip(Result._fields, actual, expected, strict=True):
+        assert (a is None) == (b is None), f"{name} of {what}"
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape, f"{name} of {what}"
+            assert a.tobytes() == b.tobytes(), f"{name} of {what}: bits differ"
+
+
+# One case per option, by name.
+OPTIONS = {
+    "plain": Case(),
+    "causal": Case(causal=True),
+    "causal-more-queries": Case(causal=True, q_len=29),
+    "causal-square": Case(causal=True, q_len=23),
+    "top-left": Case(causal="top_left"),
+    "top-left-more-queries": Case(causal="top_left", q_len=29),
+    "window": Case(window=(3, 2)),
+    "window-left": Case(window=(4, None)),
+    "window-right": Case(window=(-1, 3)),
+    "window-unbounded": Case(window=(-1, None)),
+    "window-of-one": Case(window=(0, 0), scores="integers"),
+    "window-more-queries": Case(window=(3, 2), q_len=29),
+    "window-causal": Case(window=(5, 5), causal=True),
+    "window-top-left": Case(window=(2, 1), causal="top_left"),
+    "window-beyond-int32": Case(window=(2**40, 2**40), causal=True),
+    "scale": Case(scale=1.7),
+    "scale-negative": Case(scale=-0.9),
+    "scale-zero": Case(scale=0.0),
+    "scale-large": Case(scale=2.0**12, scores="integers"),
+    "softcap": Case(softcap=1.5, scale=2.0),
+    "alibi": Case(alibi="h"),
+    "alibi-per-batch": Case(alibi="bh"),
+    "alibi-causal": Case(alibi="h", causal=True),
+    "alibi-top-left": Case(alibi="h", causal="top_left"),
+    "mask": Case(mask="bhqk"),
+    "mask-per-key": Case(mask="b11k"),
+    "mask-of-two-dimensions": Case(mask="qk"),
+    "mask-single": Case(mask=""),
+    "sink": Case(sink=True),
+    "sink-causal-empty-rows": Case(sink=True, causal=True, q_len=29),
+    "q-lengths": Case(q_lengths=(19, 7)),
+    "kv-lengths": Case(kv_lengths=(5, 23)),
+    "lengths-causal": Case(q_lengths=(11, 19), kv_lengths=(20, 6), causal=True),
+    "lengths-zero": Case(batch=3, q_lengths=(0, 12, 19), kv_lengths=(10, 0, 23), sink=True),
+    "lengths-top-left-window": Case(q_lengths=(11, 19), kv_lengths=(20, 6), causal="top_left", window=(3, 3)),
+    "lengths-bias": Case(q_lengths=(11, 19), kv_lengths=(20, 6), bias="bhqk", mask="qk"),
+    "dropout": Case(dropout=0.4),
+    "dropout-bhsd": Case(dropout=0.1, layout="bhsd", causal=True),
+    "grouped": Case(heads=6, kv_heads=2),
+    "multi-query": Case(heads=4, kv_heads=1),
+    "one-head": Case(heads=1, kv_heads=1),
+    "layout-bhsd": Case(layout="bhsd", causal=True),
+    "wide-values": Case(head_dim_v=40),
+    "narrow-values": Case(head_dim_v=1),
+    "no-dlse": Case(dlse=False, causal=True),
+    "one-query": Case(q_len=1, causal=True),
+    "one-key": Case(kv_len=1, scores="integers"),
+    "no-batch": Case(batch=0, bias="b1qk", sink=True),
+    "no-queries": Case(q_len=0, bias="1hqk", sink=True),
+    "no-keys": Case(kv_len=0, bias="bhqk", mask="qk"),
+    "no-keys-sink": Case(kv_len=0, sink=True, causal=True),
+}
+OPTIONS |= {f"bias-{shape or 'single'}": Case(bias=shape, causal=True) for shape in ("bhqk", "1hqk", "b1qk", "bh1k")}
+OPTIONS |= {
+    f"bias-{shape or 'single'}": Case(bias=shape) for shape in ("bhq1", "11qk", "1h11", "b11k", "hqk", "qk", "k", "")
+}
+OPTIONS |= {f"bias-{name}": Case(bias="1hqk", bias_dtype=name) for name in ("float16", "bfloat16", "float64")}
+OPTIONS |= {f"head-dim-{dim}": Case(head_dim=dim, head_dim_v=dim) for dim in (1, 3, 40, 65, 128, 192, 320)}
+OPTIONS |= {f"dtype-{name}": Case(dtype=name, causal=True, sink=True, bias="1hqk") for name in DTYPES}
+OPTIONS |= {f"dtype-{name}-dropout": Case(dtype=name, dropout=0.3, softcap=2.0) for name in DTYPES}
+OPTIONS |= {f"scores-{name}": Case(scores=name) for name in SCORES}
+OPTIONS |= {f"scores-{name}-causal-sink": Case(scores=name, causal=True, q_len=29, sink=True) for name in SCORES}
+OPTIONS |= {f"scores-{name}-bfloat16": Case(scores=name, dtype="bfloat16", dropout=0.2) for name in SCORES}
+OPTIONS |= {
+    "bias-hides": Case(bias="bhqk", bias_hides=True),
+    "bias-hides-sink": Case(bias="1hqk", bias_hides=True, sink=True, causal=True, q_len=29),
+    "bias-hides-softcap-dropout": Case(bias="qk", bias_hides=True, softcap=1.0, dropout=0.3),
+}
+
+# One small change per feature, for all pairs of them.
+FEATURES = {
+    "causal": dict(causal=True),
+    "top-left": dict(causal="top_left"),
+    "window": dict(window=(4, 3)),
+    "scale": dict(scale=-0.75),
+    "softcap": dict(softcap=1.5),
+    "alibi": dict(alibi="bh"),
+    "bias": dict(bias="1hqk", bias_hides=True),
+    "mask": dict(mask="b1qk"),
+    "sink": dict(sink=True),
+    "q-lengths": dict(q_lengths=(13, 4)),
+    "kv-lengths": dict(kv_lengths=(9, 17)),
+    "dropout": dict(dropout=0.3),
+    "bhsd": dict(layout="bhsd"),
+    "grouped": dict(heads=6, kv_heads=2),
+    "wide-values": dict(head_dim_v=16),
+    "more-queries": dict(q_len=19),
+    "huge": dict(scores="huge"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "float64": dict(dtype="float64"),
+}
+PAIRS = {
+    f"{a}+{b}": Case(**dict(q_len=13, kv_len=17, heads=2, head_dim=4) | FEATURES[a] | FEATURES[b])
+    for a in FEATURES
+    for b in FEATURES
+    if a < b and not FEATURES[a].keys() & FEATURES[b].keys()
+}

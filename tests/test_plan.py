@@ -1,0 +1,131 @@
+"""Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+from cases import Case, posed
+
+import cupy_flash
+from cupy_flash.device import Device
+from cupy_flash.plan import plan
+from cupy_flash.problem import ENGINES, UnsupportedError
+
+DEVICE = Device("cpu", "x86_64", 8)
+PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
+
+
+def test_same_question_same_answer():
+    """Memoised by value; asked anew it is equal: nothing but problem and device decides."""
+    first = plan(PROBLEM, DEVICE)
+    assert plan(replace(PROBLEM), Device("cpu", "x86_64", 8)) is first
+    plan.cache_clear()
+    assert plan(PROBLEM, DEVICE) == first and hash(plan(PROBLEM, DEVICE)) == hash(first)
+
+
+@pytest.mark.parametrize("record", [PROBLEM, DEVICE, plan(PROBLEM, DEVICE)], ids=["problem", "device", "plan"])
+def test_records_are_frozen(record):
+    assert record in {record}
+    with pytest.raises((FrozenInstanceError, AttributeError)):
+        setattr(record, next(iter(record.__dataclass_fields__)), None)
+
+
+def test_equal_calls_are_one_problem():
+    """Two calls of the same shapes pose equal problems, whatever is in the arrays."""
+    one, other, different = (
+        posed(case)[0].problem
+        for case in (Case(causal=True, seed=1), Case(causal=True, seed=2), Case(causal="top_left"))
+    )
+    assert plan(one, DEVICE) is plan(other, DEVICE)
+    assert one != different
+
+
+@pytest.mark.parametrize("units", [1, 2, 8, 64])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("length", [0, 1, 100, 1000, 100_000, 1_000_000])
+def test_any_size_has_a_plan(length, backward, units):
+    """No array is needed, so no length is too long. Nothing to do wakes no thread, much to do all."""
+    problem = replace(PROBLEM, q_len=length, kv_len=length, backward=backward, bias=None)
+    chosen = plan(problem, replace(DEVICE, units=units))
+    assert (chosen.backend, chosen.engine) == ("cpu", "cpu")
+    assert chosen.block_q >= 1 and chosen.block_kv >= 1
+    assert 1 <= chosen.threads <= units
+    assert 0 <= chosen.cost < np.inf
+    if length == 0:
+        assert chosen.threads == 1
+    if length >= 100_000:
+        assert chosen.threads == units
+
+
+def test_longer_costs_more():
+    costs = [plan(replace(PROBLEM, kv_len=length, q_len=length), DEVICE).cost for length in (256, 512, 4096, 8192)]
+    assert costs == sorted(costs) and costs[-1] > 3 * costs[-2]
+    full = replace(PROBLEM, mask=type(PROBLEM.mask)(), q_len=8192, kv_len=8192)
+    assert plan(full, DEVICE).cost > 1.5 * costs[-1]  # a causal mask hides half
+
+
+def test_text_is_a_line():
+    text = str(plan(PROBLEM, DEVICE))
+    assert "\n" not in text
+    words = ("forward", "float32 bshd (numpy on cpu)", "batch 2", "1000 queries x 1500 keys", "causal (bottom-right)")
+    words += (
+        "8 query and 2 key/value heads",
+        "D 16",
+        "softcap 30",
+        "sink",
+        "bias (1, 8, 1000, 1500)",
+        "x86_64, 8 threads",
+    )
+    for word in words:
+        assert word in text, f"{word!r} not in {text}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(
+            dict(device="cuda:1"), ["cpu: the arrays are on cuda:1, and arrays never change device"], id="device"
+        ),
+        pytest.param(dict(backend="cuda"), ['cpu: backend="cuda" was asked for'], id="backend"),
+        pytest.param(
+            dict(engine="wgmma"), ['cpu: engine="wgmma" was asked for', "wgmma: not part of this"], id="engine"
+        ),
+        pytest.param(dict(dtype=np.dtype(np.int8)), ["cpu: int8 is not one of float16,"], id="dtype"),
+        pytest.param(
+            dict(device="cuda:0", backend="simulator", engine="mma"),
+            ['engine="mma" was', 'backend="simulator" was', "on cuda:0", 'simt: engine="mma" was'],
+            id="all-reasons",
+        ),
+    ],
+)
+def test_refusals(changes, words):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(replace(PROBLEM, **changes), DEVICE)
+    message = str(caught.value)
+    for word in (*words, "no engine of this version serves this problem", *(f"{engine}: " for engine in ENGINES)):
+        assert word in message, f"{word!r} not in:\n{message}"
+
+
+def test_an_explicit_choice_is_kept():
+    chosen = plan(replace(PROBLEM, backend="cpu", engine="cpu"), DEVICE)
+    assert (chosen.backend, chosen.engine) == ("cpu", "cpu")
+    assert dict(chosen.refused)["mma"][0] == 'engine="cpu" was asked for'
+
+
+def test_explain():
+    """Engine, tiles, why, and a line per reason for each other engine; nothing is computed."""
+    case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
+    q, k, v, options, *_ = case.call()
+    text = cupy_flash.explain(q, k, v, **options)
+    chosen = posed(case)[0]
+    assert text == chosen.explain()
+    for word in (
+        str(chosen.problem),
+        "engine",
+        "backend cpu",
+        f"{chosen.block_q} queries x {chosen.block_kv} keys",
+        "why",
+    ):
+        assert word in text, f"{word!r} not in:\n{text}"
+    lines = text.splitlines()
+    assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in ENGINES if engine != "cpu")

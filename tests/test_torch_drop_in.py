@@ -1,0 +1,344 @@
+"""The peers' calls: their exact signatures, and the results of torch's own where torch is the peer."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerance import assert_matches_reference
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import cupy_flash
+from cupy_flash.adapters import torch as adapter
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(function):
+    """(name, default, whether positional) of every parameter; no default is `empty`."""
+    return [
+        (parameter.name, parameter.default, parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+def test_signature_of_torch():
+    schema = torch.ops.aten.scaled_dot_product_attention.default._schema
+    theirs = [
+        (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, not x.kwarg_only)
+        for x in schema.arguments
+    ]
+    assert parameters(adapter.scaled_dot_product_attention) == theirs
+
+
+# flash-attn 2.8, flash_attn/flash_attn_interface.py
+FLASH_ATTN = {
+    "flash_attn_func": (
+        "(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    "flash_attn_varlen_func": (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False, block_table=None)"
+    ),
+    "flash_attn_qkvpacked_func": (
+        "(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLASH_ATTN)
+def test_signatures_of_flash_attn(name):
+    signature = inspect.signature(getattr(adapter, name))
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == FLASH_ATTN[name]
+
+
+L, S, E, EV = 5, 7, 8, 6
+SDPA = {
+    "plain": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], {}),
+    "causal": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(is_causal=True)),
+    "causal-more-queries-than-keys": ([(2, 4, S, E), (2, 4, L, E), (2, 4, L, EV)], dict(is_causal=True)),
+    "scale": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(scale=0.7)),
+    "gqa": ([(2, 4, L, E), (2, 2, S, E), (2, 2, S, EV)], dict(enable_gqa=True)),
+    "gqa-one-head": ([(2, 4, L, E), (2, 1, S, E), (2, 1, S, EV)], dict(enable_gqa=True, is_causal=True)),
+    "gqa-without-batch": ([(4, L, E), (2, S, E), (2, S, EV)], dict(enable_gqa=True)),
+    "boolean-mask": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(attn_mask=normal(2, 1, L, S) > -0.5)),
+    "row-that-sees-nothing": (
+        [(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)],
+        dict(attn_mask=torch.arange(L)[:, None].expand(L, S) > 0),
+    ),
+    "float-mask": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(attn_mask=normal(4, L, S))),
+    "float-mask-of-keys": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(attn_mask=normal(2, 1, 1, S))),
+    "two-dimensions": ([(L, E), (S, E), (S, EV)], {}),
+    "three-dimensions": ([(3, L, E), (3, S, E), (3, S, EV)], dict(attn_mask=normal(L, S))),
+    "five-dimensions": ([(3, 2, 4, L, E), (3, 2, 4, S, E), (3, 2, 4, S, EV)], dict(is_causal=True)),
+    "five-dimensions-mask": ([(3, 2, 4, L, E), (3, 2, 4, S, E), (3, 2, 4, S, EV)], dict(attn_mask=normal(2, 1, L, S))),
+    "five-dimensions-mask-of-five": ([(3, 2, 4, L, E)] + 2 * [(3, 2, 4, S, E)], dict(attn_mask=normal(3, 1, 4, 1, S))),
+    "broadcast-batch": ([(2, 4, L, E), (1, 4, S, E), (4, S, EV)], {}),
+    "broadcast-heads": ([(2, 4, L, E), (2, 1, S, E), (2, 1, S, EV)], {}),
+    "broadcast-queries": ([(4, L, E), (3, 2, 4, S, E), (2, 4, S, EV)], dict(is_causal=True)),
+    "no-queries": ([(2, 4, 0, E), (2, 4, S, E), (2, 4, S, EV)], {}),
+}
+
+
+def results(function, shapes, options, dtype):
+    """out and the gradients of query, key, value and a floating mask."""
+    tensors = [normal(*shape, seed=seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(dtype).requires_grad_()
+        options = options | dict(attn_mask=mask)
+        tensors.append(mask)
+    out = function(*tensors[:3], **options)
+    gradients = torch.autograd.grad(out, tensors, normal(*out.shape, seed=9).to(dtype))
+    return [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("case", SDPA)
+def test_sdpa_is_that_of_torch(case):
+    shapes, options = SDPA[case]
+    actual = results(adapter.scaled_dot_product_attention, shapes, options, torch.float32)
+    with torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.MATH
+    ):  # the formula, with gradients for every mask
+        exact = results(F.scaled_dot_product_attention, shapes, options, torch.float64)
+        independent = results(F.scaled_dot_product_attention, shapes, options, torch.float32)
+    for name, *three in zip(("out", "dq", "dk", "dv", "dmask"), actual, exact, independent, strict=False):
+        assert three[0].shape == three[1].shape
+        assert_matches_reference(*three, "float32", name)
+    assert len(actual) == len(exact)
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_sdpa_takes_the_causal_biases_of_torch(bias):
+    q, k = normal(1, 2, L, E), normal(1, 2, S, E, seed=1)
+    actual = adapter.scaled_dot_product_attention(q, k, k, bias(L, S))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), k.double(), bias(L, S))
+    assert_matches_reference(actual, exact, F.scaled_dot_product_attention(q, k, k, bias(L, S)), "float32", "out")
+    with pytest.raises(ValueError, match="causal for 7 queries and 7 keys, and there are 5 and 7"):
+        adapter.scaled_dot_product_attention(q, k, k, bias(S, S))
+    with pytest.raises(TypeError, match="contents of their own"):  # they have only uninitialised ones
+        adapter.attention(q, k, k, layout="bhsd", bias=bias(L, S))
+
+
+def test_sdpa_drops_out_whatever_the_mode():
+    q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, EV, seed=2)
+    torch.manual_seed(0)
+    out = adapter.scaled_dot_product_attention(q, k, v, None, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(out, adapter.attention(q, k, v, layout="bhsd", dropout=0.5))
+    assert not torch.equal(out, adapter.scaled_dot_product_attention(q, k, v))
+
+
+X = torch.zeros(2, 4, L, E)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, message",
+    [
+        pytest.param((X, X, X, X[0, 0, :1, :1]), dict(is_causal=True), ValueError, "must not be set", id="mask-causal"),
+        pytest.param((X, X[:, :2], X[:, :2]), {}, ValueError, "enable_gqa=True", id="heads-without-gqa"),
+        pytest.param((X, X[:, :3], X[:, :3]), dict(enable_gqa=True), ValueError, "the 3 heads of k", id="gqa-heads"),
+        pytest.param((X, X[:1].expand(3, -1, -1, -1), X), {}, ValueError, "do not broadcast", id="batch"),
+        pytest.param((X, X, X, torch.zeros(3, L, L)), {}, ValueError, "must broadcast", id="mask-shape"),
+        pytest.param((*[X[None]] * 3, torch.zeros(5, 2, 4, L, L)), {}, ValueError, "do not broadcast", id="mask-batch"),
+        pytest.param((X, X, X, torch.zeros(L, L).int()), {}, TypeError, "bias must be floating", id="mask-dtype"),
+        pytest.param((X, X, X, [True]), {}, TypeError, r"bias \(builtins.list\)", id="mask-list"),
+        pytest.param((X, X, X.numpy()), {}, TypeError, "must be tensors", id="not-a-tensor"),
+        pytest.param((X[0, 0, 0],) * 3, {}, TypeError, "at least 2 dimensions", id="vector"),
+        pytest.param((X[0, 0],) * 3, dict(enable_gqa=True), TypeError, "at least 3 dimensions", id="gqa-without-heads"),
+        pytest.param((X, X.double(), X), {}, TypeError, "one dtype", id="dtypes"),
+        pytest.param((X, X, X), dict(dropout_p=1.0), ValueError, r"dropout must be in \[0, 1\)", id="dropout-of-one"),
+        pytest.param((X, X, X), dict(is_causal="yes"), TypeError, "must be True or False", id="causal-text"),
+    ],
+)  # fmt: skip
+def test_sdpa_refuses(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        adapter.scaled_dot_product_attention(*arguments, **options)
+
+
+def is_ours(tensor):
+    """Whether the tensor's graph has a node of cupy_flash."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return any("cupy_flash" in node.name() for node in seen)
+
+
+def test_sdpa_context_routes_the_function_of_torch():
+    x = normal(2, 4, L, E).requires_grad_()
+
+    def function():
+        return F.scaled_dot_product_attention(x, x, x, None, 0.0, True, scale=0.5)
+
+    with adapter.sdpa():
+        inside = function()
+        with adapter.sdpa():
+            assert torch.equal(function(), inside)
+    expected = adapter.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.5)
+    assert is_ours(inside) and torch.equal(inside, expected)
+    assert not is_ours(function())
+
+
+def test_sdpa_context_serves_the_layers_of_torch():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = normal(2, L, 16).requires_grad_()
+    with adapter.sdpa():
+        inside = layer(x)
+    assert is_ours(inside) and not is_ours(layer(x))
+    with adapter.sdpa(), torch.device("cpu"):
+        assert torch.equal(layer(x), inside)
+    with torch.device("cpu"), adapter.sdpa():
+        assert torch.equal(layer(x), inside)
+    with adapter.sdpa():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), inside)
+    torch.compiler.reset()
+    actual, independent = inside.detach(), layer(x).detach()
+    assert_matches_reference(actual, layer.double()(x.double()).detach(), independent, "float32", "layer")
+
+
+def test_sdpa_context_never_falls_back():
+    x = torch.zeros(2, 4, L, E, dtype=torch.complex64)
+    with adapter.sdpa(), pytest.raises(TypeError, match="q, k and v must be"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def test_sdpa_context_under_compile():
+    def function(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) * 1
+
+    def function_with_context(x):
+        with adapter.sdpa():
+            return function(x)
+
+    x = normal(2, 4, L, E).requires_grad_()
+    expected = adapter.scaled_dot_product_attention(x, x, x, is_causal=True)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    compiled(x)
+    with adapter.sdpa():
+        assert torch.equal(compiled(x), expected)
+    compiled(x)
+    assert torch.equal(torch.compile(function_with_context, fullgraph=True, backend=backend)(x), expected)
+    assert ["cupy_flash" in graph for graph in graphs] == [False, True, True]
+    torch.compiler.reset()
+
+
+Q, K, V = normal(2, L, 4, E), normal(2, S, 2, E, seed=1), normal(2, S, 2, E, seed=2)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.1])
+BOUNDARIES = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14], dtype=torch.int32)
+
+# Positional arguments as flash-attn takes them after its arrays, and the same call of attention.
+FLASH_ATTN_CALLS = {
+    "plain": ((), {}),
+    "scale": ((0.0, 0.3), dict(scale=0.3)),
+    "causal": ((0.0, None, True), dict(causal=True)),
+    "window": ((0.0, None, False, (2, 1)), dict(window=(2, 1))),
+    "window-of-tensors": ((0.0, None, False, (torch.tensor(2), torch.tensor(1))), dict(window=(2, 1))),
+    "window-causal": ((0.0, None, True, (2, -1)), dict(window=(2, None), causal=True)),
+    "softcap": ((0.0, None, False, (-1, -1), 1.5), dict(softcap=1.5)),
+    "alibi": ((0.0, None, True, (-1, -1), 0.0, SLOPES, True), dict(alibi_slopes=SLOPES, causal=True)),
+    "dropout": ((0.4,), dict(dropout=0.4)),
+}
+
+
+@pytest.mark.parametrize("case", FLASH_ATTN_CALLS)
+def test_flash_attn_calls(case):
+    positional, options = FLASH_ATTN_CALLS[case]
+    qkv = normal(2, L, 3, 4, E)
+    packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
+    for ours, arrays, function, same in (
+        (adapter.flash_attn_func, (Q, K, V), adapter.attention, (Q, K, V)),
+        (adapter.flash_attn_qkvpacked_func, (qkv,), adapter.attention, qkv.unbind(2)),
+        (adapter.flash_attn_varlen_func, packed, adapter.attention_varlen, packed),
+    ):
+        torch.manual_seed(0)
+        expected, expected_lse = function(*same, **options, return_lse=True)
+        torch.manual_seed(0)
+        assert torch.equal(ours(*arrays, *positional), expected)
+        torch.manual_seed(0)
+        out, softmax_lse, probabilities = ours(*arrays, *positional, return_attn_probs=True)
+        assert torch.equal(out, expected) and torch.equal(softmax_lse, expected_lse) and probabilities is None
+
+
+def test_flash_attn_gradient_of_packed_qkv():
+    qkv = normal(2, L, 3, 4, E).requires_grad_()
+    adapter.flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
+    q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
+    adapter.attention(q, k, v, causal=True).sum().backward()
+    assert torch.equal(qkv.grad, torch.stack([q.grad, k.grad, v.grad], dim=2))
+
+
+def test_flash_attn_refuses():
+    packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
+    with pytest.raises(cupy_flash.UnsupportedError, match="block_table"):
+        adapter.flash_attn_varlen_func(*packed, block_table=torch.zeros(3, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"qkv must be \(B, S, 3, H, D\)"):
+        adapter.flash_attn_qkvpacked_func(Q)
+    with pytest.raises(TypeError, match="qkv must be a torch tensor"):
+        adapter.flash_attn_qkvpacked_func(Q.numpy())
+    with pytest.raises(TypeError, match="return_lse must be True or False"):
+        adapter.flash_attn_func(Q, K, V, return_attn_probs="no")
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        adapter.flash_attn_func(Q, K, V, softcap=-1.0)
+
+
+def attend_with_sdpa(layer, x):
+    """What CausalSelfAttention computes, by torch's own means."""
+    heads, kv_heads, _ = layer.heads
+    q, k, v = layer.qkv(x).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(layer.heads, dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.proj(out.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 2, 1], ids=["mha", "gqa", "mqa"])
+def test_causal_self_attention(num_kv_heads):
+    torch.manual_seed(0)
+    layer = adapter.CausalSelfAttention(32, 4, num_kv_heads=num_kv_heads)
+    x = normal(2, L, 32)
+    independent = attend_with_sdpa(layer, x).detach()
+    out = layer(x).detach()
+    assert_matches_reference(out, attend_with_sdpa(layer.double(), x.double()).detach(), independent, "float32", "out")
+    assert {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()} == {
+        "qkv.weight": (8 * (4 + 2 * (num_kv_heads or 4)), 32),
+        "qkv.bias": (8 * (4 + 2 * (num_kv_heads or 4)),),
+        "proj.weight": (32, 32),
+        "proj.bias": (32,),
+    }
+
+
+def test_causal_self_attention_drops_out_in_training_alone():
+    layer = adapter.CausalSelfAttention(32, 4, dropout=0.5, bias=False, dtype=torch.float64)
+    x = normal(2, L, 32).double()
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+    assert [name for name, _ in layer.named_parameters()] == ["qkv.weight", "proj.weight"]
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        pytest.param((30, 4, None), "embed_dim 30 must be a multiple of num_heads 4", id="embed-dim"),
+        pytest.param((32, 0, None), "num_heads 0", id="no-heads"),
+        pytest.param((32, 4, 3), "num_heads 4 must be a multiple of num_kv_heads 3", id="kv-heads"),
+        pytest.param((32, 4, 0), "num_kv_heads 0", id="no-kv-heads"),
+    ],
+)
+def test_causal_self_attention_refuses(sizes, message):
+    embed_dim, num_heads, num_kv_heads = sizes
+    with pytest.raises(ValueError, match=message):
+        adapter.CausalSelfAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads)

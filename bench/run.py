@@ -28,7 +28,7 @@ Record = dict[str, Any]
 Progress = Callable[[str], None]  # told what comes next
 
 EXACT_UP_TO = 1024  # the fp64 reference holds whole matrices of scores
-# Bytes of scores from which on those who hold them are left out: of the times, to keep the default run short; of memory.
+# Bytes of scores from which on those who hold them are left out: of the times, so that they stay short, and of memory.
 TIME_LIMIT, MEMORY_LIMIT = 2**30, 2 * 2**30
 LOW_PRECISION = "low precision"  # an independent run of standard attention in the dtype of the inputs
 

@@ -53,7 +53,7 @@ class Options:
     @classmethod
     def of(cls, function: str, options: dict[str, Any]) -> Options:
         """Options from keyword arguments; an unknown name is an error that lists the known ones."""
-        known = [field.name for field in fields(cls)]
+        known = cls.__slots__  # dataclasses.fields is opaque to torch.compile
         unknown = [name for name in options if name not in known]
         if unknown:
             raise TypeError(

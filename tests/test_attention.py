@@ -47,7 +47,7 @@ TILED = {
     )
 }  # fmt: skip
 TILED |= {
-    "tiles-that-see-nothing": Case(q_len=70, kv_len=23, causal="top_left", window=(3, 2), scale=9.0),
+    "tiles-that-see-nothing": Case(q_len=70, kv_len=23, causal="top_left", window=(3, 2), scores="integers", scale=8.0),
     "lengths": Case(q_len=70, kv_len=61, q_lengths=(70, 33), kv_lengths=(16, 50)),
     "lengths-causal": Case(q_len=70, kv_len=61, q_lengths=(9, 70), kv_lengths=(61, 30), causal=True, sink=True),
     "lengths-window": Case(q_len=70, kv_len=61, q_lengths=(70, 33), kv_lengths=(16, 50), window=(7, 9)),

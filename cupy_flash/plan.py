@@ -53,7 +53,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         lines += [f"  - {engine}: {reason}" for engine, reasons in refused for reason in reasons]
         raise UnsupportedError("\n".join(lines))
     tiles = [(block_q, block_kv) for block_q in (64, 128, 256, 512) for block_kv in (128, 256, 512)]
-    cost, block_q, block_kv = min((_cpu_seconds(problem, device.units, *tile), *tile) for tile in tiles)
+    pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
+    cost, block_q, block_kv = min((_cpu_seconds(problem, pairs, device.units, *tile), *tile) for tile in tiles)
     # Waking a thread takes tens of microseconds: a small problem is done before.
     threads = max(1, min(device.units, int(cost * device.units / 100e-6)))
     return Plan(problem, device, "cpu", "cpu", block_q, block_kv, threads, cost, refused)
@@ -85,15 +86,17 @@ TILE = (8e3, 16e3)  # one tile: the NumPy calls themselves
 SPILL = 0.2  # one score of a tile per MiB of scores: a tile competes with its operands for the second-level cache
 
 
-def _cpu_seconds(problem: Problem, threads: int, block_q: int, block_kv: int) -> float:
-    """Predicted time. A tile costs its products, its passes over the scores, its operands and its calls."""
+def _cpu_seconds(problem: Problem, pairs: int, threads: int, block_q: int, block_kv: int) -> float:
+    """Predicted time. A tile costs its products, its passes over the scores, its operands and its calls.
+
+    `pairs`: how many (query, key) pairs are seen, of one sequence and head.
+    """
     backward = problem.backward
     block_q, block_kv = max(min(block_q, problem.q_len), 1), max(min(block_kv, problem.kv_len), 1)
     dims = problem.head_dim + problem.head_dim_v
     sides = (problem.mask.left is not None) + (problem.mask.right is not None)
     # Tiles at an edge of the mask hold hidden scores: half a tile for each query (backward: key) tile and side.
     across = block_kv if backward else block_q
-    pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
     computed = min(pairs + sides * problem.q_len * across / 2, problem.q_len * problem.kv_len)
     if backward:
         products, loaded = 5 * dims, dims / block_kv + 2 * dims / block_q

@@ -65,6 +65,7 @@ class Case:
     alibi: str | None = None  # "h" or "bh"
     bias: str | None = None
     bias_dtype: str | None = None  # None: that of q
+    bias_size: float = 1.0
     bias_hides: bool = False  # some -inf, among them a whole row where the shape has rows
     mask: str | None = None
     sink: bool | tuple[float, ...] = False  # True: random
@@ -90,12 +91,12 @@ class Case:
         if self.alibi is not None:
             options["alibi_slopes"] = rng.uniform(0, 0.5, self._shape(self.alibi)).astype(np.float32)
         if self.bias is not None:
-            bias = rng.normal(size=self._shape(self.bias))
+            bias = self.bias_size * rng.normal(size=self._shape(self.bias))
             if self.bias_hides:
                 bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
                 if self.bias[-2:-1] == "q":
                     bias[..., -1:, :] = -np.inf
-            options["bias"] = bias.astype(DTYPES[self.bias_dtype or self.dtype])
+            options["bias"] = np.asarray(bias).astype(DTYPES[self.bias_dtype or self.dtype])
         if self.mask is not None:
             mask = np.asarray(rng.random(self._shape(self.mask)) < 0.7)
             if self.mask[-2:-1] == "q":
@@ -329,6 +330,8 @@ OPTIONS = {
     "no-dlse": Case(dlse=False, causal=True),
     "one-query": Case(q_len=1, causal=True),
     "one-key": Case(kv_len=1, scores="integers"),
+    "all-sizes-equal": Case(4, 4, 4, 4, 4, 4, 4, causal=True, bias="bhqk", sink=True),
+    "all-sizes-equal-bhsd": Case(4, 4, 4, 4, 4, 4, 4, layout="bhsd", causal=True, mask="1hqk", dropout=0.3),
     "no-batch": Case(batch=0, bias="b1qk", sink=True),
     "no-queries": Case(q_len=0, bias="1hqk", sink=True),
     "no-keys": Case(kv_len=0, bias="bhqk", mask="qk"),
@@ -346,6 +349,8 @@ OPTIONS |= {f"scores-{name}": Case(scores=name) for name in SCORES}
 OPTIONS |= {f"scores-{name}-causal-sink": Case(scores=name, causal=True, q_len=29, sink=True) for name in SCORES}
 OPTIONS |= {f"scores-{name}-bfloat16": Case(scores=name, dtype="bfloat16", dropout=0.2) for name in SCORES}
 OPTIONS |= {
+    "bias-huge": Case(bias="1hqk", bias_size=1e4),
+    "bias-huge-causal-sink": Case(bias="qk", bias_size=1e4, causal=True, q_len=29, sink=True),
     "bias-hides": Case(bias="bhqk", bias_hides=True),
     "bias-hides-sink": Case(bias="1hqk", bias_hides=True, sink=True, causal=True, q_len=29),
     "bias-hides-softcap-dropout": Case(bias="qk", bias_hides=True, softcap=1.0, dropout=0.3),

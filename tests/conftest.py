@@ -16,7 +16,7 @@ def backend(request):
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """Outputs and workspaces come as NaN (raw bytes as 255, which make NaN of any float): what is not written is seen."""
+    """Outputs and workspaces come as NaN (raw bytes as 255: NaN in any float), so that what is not written shows."""
     empty = np.empty
 
     def poisoned(*args, **kwargs):

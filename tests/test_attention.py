@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from cases import OPTIONS, PAIRS, Call, Case, Result, assert_bitwise_equal, check, posed, run, run_planned
 from test_arrays import MAKERS
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from cupy_flash.backends import cpu
+from cupy_flash.device import blas_controller
 from cupy_flash.dropout import keep_mask
 from cupy_flash.mask import Band
 
@@ -257,7 +258,7 @@ def test_seeds(backend):
 
 
 def blas_limits():
-    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    return [library["num_threads"] for library in blas_controller().info()]
 
 
 def test_calls_from_many_threads():
@@ -290,9 +291,14 @@ def test_blas_limit_nests_and_overlaps():
             assert set(blas_limits()) <= {1}
             leave.submit(limit.__exit__, None, None, None).result()
             assert blas_limits() == before
-    with threadpool_limits(1, user_api="blas"):  # the caller's own limit stays, and may be set again later
-        check(Case())
+    with threadpool_limits(3, user_api="blas"), ThreadPoolExecutor(1) as other:  # the caller's limit, on any thread
+        with limit:
+            assert set(blas_limits()) <= {1}
+        assert set(blas_limits()) <= {3}
+        other.submit(limit.__enter__).result()
         assert set(blas_limits()) <= {1}
+        other.submit(limit.__exit__, None, None, None).result()
+        assert set(blas_limits()) <= {3}
     assert blas_limits() == before
 
 
@@ -397,12 +403,14 @@ def test_results_are_new_arrays(backend):
 # Frameworks
 
 
-@pytest.mark.parametrize("framework", ["jax", "dlpack", "old_dlpack", "namespace"])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+# The stand-in with a namespace allocates float32 alone.
+FRAMEWORKS = [(framework, name) for framework in ("jax", "dlpack", "old_dlpack") for name in ("float32", "bfloat16")]
+FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
+
+
+@pytest.mark.parametrize(("framework", "name"), FRAMEWORKS, ids=["-".join(row) for row in FRAMEWORKS])
 def test_frameworks(framework, name):
-    """Arrays of another library give what NumPy's do, forward and backward, in arrays of that library."""
-    if framework == "namespace" and name != "float32":
-        return  # the stand-in allocates float32 alone
+    """Arrays of another library give what NumPy's do, forward and backward, in arrays of that library or NumPy's."""
     case = Case(q_len=6, kv_len=7, dtype=name, causal=True, bias="1hqk", sink=True, kv_lengths=(5, 7))
     expected = run(case)
     q, k, v, options, dout, dlse, _ = case.call()

@@ -150,7 +150,7 @@ class Softmax:
         else:
             # The sink is a key of score `sink` and value 0, seen before all others.
             self.m = np.full(rows, 0 if self.bounded else sink, dtype)
-            self.l = np.full(rows, np.exp(sink) if self.bounded else sink > -np.inf, dtype)
+            self.l = np.full(rows, np.exp(sink) if self.bounded else 1, dtype)
 
     def update(self, S: np.ndarray, O: np.ndarray) -> None:
         """Scores to unnormalised probabilities, in place; O and l rescaled to the new reference."""

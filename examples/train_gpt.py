@@ -4,9 +4,9 @@
     python examples/train_gpt.py --attention sdpa                      # the same run with torch's own attention
     python examples/train_gpt.py --steps 2000 --checkpoint gpt.pt      # stop it when you like; run it again, it goes on
 
-One seed gives one run: the batches, the first weights and, without dropout, the losses of both attentions are the same
-but for rounding. With dropout they are not: the two draw other random bits. Written to be read from top to bottom
-and copied: the text, the model, the checkpoint, the loop.
+One seed gives one run: the same batches and first weights, and with either attention the same losses but for rounding,
+unless there is dropout, for which the two draw other random bits. Written to be read from top to bottom and copied: the
+text, the model, the checkpoint, the loop.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 from cupy_flash.device import blas_threads
 
+from . import overhead, static
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Without a command everything is measured.
     named = arguments[:1] and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"))
     asked = parser.parse_args(arguments if named else ["all", *arguments])
+    if asked.command == "static":
+        return _static(asked, arguments)
+    if asked.command == "overhead":
+        return _overhead(asked.out, arguments)
     if asked.command == "tables":
         return _tables(asked.readme, asked.results, asked.check)
     asked.kv_heads = asked.kv_heads or asked.heads
@@ -48,7 +53,7 @@ def _measure(asked: argparse.Namespace, arguments: list[str]) -> int:
     device, version = result["device"], result["versions"]["cupy_flash"]
     print(f"cupy_flash {version} computes on the CPU alone: {device['cpu']}, {count(asked.threads, 'thread')}.")
     if device["gpu"] is not None:
-        print(f"The GPU, {device['gpu']}, is not used: this version has no CUDA engine; the peers run on the CPU, too.")
+        print(f"The GPU, {device['gpu']}, is not used here: python -m bench.gpu measures it.")
     path = asked.out / f"{asked.command}.json"
     with limit_threads(asked.threads):
         ceilings = measure_ceilings(asked.dtype)
@@ -64,6 +69,36 @@ def _measure(asked: argparse.Namespace, arguments: list[str]) -> int:
             write(result, path)
             _show(section, result, asked.out / f"{section}.png")
     print(f"\nEvery sample: {path}")
+    return 0
+
+
+def _static(asked: argparse.Namespace, arguments: list[str]) -> int:
+    archs = static.EVERY_ARCH if asked.all else static.ARCHS
+    libraries = [None, *asked.nvrtc]
+    problems = asked.problems or list(static.SCARCE if asked.all else static.PROBLEMS)
+    with progress("compile", len(libraries) * len(archs) * len(problems)) as step:
+        compiled = static.compile_all(problems, archs, libraries, asked.jobs, step)
+    with progress("simulate", len(problems)) as step:
+        steps = static.count_steps(problems, "sm_80", step)
+    # Where a compiler lies on this machine is of no interest elsewhere; its release is in every record.
+    given = [Path(word).name if word in asked.nvrtc else word for word in arguments]
+    result = describe(given, asked.jobs) | {"static": static.record(compiled, steps)}
+    path = asked.out / "static.json"
+    write(result, path)
+    for table in static.tables(result["static"]):
+        show(table)
+    complaints = static.complaints(compiled, steps)
+    for complaint in complaints:
+        print(complaint)
+    print(f"\n{len(compiled)} kernels compiled, {count(len(complaints), 'complaint')}. All of it: {path}")
+    return 1 if complaints else 0
+
+
+def _overhead(out: Path, arguments: list[str]) -> int:
+    result = describe(arguments, 1) | {"overhead": overhead.measure(overhead.here())}
+    write(result, out / "overhead.json")
+    for table in overhead.tables(result["overhead"]):
+        show(table)
     return 0
 
 
@@ -116,6 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("backward", parents=[sizes], help="exactness and time of forward and backward")
     commands.add_parser("memory", parents=[sizes], help="peak memory as the sequence grows")
     commands.add_parser("all", parents=[sizes], help="all of these (default)")
+    gate = commands.add_parser("static", help="registers, spills and warnings of every kernel; exit status 1 for any")
+    gate.add_argument("--all", action="store_true", help=f"for {', '.join(static.EVERY_ARCH)}")
+    gate.add_argument("--nvrtc", action="append", default=[], metavar="PATH", help="one more libnvrtc; may be repeated")
+    gate.add_argument("--problems", action="append", choices=list(static.PROBLEMS), help="may be repeated")
+    gate.add_argument("--jobs", type=_positive, default=2, help="processes that compile")
+    gate.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
+    host = commands.add_parser("overhead", help="host time of a call before its launch")
+    host.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
     generate = commands.add_parser("tables", help="write the README's tables from the stored results")
     generate.add_argument("--check", action="store_true", help="write nothing; exit status 1 when they differ")
     generate.add_argument("--readme", type=Path, default=ROOT / "README.md")

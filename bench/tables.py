@@ -1,7 +1,7 @@
 """The tables of the README, generated from the stored results.
 
 Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
-there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json.
+there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+from . import static
 from .report import left_out, provenance, tables
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
@@ -18,6 +19,11 @@ ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
 
 def block(name: str, results: Path) -> str:
     """The Markdown of one table."""
+    if name == "static":
+        result = json.loads((results / "static.json").read_text(encoding="utf-8"))
+        return "\n\n".join(
+            [f"`{result['command']}`.", *(table.markdown() for table in static.tables(result["static"]))]
+        )
     stem, _, section = name.rpartition("-")
     path = results / f"{stem}.json"
     if not path.is_file():

@@ -6,6 +6,7 @@ from .api import (
     attention_varlen,
     attention_varlen_backward,
     attention_vjp,
+    compile,
     explain,
     merge,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "compile",
     "explain",
     "merge",
 ]

@@ -2,12 +2,16 @@
 
 import argparse
 import platform
+import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
+from typing import Any
 
 import numpy as np
 
-from . import __version__, environment, source
+from . import __version__, ahead, cache, device, environment, nvrtc, source
+from .problem import DTYPES
 
 # Looked up in the metadata of what is installed, never imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
@@ -18,7 +22,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cupy_flash", description="Exact attention for Python arrays.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("info", help="what is installed and which engines serve this machine").set_defaults(run=info)
-    return parser.parse_args(argv).run()
+    add_compile(commands)
+    kept = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    kept.add_parser("size", help="where it is and what it holds").set_defaults(run=cache_size)
+    kept.add_parser("clear", help="remove the compiled kernels, and nothing else").set_defaults(run=cache_clear)
+    asked = vars(parser.parse_args(argv))
+    status: int = asked.pop("run")(**asked)
+    return status
+
+
+def add_compile(commands: Any) -> None:
+    """The command compile: the words of cupy_flash.compile."""
+    command = commands.add_parser("compile", help="fill the cache with the kernels of later calls; needs no GPU")
+    command.set_defaults(run=compile_kernels)
+    command.add_argument("--arch", choices=list(device.GPUS), help="default: that of this machine's GPU")
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    command.add_argument("--head-dim", type=int, required=True, metavar="D")
+    command.add_argument("--head-dim-v", type=int, metavar="DV", help="default: D")
+    command.add_argument("--no-backward", dest="backward", action="store_false", help="the forward alone")
+    command.add_argument("--packed", action="store_true", help="for attention_varlen")
+    command.add_argument(
+        "--causal", nargs="?", const=True, default=False, choices=(True, "top_left"), metavar="top_left"
+    )
+    command.add_argument("--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"), help="-1: unbounded")
+    command.add_argument("--softcap", action="store_const", const=1.0, help="with a softcap, of any value")
+    command.add_argument("--dropout", action="store_const", const=0.5, default=0.0, help="with dropout, of any value")
+    for name in ("bias", "sink"):
+        command.add_argument(f"--{name}", nargs="?", const=True, choices=DTYPES, metavar="DTYPE")
+    for name in ("alibi-slopes", "mask", "q-lengths", "kv-lengths", "return-lse"):
+        command.add_argument(f"--{name}", action="store_true")
+
+
+def compile_kernels(arch: str | None, **words: Any) -> int:
+    """Compiles, a line for each kernel; what is wrong with the words goes to stderr."""
+    try:
+        on = ahead.device_for(arch)
+        launches = ahead.launches(on, **words)
+    except (RuntimeError, TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    for number, launch in enumerate(launches, 1):
+        begin = time.perf_counter()
+        registers = ahead.compile_launch(launch, on).resources[launch.function].registers
+        tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
+        seconds = time.perf_counter() - begin
+        print(f"{number}/{len(launches)} {launch.kernel}{tile}: {registers} registers, {seconds:.2f} s", flush=True)
+    return cache_size()
 
 
 def info() -> int:
@@ -32,9 +83,12 @@ def info() -> int:
         **{name: installed(providers.get(name, [])) for name in LIBRARIES},
         "import cupy": import_cupy(),
         "kernels_cu": kernels(),
+        "NVRTC": compiler(),
+        "cache": kernel_cache(),
         "CUPY_FLASH_BACKEND": environment.backend() or "not set",
+        "CUPY_FLASH_CACHE_DIR": environment.cache_dir() or "not set",
         "engine cpu": "serves this machine: arrays in host memory",
-        "engines on CUDA": "none: CUDA engines are not part of this version; arrays on a GPU raise UnsupportedError",
+        "engine simt": gpu_engine(),
     }
     width = max(map(len, rows))
     for name, value in rows.items():
@@ -76,6 +130,47 @@ def kernels() -> str:
     except FileNotFoundError as error:
         return str(error)
     return f"{folder}, {len(list(folder.rglob('*.cu')))} kernels"
+
+
+def compiler() -> str:
+    """The run-time compiler and the GPUs it can compile for, or why there is none."""
+    try:
+        return f"{'.'.join(map(str, nvrtc.version()))}, for sm_{', '.join(map(str, nvrtc.architectures()))}"
+    except ImportError as error:
+        return str(error)
+
+
+def gpu_engine() -> str:
+    """The GPU that the engine simt serves, or why there is none."""
+    try:
+        return f"serves this machine: {ahead.device_for(None)}"
+    except RuntimeError as error:
+        return f'no GPU that CuPy can use ({error.__cause__}); backend="simulator" runs it, slowly, anywhere'
+
+
+def kernel_cache() -> str:
+    """The folder of compiled kernels and what is in it, or why it is not used."""
+    try:
+        folder = cache.location()
+        if folder.exists():
+            cache.check_safe(folder)
+        count, size = cache.size(folder)
+    except OSError as error:
+        return f"not used: {error}"
+    return f"{folder}, {count} entries, {size / 2**20:.1f} MiB"
+
+
+def cache_size() -> int:
+    """Prints where compiled kernels are kept, how many there are and what they take."""
+    print(kernel_cache())
+    return 0
+
+
+def cache_clear() -> int:
+    """Removes the compiled kernels of the cache folder; a process that runs compiles again what it still needs."""
+    cache.clear(cache.location())
+    print(kernel_cache())
+    return 0
 
 
 if __name__ == "__main__":

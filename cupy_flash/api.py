@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import backends, partials
+from . import backends
 from .arrays import Array
 from .problem import Gradients, Options, Packed, Saved, pose, pose_merge
+
+if TYPE_CHECKING:
+    from .nvrtc import Compiled
 
 
 def attention(
@@ -211,9 +214,56 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: Any = "bshd
         lse = np.logaddexp(lse_a, lse_b)
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
     """
-    heads_last, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
-    out, lse = partials.merge(*parts, heads_last)
+    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    out, lse = backends.merge(parts, layout)
     return out.result(), lse.result()
+
+
+def compile(
+    *,
+    dtype: Any,
+    head_dim: Any,
+    head_dim_v: Any = None,
+    group: Any = 1,
+    arch: str | None = None,
+    backward: bool = True,
+    packed: bool = False,
+    **options: Any,
+) -> tuple[Compiled, ...]:
+    """Compile what later calls on a GPU will need, before the first of them; no GPU is needed, no array, no length.
+
+    Kernels know neither batch nor lengths, but the plan chooses tile sizes by them: compiled is every tile that it may
+    choose, a few of each kernel. They land in the cache folder; without `arch` they are loaded, too, so that a
+    CUDA graph can capture the calls from the start.
+
+    Args:
+        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...
+        head_dim, head_dim_v: D and Dv, the same by default. group: Hq // Hk.
+        arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
+        backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
+        packed: for `attention_varlen`.
+        options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is not
+            the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
+            window) count by presence as well, and stay free.
+
+    Returns:
+        Of every kernel a record: name, target, path (None where nothing could be stored), resources, warnings.
+
+    Raises:
+        TypeError, ValueError: as the call would. UnsupportedError: no engine serves it. CompileError. ImportError:
+        NVRTC is missing. RuntimeError: neither `arch` nor a GPU.
+    """
+    from . import ahead  # with the compiler and the cache, which other calls may never need
+
+    on = ahead.device_for(arch)
+    launches = ahead.launches(
+        on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
+        **options,
+    )  # fmt: skip
+    results = tuple(ahead.compile_launch(launch, on) for launch in launches)
+    if arch is None:
+        backends.load(launches, on)
+    return results
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> str:

@@ -128,6 +128,17 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     return output
 
 
+def contiguous(array: Array) -> Array:
+    """The same values with C-contiguous strides, copied by their own framework on their own device."""
+    if array.framework == "torch":
+        return as_array(array.owner.contiguous(), "operand")
+    if array.device == "cpu":
+        return as_array(np.ascontiguousarray(array.numpy()), "operand")
+    import cupy
+
+    return as_array(cupy.ascontiguousarray(cupy.asarray(array.owner)), "operand")
+
+
 def stream_of(like: Array) -> int:
     """The CUDA stream the caller works on, as the driver's handle.
 
@@ -158,7 +169,7 @@ def _device_index(device: str) -> int:
     return int(device.removeprefix("cuda:"))
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def named_dtype(name: str) -> np.dtype[Any]:
     """float32 -> NumPy's, bfloat16 and float8_* -> ml_dtypes'."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
@@ -208,7 +219,7 @@ def _torch_dtype(dtype: Any) -> np.dtype[Any]:
     name = str(dtype).removeprefix("torch.")
     if name not in _DLPACK_DTYPES.values():
         raise TypeError(f"dtype {dtype} is not supported")
-    return _dtype(name)
+    return named_dtype(name)
 
 
 def _from_torch(x: Any) -> Array:
@@ -335,7 +346,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
-    dtype = _dtype(_DLPACK_DTYPES[code, bits])
+    dtype = named_dtype(_DLPACK_DTYPES[code, bits])
     return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
 
 

@@ -12,13 +12,14 @@ import numpy as np
 from .arrays import Array, empty
 
 
-def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, heads_last: bool) -> tuple[Array, Array]:
-    """Merge two partial results; heads_last says whether out is (..., S, H, Dv) beside lse (..., H, S)."""
+def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
+    """(out, lse) of two partial results in host memory, out_a, lse_a, out_b, lse_b; packed ones have layout "thd"."""
+    out_a, lse_a, out_b, lse_b = parts
     out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
     accumulation = lse.dtype
     with np.errstate(invalid="ignore", divide="ignore"):
         total, weight_a, weight_b = merge_weights(lse_a.numpy(), lse_b.numpy())
-        if heads_last:
+        if layout != "bhsd":
             weight_a, weight_b = weight_a.swapaxes(-1, -2), weight_b.swapaxes(-1, -2)
         merged = out_a.numpy().astype(accumulation) * weight_a[..., None]
         merged += out_b.numpy().astype(accumulation) * weight_b[..., None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,9 +112,12 @@ class Problem:
     softcap: float | None
     alibi: bool
     bias: tuple[int, ...] | None  # its shape
+    bias_dtype: str  # where there is none: that of q
     bias_gradient: bool
     dense_mask: tuple[int, ...] | None  # its shape
     sink: bool
+    sink_dtype: str
+    dlse: bool
     q_lengths: bool
     kv_lengths: bool
     dropout: float
@@ -131,6 +134,10 @@ class Problem:
     def accumulation(self) -> np.dtype:
         """fp32, or fp64 for fp64: the dtype of scores, sums and lse."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    def lse_shape(self, q: Array) -> tuple[int, ...]:
+        """(B, Hq, Sq), or (Hq, Tq) of a packed batch."""
+        return q.shape[1::-1] if self.layout == "thd" else (self.batch, self.heads, self.q_len)
 
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads} query and {self.kv_heads} key/value heads"
@@ -214,9 +221,12 @@ def pose(
         softcap=words.softcap,
         alibi="alibi_slopes" in call,
         bias=call["bias"].shape if "bias" in call else None,
+        bias_dtype=call.get("bias", q).dtype.name,
         bias_gradient=saved is not None and saved.bias_gradient,
         dense_mask=call["mask"].shape if "mask" in call else None,
         sink="sink" in call,
+        sink_dtype=call.get("sink", q).dtype.name,
+        dlse="dlse" in call,
         q_lengths="q_lengths" in call,
         kv_lengths="kv_lengths" in call,
         dropout=words.dropout,
@@ -224,36 +234,32 @@ def pose(
         backend=words.backend,
         engine=options.engine,
     )
-    optional = [field.name for field in fields(Operands) if field.name not in ("q", "k", "v", "seed")]
-    given = {name: call.get(name) for name in optional}
+    given = {name: call.get(name) for name in Operands.__slots__ if name not in ("q", "k", "v", "seed")}
     return problem, Operands(q=q, k=call["k"], v=call["v"], seed=words.seed if words.dropout else None, **given)
 
 
-def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[bool, tuple[Array, Array, Array, Array]]:
-    """(whether heads follow the sequence in out, the four arrays) of a merge, or one error with all reasons."""
+def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tuple[Array, Array, Array, Array]]:
+    """(layout, "thd" for packed results; the four arrays) of a merge, or one error with all reasons."""
     check = _Check("merge")
     call = _describe(check, dict(zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)))
     _check_places(check, call)
     check.require(layout in LAYOUTS, f'layout must be "bshd" or "bhsd", not {layout!r}')
-    heads_last = True
     if len(call) == 4:
         out_a, lse_a, out_b, lse_b = call.values()
-        heads_last = len(out_a.shape) == 3 or layout != "bhsd"
+        layout = "thd" if len(out_a.shape) == 3 else layout
         check.require_type(_is_float(out_a.dtype), f"out_a must be {', '.join(DTYPES)}, not {out_a.dtype.name}")
         check.require_type(_is_float(out_b.dtype), f"out_b must be {', '.join(DTYPES)}, not {out_b.dtype.name}")
         check.require(out_a.shape == out_b.shape, "out_a and out_b must have one shape")
         if check.require(len(out_a.shape) in (3, 4), "out_a must be (B, S, H, Dv) in the layout, or (T, H, Dv)"):
             *leading, a, b, _ = out_a.shape
-            rows = (*leading, b, a) if heads_last else (*leading, a, b)
+            rows = (*leading, a, b) if layout == "bhsd" else (*leading, b, a)
             accumulation = np.dtype(np.float64 if out_a.dtype == np.float64 else np.float32)
             for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
                 check.require(lse.shape == rows, f"{name} must be {rows} beside out {out_a.shape}, not {lse.shape}")
                 right = lse.dtype == accumulation
                 check.require_type(right, f"{name} must be {accumulation.name}, not {lse.dtype.name}")
     check.raise_if_unmet(call)
-    if (device := call["out_a"].device) != "cpu":
-        raise UnsupportedError(f"merge: this version computes on the CPU alone, and the arrays are on {device}")
-    return heads_last, (call["out_a"], call["lse_a"], call["out_b"], call["lse_b"])
+    return layout, (call["out_a"], call["lse_a"], call["out_b"], call["lse_b"])
 
 
 class _Check:
@@ -353,9 +359,9 @@ def _check_places(check: _Check, call: dict[str, Array]) -> None:
 
 def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packed: Packed | None) -> _Shape:
     q, k, v = call["q"], call["k"], call["v"]
-    dtypes = {array.dtype.name for array in (q, k, v)}
+    dtypes = {array.dtype for array in (q, k, v)}
     check.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
-    for name in sorted(dtypes):
+    for name in sorted(dtype.name for dtype in dtypes):
         # fp8 is legal to ask for; that no engine of this version takes it is the plan's answer, not an error of the
         # caller.
         legal = name in DTYPES or name == "float8_e4m3fn"

@@ -1,6 +1,27 @@
-"""Where the CUDA source text lives."""
+"""Where the CUDA source text lives, and how one kernel and all that it includes become one text.
 
+The text is everything that the compiler sees. It is made of the files and the constants alone, holds no path of this
+machine, and is equal when they are equal: it can be the key under which the compiled kernel is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+CONFIG = "config.cuh"
+IDENTIFIER = r"[A-Za-z_]\w*"
+CONSTANT = re.compile(
+    rf"(?P<head>(?P<kind>constexpr (?:int|bool|float)|using) (?P<name>{IDENTIFIER}) = )(?P<value>[^\s;]+)"
+    r"(?P<tail>;\s*(?://.*)?)"
+)
+SWITCH = re.compile(rf"(?P<head>(?P<kind>#define) (?P<name>{IDENTIFIER}) )(?P<value>[01])(?P<tail>\s*(?://.*)?)")
+DIRECTIVE = re.compile(r"\s*#\s*(?P<word>\w+)\s*(?P<rest>.*?)\s*(?://.*)?")
+
+Constant = int | float | bool | str
 
 
 def kernel_folder() -> Path:
@@ -15,3 +36,143 @@ def kernel_folder() -> Path:
         if (folder / "README.md").is_file():
             return folder
     raise FileNotFoundError(f"kernels_cu not found; looked in {candidates[0]} and {candidates[1]}")
+
+
+def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
+    """The text of kernels_cu/<kernel>.cu with every header inlined once and config.cuh's values replaced.
+
+    `kernel` is like "simt/forward". `constants` replaces defaults of config.cuh by name, which says what a name may
+    hold: an int for `constexpr int`, True or False for `constexpr bool` and `#define`, a number for `constexpr float`,
+    the name of a type for `using`. Of `#if NAME` and `#if !NAME` on a `#define` of config.cuh only the chosen branch
+    is in the text, and only its headers. #line markers keep messages at the original file and line.
+
+    Raises ValueError for an unknown constant or a value that its name does not take, an include cycle, and what
+    inlining cannot do; FileNotFoundError for a missing kernel or header. The message holds the chain of includes.
+    """
+    if not re.fullmatch(rf"{IDENTIFIER}(/{IDENTIFIER})*", kernel):
+        raise ValueError(f'kernel must be like "simt/forward", not {kernel!r}')
+    folder = kernel_folder().resolve()
+    text = Text(folder, *configure((folder / CONFIG).read_text(encoding="utf-8"), constants))
+    text.inline(f"{kernel}.cu", ())
+    if constants and CONFIG not in text.inlined:
+        raise ValueError(f"{kernel} does not include {CONFIG}, so it has no constants: {', '.join(constants)}")
+    return "\n".join(text.lines) + "\n"
+
+
+def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict[str, bool]]:
+    """config.cuh with `constants` in place of its defaults, and the values of its switches."""
+    lines = []
+    names = []
+    switches = {}
+    for number, line in enumerate(config.splitlines(), 1):
+        if line.startswith("//") or line.strip() in ("", "#pragma once"):
+            lines.append(line)
+            continue
+        match = CONSTANT.fullmatch(line) or SWITCH.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{CONFIG}:{number}: not the definition of one constant: {line!r}")
+        kind, name, value = match["kind"], match["name"], match["value"]
+        if name in constants:
+            value = literal(kind, name, constants[name])
+        names.append(name)
+        if kind == "#define":
+            switches[name] = value == "1"
+        lines.append(match["head"] + value + match["tail"])
+    unknown = sorted(set(constants) - set(names))
+    if unknown:
+        raise ValueError(f"{CONFIG} has no constant {', '.join(unknown)}; it has {', '.join(names)}")
+    return "\n".join(lines), switches
+
+
+def literal(kind: str, name: str, value: Constant) -> str:
+    """`value` as C++ writes it: nothing but a number, true, false, 0, 1 or an identifier."""
+    if kind == "constexpr int" and type(value) is int and -(2**31) <= value < 2**31:
+        return repr(value)
+    if kind == "constexpr bool" and type(value) is bool:
+        return "true" if value else "false"
+    if kind == "#define" and type(value) is bool:
+        return "1" if value else "0"
+    if kind == "constexpr float" and type(value) in (int, float) and math.isfinite(float(value)):
+        return repr(float(value)) + "f"
+    if kind == "using" and isinstance(value, str) and re.fullmatch(IDENTIFIER, value, re.ASCII):
+        return value
+    raise ValueError(f"{name} of {CONFIG} ({kind}) cannot be {value!r}")
+
+
+class Text:
+    """The text of one kernel while it grows."""
+
+    def __init__(self, folder: Path, config: str, switches: Mapping[str, bool]) -> None:
+        self.folder = folder
+        self.config = config
+        self.switches = switches
+        self.lines: list[str] = []
+        self.inlined: set[str] = set()
+
+    def inline(self, name: str, chain: tuple[str, ...]) -> None:
+        """Appends the file `name`, a path inside kernels_cu, with its headers where it includes them."""
+        if name in chain:
+            raise ValueError(f"include cycle: {' -> '.join((*chain, name))}")
+        if name in self.inlined:
+            return
+        self.inlined.add(name)
+        chain = (*chain, name)
+        text = self.config if name == CONFIG else (self.folder / name).read_text(encoding="utf-8")
+        counted = 0  # the number that the compiler would give to the next line of this file
+        for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
+            directive = DIRECTIVE.fullmatch(line)
+            if directive and directive["word"] == "include":
+                place = f"{' -> '.join(chain)}:{number}"
+                if not certain:
+                    raise ValueError(f"{place}: an #include can only depend on a #define of {CONFIG}")
+                self.inline(self.header(directive["rest"], name, place), chain)
+            elif counted == number:
+                self.lines.append(line)
+                counted += 1
+            elif line.strip():
+                self.lines += [f'#line {number} "{name}"', line]
+                counted = number + 1
+
+    def header(self, operand: str, including: str, place: str) -> str:
+        """The path inside kernels_cu of what `#include operand` names, seen from the file `including` or the root."""
+        if not re.fullmatch(r'"[\w./]+"', operand) or operand.startswith('"/'):
+            raise ValueError(f'{place}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
+        for base in (posixpath.dirname(including), ""):
+            path = posixpath.normpath(posixpath.join(base, operand.strip('"')))
+            # A path or a link that leads out of the folder is not followed.
+            file = (self.folder / path).resolve()
+            if file.is_file() and file.is_relative_to(self.folder):
+                return path
+        raise FileNotFoundError(f"{place}: {operand} is not a file of kernels_cu")
+
+
+def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterator[tuple[int, str, bool]]:
+    """The numbered lines that `#if` on a switch leaves; last: whether no #if that only the compiler decides is open."""
+    branches: list[bool | None] = []  # of every open #if: whether we are in the chosen branch; None: the compiler knows
+    for number, line in enumerate(text.splitlines(), 1):
+        directive = DIRECTIVE.fullmatch(line)
+        word, operand = (directive["word"], directive["rest"]) if directive else ("", "")
+        if word in ("if", "ifdef", "ifndef"):
+            switch = re.fullmatch(r"(!?)(\w+)", operand) if word == "if" else None
+            if switch and switch[2] in switches:
+                branches.append(switches[switch[2]] != bool(switch[1]))
+                continue
+            branches.append(None)
+        elif word in ("elif", "else", "endif"):
+            if not branches:
+                raise ValueError(f"{place}:{number}: #{word} without #if")
+            if branches[-1] is not None and word == "elif":
+                raise ValueError(
+                    f"{place}:{number}: #elif cannot follow #if on a #define of {CONFIG}; nest the second #if"
+                )
+            branch = branches.pop()
+            if word != "endif":
+                branches.append(None if branch is None else not branch)
+            if branch is not None:
+                continue
+        elif word == "pragma" and operand == "once":
+            continue
+        if False not in branches:
+            yield number, line, None not in branches
+    if branches:
+        raise ValueError(f"{place}: #if without #endif")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import pytest
+from on_gpu import has_gpu
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -187,6 +189,12 @@ def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
     out, lse = cupy_flash.attention_varlen(q, k, v, *packed, return_lse=True, **options)
     gradients = cupy_flash.attention_varlen_backward(dout, q, k, v, out, lse, *packed, dlse=dlse, **options)
     return Result(out, lse, *gradients)
+
+
+@cache
+def outcome(case: Case, backend: str) -> Result:
+    """`run`, once for all tests that look at the same result."""
+    return run(case, backend)
 
 
 def posed(case: Case, saved: Saved | None = None, **changes) -> tuple[Plan, Operands]:
@@ -384,3 +392,52 @@ PAIRS = {
     for b in FEATURES
     if a < b and not FEATURES[a].keys() & FEATURES[b].keys()
 }
+
+
+def covering(size: int) -> dict[str, Case]:
+    """Rows of up to `size` features in which every pair of PAIRS occurs: what a slow backend runs in their place."""
+    left = dict.fromkeys(frozenset(name.split("+")) for name in PAIRS)
+    rows = []
+    while left:
+        row = sorted(next(iter(left)))
+        while len(row) < size:
+            # The feature that goes with all of the row, and brings most pairs that no row has yet.
+            gains = {
+                name: sum(frozenset((name, other)) in left for other in row)
+                for name in FEATURES
+                if all("+".join(sorted((name, other))) in PAIRS for other in row)
+            }
+            best = max(gains, key=gains.__getitem__, default=None)
+            if best is None or gains[best] == 0:
+                break
+            row.append(best)
+        for pair in [pair for pair in left if pair <= set(row)]:
+            del left[pair]
+        rows.append(row)
+    small = dict(q_len=13, kv_len=17, heads=2, head_dim=4)
+    return {
+        "+".join(row): Case(**small | {key: x for name in row for key, x in FEATURES[name].items()}) for row in rows
+    }
+
+
+# What the simulator runs, some thousand times slower than the CPU: every option once, but the head dimension that only
+# the CPU engine takes, in its place the largest of simt; and every pair of features, several in a row.
+SIMULATED_OPTIONS = {name: case for name, case in OPTIONS.items() if name != "head-dim-320"}
+SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
+SIMULATED_PAIRS = covering(6)
+
+
+def by_backend(names: str = "case", **rows: dict) -> pytest.MarkDecorator:
+    """parametrize over (backend, `names`) whose rows differ by backend: by_backend(cpu={id: row}, simulator=...).
+
+    A GPU takes the simulator's rows: those of the same engine.
+    """
+    if has_gpu():
+        rows["cuda"] = rows["simulator"]
+    several = "," in names
+    parameters = [
+        pytest.param(backend, *(row if several else (row,)), id=f"{backend}-{name}")
+        for backend, of_backend in rows.items()
+        for name, row in of_backend.items()
+    ]
+    return pytest.mark.parametrize(f"backend,{names}", parameters, indirect=["backend"])

@@ -2,16 +2,48 @@
 
 import hypothesis
 import numpy as np
+import on_gpu
 import pytest
+
+from cupy_flash import cache
+from cupy_flash.plan import SimtTile, plan
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
 
 
-@pytest.fixture(params=["cpu"])
+# On the simulator most tests plan with this tile alone: short sequences make several, and its kernels compile fastest.
+# test_kernels.py takes the others, and those that a plan chooses.
+SMALL_TILE = SimtTile(block_q=8, block_kv=16, threads=64)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory):
+    """Kernels are compiled once per session, into a folder of its own: none from another time is used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        cache.compiled.cache_clear()
+        yield
+
+
+@pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])
 def backend(request):
-    """The backend that a behaviour test asks for, by name."""
+    """The backend that a behaviour test asks for, by name. Where its rows differ by backend, so does the test's list:
+    cases.by_backend."""
+    if request.param == "simulator":
+        request.getfixturevalue("small_tile")
+    if request.param == "cuda":
+        on_gpu.route(request.getfixturevalue("monkeypatch"))
     return request.param
+
+
+@pytest.fixture
+def small_tile(monkeypatch):
+    """Every plan for a GPU takes SMALL_TILE."""
+    monkeypatch.setattr("cupy_flash.plan.simt_tiles", lambda problem, device: [SMALL_TILE])
+    plan.cache_clear()
+    yield
+    plan.cache_clear()
 
 
 @pytest.fixture

@@ -7,7 +7,22 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, PAIRS, Call, Case, Result, assert_bitwise_equal, check, posed, run, run_planned
+from cases import (
+    OPTIONS,
+    PAIRS,
+    SIMULATED_OPTIONS,
+    SIMULATED_PAIRS,
+    Call,
+    Case,
+    Result,
+    assert_bitwise_equal,
+    by_backend,
+    check,
+    outcome,
+    posed,
+    run,
+    run_planned,
+)
 from test_arrays import MAKERS
 from threadpoolctl import threadpool_limits
 
@@ -26,14 +41,14 @@ def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPTIONS.items()])
+@by_backend(cpu=OPTIONS, simulator=SIMULATED_OPTIONS)
 def test_every_option(case, backend):
-    check(case, backend=backend, only=FORWARD)
+    check(case, outcome(case, backend), only=FORWARD)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in PAIRS.items()])
+@by_backend(cpu=PAIRS, simulator=SIMULATED_PAIRS)
 def test_all_pairs_of_options(case, backend):
-    check(case, backend=backend, only=FORWARD)
+    check(case, outcome(case, backend), only=FORWARD)
 
 
 # Tiles
@@ -62,9 +77,13 @@ def test_any_tiles(case, block_q, block_kv):
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv), only=FORWARD)
 
 
-@pytest.mark.parametrize("kv_len", [1023, 1025, 2049], ids=["below", "above", "three-tiles"])
-def test_lengths_around_the_plans_tiles(kv_len, backend):
-    check(Case(q_len=257, kv_len=kv_len, batch=1, heads=2, causal=True), backend=backend, only=FORWARD)
+@by_backend(
+    "q_len, kv_len",
+    cpu={"below": (257, 1023), "above": (257, 1025), "three-tiles": (257, 2049)},
+    simulator={"below": (7, 15), "exact": (8, 32), "above": (9, 33), "many-tiles": (41, 81)},
+)
+def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
+    check(Case(q_len=q_len, kv_len=kv_len, batch=1, heads=2, causal=True), backend=backend, only=FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +236,12 @@ def test_bitwise_independent_of_threads(case):
         assert_bitwise_equal(several, one, f"{case} on {threads} threads")
 
 
-def test_bitwise_equal_over_ten_runs(backend):
+def test_bitwise_equal_over_ten_runs():
+    """On the CPU's threads; of the kernels test_kernels.py says it, in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)
-    first = run(case, backend)
+    first = run(case)
     for _ in range(9):
-        assert_bitwise_equal(run(case, backend), first, case)
+        assert_bitwise_equal(run(case), first, case)
 
 
 def test_tiles_and_threads_draw_the_same_dropout():
@@ -358,8 +378,12 @@ STRIDES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES)
+STRIDED = {
+    f"{name}-{dtype}": (STRIDES[name], dtype) for name in STRIDES for dtype in ("float32", "bfloat16", "float16")
+}
+
+
+@by_backend("change, dtype", cpu=STRIDED, simulator={name: row for name, row in STRIDED.items() if row[1] != "float16"})
 def test_strides(change, dtype, backend):
     """Whatever the strides, and read-only or not: the values decide."""
     case = Case(q_len=6, kv_len=7, causal=True, dtype=dtype, head_dim=6, head_dim_v=5)
@@ -408,14 +432,19 @@ FRAMEWORKS = [(framework, name) for framework in ("jax", "dlpack", "old_dlpack")
 FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
 
 
-@pytest.mark.parametrize(("framework", "name"), FRAMEWORKS, ids=["-".join(row) for row in FRAMEWORKS])
-def test_frameworks(framework, name):
+@by_backend(
+    "framework, name",
+    cpu={"-".join(row): row for row in FRAMEWORKS},
+    simulator={"jax-float32": ("jax", "float32"), "dlpack-bfloat16": ("dlpack", "bfloat16")},
+)
+def test_frameworks(framework, name, backend):
     """Arrays of another library give what NumPy's do, forward and backward, in arrays of that library or NumPy's."""
     case = Case(q_len=6, kv_len=7, dtype=name, causal=True, bias="1hqk", sink=True, kv_lengths=(5, 7))
-    expected = run(case)
+    expected = run(case, backend)
     q, k, v, options, dout, dlse, _ = case.call()
     make = MAKERS[framework]
     options = {key: make(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    options["backend"] = backend
     q, k, v, dout, dlse = map(make, (q, k, v, dout, dlse))
     out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     gradients = cupy_flash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)

@@ -314,16 +314,33 @@ def cuda_arguments(function="attention"):
     ("arguments", "words"),
     [
         pytest.param(fp8_arguments(), ["float8_e4m3fn is not one of float16"], id="fp8"),
-        pytest.param(dict(backend="simulator"), ['backend="simulator" was asked for'], id="simulator"),
-        pytest.param(dict(backend="cuda"), ['backend="cuda" was asked for'], id="cuda"),
+        pytest.param(
+            dict(backend="cuda"),
+            ['cpu: backend="cuda" was asked for', "simt: the arrays are on cpu, and arrays never change device"],
+            id="cuda",
+        ),
+        pytest.param(
+            dict(backend="simulator", q=zeros(1, 1, 1, 257), k=zeros(1, 1, 1, 257), v=zeros(1, 1, 1, 8)),
+            ["simt: head dimension 257 is larger than 256", "cpu: the call goes to backend simulator"],
+            id="head-dimension-of-simt",
+        ),
+        pytest.param(
+            dict(engine="simt"),
+            ['cpu: engine="simt" was asked for', "simt: the call goes to backend cpu"],
+            id="simt-on-cpu",
+        ),
         pytest.param(
             dict(engine="mma"), ['cpu: engine="mma" was asked for', "mma: not part of this version"], id="mma"
         ),
-        pytest.param(cuda_arguments(), ["the arrays are on cuda:0, and arrays never change device"], id="cuda-arrays"),
         pytest.param(
             cuda_arguments() | dict(backend="cpu"),
-            ["on cuda:0, and arrays never change device"],
+            ["cpu: the arrays are on cuda:0, and arrays never change device"],
             id="cuda-arrays-on-cpu",
+        ),
+        pytest.param(
+            cuda_arguments() | dict(backend="simulator"),
+            ["simt: the arrays are on cuda:0, and arrays never change device"],
+            id="cuda-arrays-on-simulator",
         ),
     ],
 )
@@ -333,6 +350,29 @@ def test_unsupported(function, arguments, words):
     message = str(caught.value)
     for word in (*words, "no engine of this version serves this problem", "cpu: ", "simt: ", "mma: ", "wgmma: "):
         assert word in message, f"{word!r} not in:\n{message}"
+
+
+def cupy_without_gpu(ndarray):
+    """A stand-in for CuPy as it is on a machine that has no GPU."""
+
+    def no_device(index):
+        raise RuntimeError(f"cudaErrorInvalidDevice: {index}")
+
+    cuda = SimpleNamespace(Device=no_device, is_available=lambda: False)
+    return SimpleNamespace(ndarray=ndarray, cuda=cuda)
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_vjp", "explain"])
+@pytest.mark.parametrize("backend", [None, "cuda"], ids=str)
+def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
+    """No CuPy, or no such GPU: one error with the reason, none of CuPy's own."""
+    arguments = good_arguments(function) | cuda_arguments() | dict(backend=backend)
+    with pytest.raises(UnsupportedError, match=r"on cuda:0, and arrays never change device; CuPy(.|\n)*import of cupy"):
+        getattr(cupy_flash, function)(**arguments)
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy_without_gpu(tuple))
+    with pytest.raises(UnsupportedError, match="cannot use it: cudaErrorInvalidDevice: 0"):
+        getattr(cupy_flash, function)(**arguments)
 
 
 def test_cuda_arrays_are_never_copied_to_the_host():
@@ -350,7 +390,7 @@ def test_cuda_arrays_are_never_copied_to_the_host():
     on_gpu = {name: CudaArray(x.shape, x.dtype.str) for name, x in packed.items() if isinstance(x, np.ndarray)}
     with pytest.raises(UnsupportedError, match="never change device"):
         cupy_flash.attention_varlen_backward(**packed | on_gpu)
-    with pytest.raises(UnsupportedError, match="merge: .* on the CPU alone, and the arrays are on cuda:0"):
+    with pytest.raises(UnsupportedError, match="the arrays are on cuda:0, and arrays never change device"):
         cupy_flash.merge(**cuda_arguments("merge"))
 
 
@@ -366,18 +406,20 @@ def test_cupy_arrays_are_never_copied_to_the_host(monkeypatch):
         def get(self, *_, **__):
             raise AssertionError("copied to the host")
 
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=NDArray))
+    monkeypatch.setitem(sys.modules, "cupy", cupy_without_gpu(NDArray))
     arguments = {name: NDArray(x) for name, x in good_arguments("attention").items()}
-    with pytest.raises(UnsupportedError, match=r"cupy on cuda:0(.|\n)*arrays never change device"):
+    with pytest.raises(UnsupportedError, match=r"on cuda:0, and arrays never change device"):
         cupy_flash.attention(**arguments)
+    with pytest.raises(UnsupportedError, match=r"cupy on cuda:0(.|\n)*arrays never change device"):
+        cupy_flash.attention(**arguments, backend="cpu")
     with pytest.raises(TypeError, match="of one type, not cupy and numpy"):
         cupy_flash.attention(**arguments | dict(k=zeros(2, 5, 2, 8)))
 
 
 def test_the_environment_names_a_backend(monkeypatch):
     arguments = good_arguments("attention")
-    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
-    with pytest.raises(UnsupportedError, match='backend="simulator" was asked for'):
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "cuda")
+    with pytest.raises(UnsupportedError, match='backend="cuda" was asked for'):
         cupy_flash.attention(**arguments)
     assert cupy_flash.attention(**arguments, backend="cpu").shape == (2, 3, 4, 6)
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "tpu")

@@ -117,9 +117,16 @@ def errors_of(exact, low):
 
 @settings(SHARED_FIXTURE, max_examples=200)
 @given(calls())
-def test_strides_and_options(backend, call):
+def test_strides_and_options(call):
     case, call = call
-    hold(case, call, run(case, backend, call))
+    hold(case, call, run(case, "cpu", call))
+
+
+@settings(SHARED_FIXTURE, max_examples=12)  # each compiles its own kernels
+@given(calls())
+def test_strides_and_options_on_the_simulator(small_tile, call):
+    case, call = call
+    hold(case, call, run(case, "simulator", call))
 
 
 @settings(SHARED_FIXTURE, max_examples=100)

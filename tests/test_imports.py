@@ -25,9 +25,39 @@ FLOW = (
     "problem",
     "device",
     "source",
+    "nvrtc",
+    "cache",
+    "params",
     "plan",
+    "ahead",
     "partials",
     "backends.cpu",
+    "backends.kernels",
+    "backends.cuda",
+    "backends.simulator.errors",
+    "backends.simulator.ptx",
+    "backends.simulator.calls",
+    "backends.simulator.parser",
+    "backends.simulator.program",
+    "backends.simulator.memory",
+    "backends.simulator.counters",
+    "backends.simulator.lanes",
+    "backends.simulator.convert",
+    "backends.simulator.closures",
+    "backends.simulator.selection",
+    "backends.simulator.integer",
+    "backends.simulator.floating",
+    "backends.simulator.moves",
+    "backends.simulator.checks",
+    "backends.simulator.access",
+    "backends.simulator.copies",
+    "backends.simulator.collectives",
+    "backends.simulator.matrix",
+    "backends.simulator.barriers",
+    "backends.simulator.scheduler",
+    "backends.simulator.machine",
+    "backends.simulator",
+    "backends.simulator.run",
     "backends",
     "adapters",
     "adapters.torch.op",
@@ -118,7 +148,14 @@ def imports_of(module: str) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
+    # What a type checker alone reads is not imported.
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    never = {id(node) for block in for_types for node in ast.walk(block)}
     for node in ast.walk(tree):
+        if id(node) in never:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, Case, references
@@ -11,6 +12,9 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import reference
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import run as simulator
+from cupy_flash.problem import pose_merge
 
 FORWARD = ("out", "lse")
 
@@ -158,3 +162,42 @@ def test_nothing_to_merge(shape):
     a = results(*shape, seed=0)
     out, lse = cupy_flash.merge(*a, *a)
     assert (out.shape, lse.shape) == (a[0].shape, a[1].shape)
+
+
+def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
+    """partials.cu in the simulator, as a GPU would run it on arrays of its own."""
+    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    return tuple(array.numpy() for array in kernels.merge(parts, layout, "sm_80", simulator.start))
+
+
+TWINS = {
+    "bshd": dict(shape=(2, 9, 3, 40)),
+    "bhsd": dict(shape=(2, 9, 3, 40), layout="bhsd"),
+    "packed": dict(shape=(9, 3, 33)),
+    "one-dimension": dict(shape=(1, 5, 2, 1)),
+    "float64": dict(shape=(1, 5, 2, 8), dtype="float64"),
+    "float16": dict(shape=(1, 5, 2, 8), dtype="float16"),
+    "mixed": dict(shape=(1, 5, 2, 8), dtype="bfloat16", other="float32"),
+    "no-rows": dict(shape=(1, 0, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
+def test_kernel_is_the_twin_of_partials(twin):
+    """partials.cu gives what partials.py gives, to the rounding of its exponential."""
+    shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
+    rng = np.random.default_rng(3)
+    *leading, a, b, _ = shape
+    accumulation = np.float64 if dtype == np.float64 else np.float32
+    lse = rng.normal(size=(2, *leading, *((a, b) if layout == "bhsd" else (b, a)))).astype(accumulation) * 5
+    lse[0, ..., 1:2] = lse[1, ..., 2:3] = -np.inf  # rows that see nothing in one part
+    lse[:, ..., 3:4] = -np.inf  # and in both
+    lse[0, ..., 4:5] += 1e4
+    out_a = rng.normal(size=shape).astype(dtype)
+    out_b = rng.normal(size=(*shape[:-1], shape[-1] + 1)).astype(DTYPES[twin["other"]] if "other" in twin else dtype)
+    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b start anywhere
+    merged, expected = merge_kernel(*parts, layout=layout), cupy_flash.merge(*parts, layout=layout)
+    for actual, exact in zip(merged, expected, strict=True):
+        assert actual.dtype == exact.dtype and actual.shape == exact.shape
+        eps = float(ml_dtypes.finfo(actual.dtype).eps)  # of its rounding, that of the weights, and the exponential's
+        np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)

@@ -7,7 +7,7 @@ import pytest
 from cases import Case, posed
 
 import cupy_flash
-from cupy_flash.device import Device
+from cupy_flash.device import GPUS, Device, named
 from cupy_flash.plan import plan
 from cupy_flash.problem import ENGINES, UnsupportedError
 
@@ -47,7 +47,7 @@ def test_any_size_has_a_plan(length, backward, units):
     """No array is needed, so no length is too long. Nothing to do wakes no thread, much to do all."""
     problem = replace(PROBLEM, q_len=length, kv_len=length, backward=backward, bias=None)
     chosen = plan(problem, replace(DEVICE, units=units))
-    assert (chosen.backend, chosen.engine) == ("cpu", "cpu")
+    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
     assert chosen.block_q >= 1 and chosen.block_kv >= 1
     assert 1 <= chosen.threads <= units
     assert 0 <= chosen.cost < np.inf
@@ -108,7 +108,7 @@ def test_refusals(changes, words):
 
 def test_an_explicit_choice_is_kept():
     chosen = plan(replace(PROBLEM, backend="cpu", engine="cpu"), DEVICE)
-    assert (chosen.backend, chosen.engine) == ("cpu", "cpu")
+    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
     assert dict(chosen.refused)["mma"][0] == 'engine="cpu" was asked for'
 
 
@@ -129,3 +129,44 @@ def test_explain():
         assert word in text, f"{word!r} not in:\n{text}"
     lines = text.splitlines()
     assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in ENGINES if engine != "cpu")
+
+
+# Plans for a GPU, which need none
+
+
+def on_gpu(arch="sm_80", **changes):
+    return plan(replace(PROBLEM, **changes), named(arch))
+
+
+def test_a_gpu_needs_no_gpu_to_plan_for():
+    """Any length, any architecture: within its shared memory, and every tile of the output in one block at most."""
+    for arch in GPUS:
+        for backward in (False, True):
+            chosen = on_gpu(arch, backward=backward, q_len=5000, head_dim=256, head_dim_v=256)
+            assert (chosen.device.arch, chosen.engine) == (arch, "simt")
+            for launch in chosen.launches:
+                assert launch.shared_bytes <= chosen.device.shared_bytes
+                assert launch.threads == chosen.threads
+    forward = on_gpu().launches[0]
+    assert forward.grid == (-(-1000 // on_gpu().block_q), 8, 2)
+
+
+def test_what_a_grid_has_no_room_for_is_refused():
+    on_gpu(batch=65535, backward=True)
+    with pytest.raises(UnsupportedError, match="simt: 65536 sequences are more than the 65535"):
+        on_gpu(batch=65536)
+    with pytest.raises(UnsupportedError, match="simt: 65536 sequences"):
+        on_gpu(batch=65535, layout="thd")
+    with pytest.raises(UnsupportedError, match="simt: 65536 heads"):
+        on_gpu(heads=65536)
+    assert on_gpu(q_len=10_000_000, kv_len=10_000_000).launches
+
+
+def test_nothing_is_launched_on_no_block():
+    """CUDA refuses a grid of none. What is not empty is written: the zeros of a broadcast bias's gradient."""
+    assert on_gpu(batch=0).launches == ()
+    kernels = [launch.function for launch in on_gpu(batch=0, backward=True, bias_gradient=True).launches]
+    assert kernels == ["backward_bias", "dsink"]
+    for bias in ((2, 8, 0, 1500), (0,)):
+        kernels = [launch.function for launch in on_gpu(bias=bias, backward=True, bias_gradient=True).launches]
+        assert kernels == ["delta", "backward_kv", "backward_q", "dsink"]

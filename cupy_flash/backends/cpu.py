@@ -39,8 +39,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """(out, lse) of the call."""
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
-    lse_shape = q.shape[1::-1] if problem.layout == "thd" else (problem.batch, problem.heads, problem.q_len)
-    lse = empty(lse_shape, problem.accumulation, q)
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = _Call(problem, operands)
     if call.has_padding:
         out.numpy()[...] = 0

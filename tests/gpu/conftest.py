@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
+from on_gpu import has_gpu
 
-def _has_gpu() -> bool:
-    try:
-        import cupy
-    except Exception:  # CuPy's import fails with any exception, for example where it cannot make its cache folder
-        return False
-    return bool(cupy.cuda.is_available())
-
-
-collect_ignore_glob = [] if _has_gpu() else ["test_*.py"]
+collect_ignore_glob = [] if has_gpu() else ["test_*.py"]

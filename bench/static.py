@@ -1,0 +1,286 @@
+"""The static gate: what the compiler and the simulator say of every kernel that a plan may choose. No GPU is needed.
+
+Compiled is every tile that plans choose at some length (`plan.launches_at_any_length`), of problems that stand for
+all: small and large head dimensions, both accumulations, no option and every option at once. The gate is open when no
+kernel spills registers and the compiler warns of nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cupy_flash import ahead, device, nvrtc
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator.counters import Counters
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import Launch, Plan, SimtTile, plan, simt_launches
+from cupy_flash.problem import Operands, Options, Saved, pose
+from cupy_flash.source import assemble
+
+from .report import NOTHING, Table
+from .run import Progress
+
+ARCHS = ("sm_75", "sm_80", "sm_90a")
+EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+EVERY_OPTION: dict[str, Any] = dict(
+    causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
+    q_lengths=True, kv_lengths=True, dropout=0.1, return_lse=True,
+)  # fmt: skip
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "fp32 D 64": dict(dtype="float32", head_dim=64),
+    "fp32 D 128": dict(dtype="float32", head_dim=128),
+    "fp32 D 256": dict(dtype="float32", head_dim=256),
+    "fp64 D 64": dict(dtype="float64", head_dim=64),
+    "bf16 D 64": dict(dtype="bfloat16", head_dim=64),
+    "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64) | EVERY_OPTION,
+    "fp16 D 64 all options": dict(dtype="float16", head_dim=64) | EVERY_OPTION,
+    "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
+}
+# Where registers are scarcest: what --all compiles, which is for every architecture and more than one compiler.
+SCARCE = ("fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options")
+LIMIT = 1.10  # bytes moved over the least that the tiles need
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel compiled for one GPU by one compiler."""
+
+    problem: str
+    kernel: str
+    tile: tuple[int, int, int] | None  # queries, keys, threads of a block
+    arch: str
+    compiler: str
+    registers: int
+    spills: int  # bytes stored and loaded
+    shared_bytes: int
+    cubin_bytes: int
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the simulator counts of one kernel and tile: a tile step, and a small launch as a whole."""
+
+    problem: str
+    kernel: str
+    tile: SimtTile
+    per_score: dict[str, float]  # instructions of a thread by class, for one score
+    bank_conflicts: int  # wavefronts beyond the least, of the launch
+    bytes_over_least: float | None  # of the launch, global memory; None where options add arrays of their own
+
+
+def compile_all(
+    problems: Iterable[str], archs: Iterable[str], libraries: Sequence[str | None], jobs: int, progress: Progress
+) -> list[Kernel]:
+    """Every kernel of the problems for every architecture by every compiler: paths of libnvrtc, None the one found."""
+    tasks = [(name, arch) for name in problems for arch in archs]
+    found: list[Kernel] = []
+    context = multiprocessing.get_context("spawn")
+    for library in libraries:
+        # A process keeps the compiler that it has loaded.
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_use, initargs=(library,)) as pool:
+            for (name, arch), kernels_of_task in zip(tasks, pool.map(_compile, *zip(*tasks, strict=True)), strict=True):
+                progress(f"{name}, {arch}")
+                found += kernels_of_task
+    return found
+
+
+def _use(library: str | None) -> None:
+    """Makes this process compile with the libnvrtc of a path."""
+    if library is not None:
+        nvrtc.library = lru_cache(lambda: ctypes.CDLL(library))
+
+
+def _compile(name: str, arch: str) -> list[Kernel]:
+    on = device.named(arch, "cuda")
+    return [_compile_launch(name, launch, arch) for launch in ahead.launches(on, **PROBLEMS[name])]
+
+
+def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
+    text = assemble(launch.kernel, dict(launch.constants))
+    begin = time.perf_counter()
+    result = nvrtc.compile(text, launch.kernel, arch)
+    seconds = time.perf_counter() - begin
+    took = result.resources[launch.function]
+    spills = took.spill_stores + took.spill_loads
+    return Kernel(
+        name, launch.kernel, launch.tile, arch, _release(), took.registers, spills,
+        took.smem + launch.shared_bytes, len(result.code), round(seconds, 3), result.warnings,
+    )  # fmt: skip
+
+
+def _release() -> str:
+    """13.5.37 of the text in which the compiler names itself."""
+    found = re.search(r"V([\d.]+)", nvrtc.identity())
+    return found[1] if found else ".".join(map(str, nvrtc.version()))
+
+
+def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[Step]:
+    """The tile steps of the largest tile that plans choose on `arch` for each problem, on the simulator."""
+    found = []
+    for name in problems:
+        progress(name)
+        words = PROBLEMS[name]
+        launches = ahead.launches(device.named(arch, "cuda"), **words)
+        for kernel in ("simt/forward", "simt/backward_q"):
+            tile = max(SimtTile(*launch.tile) for launch in launches if launch.kernel == kernel and launch.tile)
+            found += _count(name, words, tile, kernel != "simt/forward", arch)
+    return found
+
+
+def _count(name: str, words: dict[str, Any], tile: SimtTile, backward: bool, arch: str) -> list[Step]:
+    """A launch of 2 x 2 tiles, and what one more tile adds: of keys, or for the kernel whose blocks are keys, of
+    queries."""
+    base, wide, tall = (_run(words, tile, backward, arch, shape) for shape in ((2, 2), (2, 3), (3, 2)))
+    steps = []
+    for kernel, counters in base.items():
+        if kernel in ("delta", "dsink", "simt/backward_bias"):
+            continue
+        longer = (tall if kernel == "simt/backward_kv" else wide)[kernel]
+        added = {key: longer.by_class()[key] - counters.by_class().get(key, 0) for key in longer.by_class()}
+        scores = 2 * tile.block_q * tile.block_kv
+        per_score = {key: 32 * count / scores for key, count in added.items()}
+        # Lanes that read one address cost one; of a sector that several instructions share each counts its part.
+        moved = sum(min(32 * access.sectors, access.bytes) for access in counters.global_.values())
+        least = None if "mask" in words else _least_bytes(kernel, words, tile)
+        over = None if least is None else moved / least
+        steps.append(Step(name, kernel, tile, per_score, counters.bank_conflicts, over))
+    return steps
+
+
+def _least_bytes(kernel: str, words: dict[str, Any], tile: SimtTile) -> int:
+    """Of a launch of 2 x 2 tiles: what a block keeps once, what it visits once for every block."""
+    dtype = np.dtype("uint16" if words["dtype"] == "bfloat16" else words["dtype"])
+    row = words["head_dim"] * dtype.itemsize
+    number = max(dtype.itemsize, 4)  # of lse and delta
+    queries, keys = 2 * tile.block_q, 2 * tile.block_kv
+    if kernel == "simt/forward":  # Q, O, lse; K and V
+        return queries * (2 * row + number) + 2 * keys * 2 * row
+    of_queries = queries * (2 * row + 2 * number)  # Q, dO, lse, delta
+    if kernel == "simt/backward_q":
+        return of_queries + queries * row + 2 * keys * 2 * row
+    return keys * 4 * row + 2 * of_queries  # K, V, dK, dV
+
+
+def _run(
+    words: dict[str, Any], tile: SimtTile, backward: bool, arch: str, tiles: tuple[int, int]
+) -> dict[str, Counters]:
+    """The counters of each kernel on so many tiles of queries and keys, of one head."""
+    options = {key: value for key, value in words.items() if key not in ("dtype", "head_dim")}
+    q_len, kv_len = tiles[0] * tile.block_q, tiles[1] * tile.block_kv
+    rng = np.random.default_rng(0)
+    element = ahead.element_dtype(words["dtype"])
+
+    def array(rows: int) -> Any:
+        return rng.standard_normal((1, rows, 1, words["head_dim"])).astype(element)
+
+    arrays = array(q_len), array(kv_len), array(kv_len)
+    if "mask" in options:  # every option: as arrays, and nothing hidden but by the mask
+        options |= dict(
+            alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
+            mask=np.ones((q_len, kv_len), bool), sink=np.zeros(1, element), seed=1,
+            q_lengths=np.array([q_len], np.int32), kv_lengths=np.array([kv_len], np.int32),
+            causal=False, window=None,
+        )  # fmt: skip
+    counted: list[Counters] = []
+
+    def counting(work: kernels.Work) -> None:
+        counted[:] = start(work)
+
+    def planned(saved: Saved | None) -> tuple[Plan, Operands]:
+        problem, operands = pose("static", arrays, Options(**options, backend="simulator"), None, saved)
+        chosen = plan(problem, device.named(arch))
+        return replace(chosen, launches=simt_launches(problem, tile)), operands
+
+    chosen, operands = planned(None)
+    out, lse = kernels.forward(chosen, operands, counting)
+    if backward:
+        chosen, operands = planned(Saved(array(q_len), out.owner, lse.owner, lse.owner if "mask" in options else None))
+        kernels.backward(chosen, operands, counting)
+    return {launch.kernel: counters for launch, counters in zip(chosen.launches, counted, strict=True)}
+
+
+def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
+    """What keeps the gate shut."""
+    found = []
+    for it in compiled:
+        where = f"{it.kernel}, {it.problem}, tile {_size(it.tile)}, {it.arch}, NVRTC {it.compiler}"
+        found += [f"{where}: spills {it.spills} bytes"] if it.spills else []
+        found += [f"{where}: {warning}" for warning in it.warnings]
+    for step in steps:
+        where = f"{step.kernel}, {step.problem}, tile {_size(step.tile)}"
+        found += [f"{where}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []
+        if step.bytes_over_least is not None and step.bytes_over_least > LIMIT:
+            found.append(f"{where}: moves {step.bytes_over_least:.2f} times the least bytes")
+    return found
+
+
+def record(compiled: Sequence[Kernel], steps: Iterable[Step]) -> dict[str, Any]:
+    """The section of a result. Of thousands of kernels each is one line of text."""
+    names = [field.name for field in fields(Kernel)]
+    lines = [json.dumps([getattr(it, name) for name in names]) for it in compiled]
+    return {"columns": names, "kernels": lines, "steps": [asdict(step) for step in steps]}
+
+
+def tables(section: dict[str, Any]) -> list[Table]:
+    """The kernels, the worst of all tiles, compilers and architectures of each; and the tile steps."""
+    compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for it in compiled:
+        groups[it["problem"], it["kernel"]].append(it)
+    archs = list(dict.fromkeys(it["arch"] for it in compiled))
+    rows = []
+    for (problem, kernel), group in groups.items():
+        registers = [max((it["registers"] for it in group if it["arch"] == arch), default=0) for arch in archs]
+        rows.append(
+            [
+                problem,
+                kernel,
+                str(len({tuple(it["tile"] or ()) for it in group})),
+                *map(str, registers),
+                str(sum(it["spills"] for it in group)),
+                f"{max(it['shared_bytes'] for it in group) / 1024:.0f}",
+                f"{max(it['cubin_bytes'] for it in group) / 1024:.0f}",
+                f"{max(it['seconds'] for it in group):.1f}",
+            ]
+        )
+    compilers = ", ".join(dict.fromkeys(it["compiler"] for it in compiled))
+    heading = f"Registers by architecture, the most of all tiles that a plan may choose (NVRTC {compilers})"
+    columns = ["problem", "kernel", "tiles", *archs, "spilled bytes", "shared KiB", "cubin KiB", "compile s"]
+    return [Table(heading, columns, rows), *_step_tables(section["steps"])]
+
+
+def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
+    if not steps:
+        return []
+    classes = list(dict.fromkeys(key for step in steps for key in step["per_score"]))
+    rows = [
+        [
+            step["problem"],
+            step["kernel"],
+            _size(step["tile"]),
+            *(f"{step['per_score'].get(key, 0):.1f}" for key in classes),
+            str(step["bank_conflicts"]),
+            NOTHING if step["bytes_over_least"] is None else f"{step['bytes_over_least']:.3f}",
+        ]
+        for step in steps
+    ]
+    columns = ["problem", "kernel", "tile", *classes, "bank conflicts", "bytes over least"]
+    return [Table("One tile step on the simulator, instructions of a thread for one score", columns, rows)]
+
+
+def _size(tile: Sequence[int] | None) -> str:
+    return NOTHING if tile is None else f"{tile[0]}x{tile[1]}/{tile[2]}"

@@ -1,0 +1,116 @@
+"""What later calls will need, without their arrays: every kernel that their plans may launch."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import device
+from .arrays import named_dtype
+from .cache import compiled
+from .device import Device
+from .nvrtc import Compiled
+from .plan import Launch, launches_at_any_length
+from .problem import DTYPES, Options, Packed, Problem, pose
+from .source import assemble
+
+
+def device_for(arch: str | None) -> Device:
+    """The GPU to compile for: one by its architecture, or for None the current one of this machine.
+
+    RuntimeError where there is none.
+    """
+    if arch is not None:
+        return device.named(arch, "cuda")
+    try:
+        import cupy
+
+        return device.gpu(cupy.cuda.runtime.getDevice())
+    except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no GPU
+        raise RuntimeError(f'there is no GPU to compile for; name one, as in arch="sm_90a" ({error})') from error
+
+
+def launches(
+    on: Device,
+    *,
+    dtype: Any,
+    head_dim: Any,
+    head_dim_v: Any = None,
+    group: Any = 1,
+    backward: bool = True,
+    packed: bool = False,
+    **options: Any,
+) -> tuple[Launch, ...]:
+    """A launch of every kernel that calls with these words may need, each kernel once.
+
+    The words are those of `cupy_flash.compile`; what is wrong with them is found as in a call.
+    """
+    sizes = dict(head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v, group=group)
+    for name, size in sizes.items():
+        if operator.index(size) < 1:
+            raise ValueError(f"compile: {name} must be at least 1, not {size}")
+    asked = Options.of("compile", options)
+    forward = _problem(asked, element_dtype(dtype), *sizes.values(), packed=packed)
+    problems = [forward]
+    if backward:
+        # Only who takes lse can give back its gradient.
+        problems += [
+            replace(forward, backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
+            for dlse in ((False, True) if asked.return_lse else (False,))
+        ]
+    every = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
+    return tuple({(launch.kernel, launch.constants): launch for launch in every}.values())
+
+
+def compile_launch(launch: Launch, on: Device) -> Compiled:
+    """The kernel of a launch, from the cache where it is there."""
+    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, on.arch)
+
+
+def _problem(
+    asked: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
+) -> Problem:
+    """The forward of a call with these words: one key, and as many queries as heads, so that layouts have one shape."""
+
+    def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
+        return np.broadcast_to(np.zeros((), dtype), shape)  # one element, whatever the shape
+
+    def given(name: str, dtype: Any, *shape: int) -> np.ndarray[Any, Any] | None:
+        """The array that an option stands for: True is one of its usual dtype, else its dtype is named."""
+        value = getattr(asked, name)
+        if value is None or value is False:
+            return None
+        return array(dtype if value is True else element_dtype(value), *shape)
+
+    batch = () if packed else (1,)
+    call = replace(
+        asked,
+        alibi_slopes=given("alibi_slopes", np.float32, group),
+        bias=given("bias", element, 1),
+        mask=given("mask", np.bool_, 1),
+        sink=given("sink", element, group),
+        q_lengths=given("q_lengths", np.int32, 1),
+        kv_lengths=given("kv_lengths", np.int32, 1),
+        seed=0,
+    )
+    q, k, v = (
+        array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
+    )
+    bounds = array(np.int32, 2)
+    problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
+    return replace(problem, device="cuda:0", framework="cupy", backend=asked.backend)
+
+
+def element_dtype(dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of any library's, or of its name."""
+    if not isinstance(dtype, str):
+        try:
+            return np.dtype(dtype)
+        except TypeError:  # torch's
+            dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    return named_dtype(dtype)

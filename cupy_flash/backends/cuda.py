@@ -1,0 +1,76 @@
+"""The backend on a GPU: cubins loaded with CuPy and launched on the caller's stream and device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..arrays import Array, stream_of
+from ..cache import compiled
+from ..plan import Constant, Launch, Plan
+from ..problem import Gradients, Operands
+from ..source import assemble
+from . import kernels
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    return kernels.forward(plan, operands, _start)
+
+
+def backward(plan: Plan, operands: Operands) -> Gradients:
+    return kernels.backward(plan, operands, _start)
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
+    return kernels.merge(parts, layout, arch, _start)
+
+
+def _start(work: kernels.Work) -> None:
+    import cupy
+
+    like = next(iter(work.inputs.values()))
+    index = int(like.device.removeprefix("cuda:"))
+    # CuPy reads a stream's `ptr` and nothing else.
+    stream = SimpleNamespace(ptr=stream_of(like))
+    params = work.params(lambda array: array.pointer)
+    with cupy.cuda.Device(index):
+        for launch in work.launches:
+            function = _loaded.get((launch.kernel, launch.constants, index))
+            if function is None:
+                _require_no_capture(launch, stream.ptr)
+                function = load(launch, work.arch)
+            block = (launch.threads, 1, 1)
+            # CuPy passes a NumPy array of one element by value.
+            function(launch.grid, block, (params,), shared_mem=launch.shared_bytes, stream=stream)
+
+
+_loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}
+
+
+def _require_no_capture(launch: Launch, stream: int) -> None:
+    import cupy
+
+    if cupy.cuda.runtime.streamIsCapturing(stream):
+        raise RuntimeError(
+            f"{launch.kernel} would have to be compiled and loaded while a CUDA graph is captured: call "
+            "cupy_flash.compile(...) with this problem's options, or the function itself, once before the capture"
+        )
+
+
+def load(launch: Launch, arch: str) -> Any:
+    """The kernel of a launch as a function of the current device; compiled where no cache has it."""
+    import cupy
+
+    result = compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, arch)
+    if result.path is not None:
+        function = cupy.RawModule(path=str(result.path)).get_function(launch.function)
+        function.max_dynamic_shared_size_bytes = launch.shared_bytes
+    else:
+        module = cupy.cuda.Module()
+        module.load(result.code)
+        function = module.get_function(launch.function)
+        driver = cupy.cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)
+    _loaded[launch.kernel, launch.constants, cupy.cuda.runtime.getDevice()] = function
+    return function

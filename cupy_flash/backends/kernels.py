@@ -1,0 +1,90 @@
+"""The kernels of a plan on their operands: outputs and workspaces from the caller's framework, then every launch.
+
+What starts a kernel is the backend's: a GPU, or the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, contiguous, empty
+from ..params import Address, pack, pack_partials
+from ..plan import Launch, Plan, partials_launch
+from ..problem import Gradients, Operands
+
+Results = dict[str, Array | None]
+
+
+class Work(NamedTuple):
+    """Launches on arrays, for a backend to start in order."""
+
+    launches: tuple[Launch, ...]
+    arch: str
+    inputs: dict[str, Array]
+    results: Results
+    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all of them, once arrays have addresses
+
+
+Start = Callable[[Work], object]
+
+
+def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
+    """(out, lse) of the call."""
+    problem, q = plan.problem, operands.q
+    out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    start(_work(plan, operands, {"out": out, "lse": lse}))
+    return out, lse
+
+
+def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
+    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    problem, q = plan.problem, operands.q
+    results: Results = {"dbias": None, "dsink": None}
+    for name in ("q", "k", "v", "bias", "sink"):
+        operand = getattr(operands, name)
+        if operand is not None and (name != "bias" or problem.bias_gradient):
+            results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
+    gradients = dict(results)
+    results["delta"] = empty(problem.lse_shape(q), problem.accumulation, q)
+    start(_work(plan, operands, results))
+    return Gradients(**gradients)
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
+    """(out, lse) of two partial results, out_a, lse_a, out_b, lse_b."""
+    inputs = {
+        name: _with_contiguous_row(part) for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
+    }
+    out_a, lse_a = inputs["out_a"], inputs["lse_a"]
+    results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
+    launch = partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
+    params = partial(pack_partials, inputs | results, layout)
+    start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, params))
+    return results["out"], results["lse"]
+
+
+def _work(plan: Plan, operands: Operands, results: Results) -> Work:
+    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework."""
+    by_any_stride = ("bias", "mask", "lse", "dlse", "seed")
+    rows = {name: _with_contiguous_row(array) for name, array in given(operands).items() if name not in by_any_stride}
+    operands = replace(operands, **rows)
+    return Work(
+        plan.launches, plan.device.arch, given(operands), results, partial(pack, plan.problem, operands, results)
+    )
+
+
+def given(operands: Operands) -> dict[str, Array]:
+    """The arrays among the operands, by name."""
+    every = {field.name: getattr(operands, field.name) for field in fields(operands)}
+    return {name: array for name, array in every.items() if isinstance(array, Array)}
+
+
+def _with_contiguous_row(array: Array) -> Array:
+    """Kernels read the last dimension as contiguous."""
+    return contiguous(array) if array.shape[-1] > 1 and array.strides[-1] != 1 else array

@@ -1,0 +1,451 @@
+"""Loads, stores and atomics: every address checked, every access counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .closures import Compiler
+from .convert import FORMATS, decode, encode, sum_to_odd
+from .errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
+from .lanes import DTYPES, Array, Context, Group, Step
+from .memory import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
+from .ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
+
+Indices = npt.NDArray[np.int64]
+_SPACES = {"global", "shared", "local", "param", "const"}
+_STRONG = {"volatile", "relaxed", "acquire", "release", "mmio"}
+_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an instruction does to memory: `width` bytes per lane in a state space ('generic' where none is named)."""
+
+    instruction: Instruction
+    number: int
+    space: str
+    width: int
+    alignment: int
+    writes: bool
+    type: str = "b8"
+    count: int = 1
+
+
+def access_bytes(instruction: Instruction) -> int:
+    """Bytes that one lane of a ld, st, atom or red touches."""
+    count = next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
+    return TYPE_BYTES[instruction.modifiers[-1]] * count
+
+
+def describe(instruction: Instruction, context: Context, *, writes: bool) -> Access:
+    """The Access of a ld, st, atom or red."""
+    modifiers = instruction.modifiers
+    space = next((m.split("::")[0] for m in modifiers if m.split("::")[0] in _SPACES), "generic")
+    types = [m for m in modifiers if m in TYPE_BYTES]
+    if not types or "shared::cluster" in modifiers:
+        raise Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
+    count = next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
+    if TYPE_BYTES[types[-1]] * count > 16:
+        raise Unsupported(f"access of more than 16 bytes per lane: {instruction.where}")
+    width = TYPE_BYTES[types[-1]] * count
+    number = context.number_of[id(instruction)]
+    return Access(instruction, number, space, width, width, writes, types[-1], count)
+
+
+def addresses(operand: Operand, context: Context, instruction: Instruction) -> Callable[[Group], Indices]:
+    """A reader of [base + offset] as int64 (rows, 32), in the space of the instruction."""
+    if not isinstance(operand, Address):
+        raise Unsupported(f"an address was expected: {instruction.where}")
+    base, offset = operand.base, operand.offset
+    if isinstance(base, Register):
+        array = context.array(base)
+
+        def of_register(group: Group) -> Indices:
+            return group.read(array).astype(np.int64) + offset
+
+        def of_wide_register(group: Group) -> Indices:
+            return group.read(array).view(np.int64) + offset
+
+        return of_wide_register if array.itemsize == 8 else of_register
+    fixed = base.bits + offset if isinstance(base, Immediate) else context.address_of(base, instruction) + offset
+
+    def constant(group: Group) -> Indices:
+        return np.full((len(group.rows), 32), fixed, np.int64)
+
+    return constant
+
+
+# ---- from addresses to bytes
+
+Piece = tuple[Store, Indices, "Indices | None", str]
+
+
+def pieces(access: Access, space: str, context: Context, group: Group, address: Indices) -> Iterator[Piece]:
+    """(store, byte index of each lane, which of the active lanes, name) for checked addresses of the active lanes."""
+    low_bits = access.alignment - 1
+    flat = group.active(address)
+    if low_bits and int(np.bitwise_or.reduce(flat)) & low_bits:
+        lane = int(np.flatnonzero(flat & low_bits)[0])
+        raise Misaligned(
+            f"{space} address {int(flat[lane]):#x} is no multiple of the {access.alignment} bytes accessed\n"
+            f"  {_thread(context, group, lane)}: {access.instruction.where}"
+        )
+    if space == "shared":
+        _inside(flat, SHARED_START, SHARED_START + context.shared_bytes, access, space, context, group)
+        yield context.shared, group.active(address + context.shared_base[group.rows]), None, "shared"
+    elif space == "local":
+        _inside(flat, 0, context.local_bytes, access, space, context, group)
+        yield context.local, group.active(address + context.local_base[group.rows]), None, "local"
+    elif space == "param":
+        _inside(flat, 0, context.parameter_bytes, access, space, context, group)
+        yield context.parameters, flat, None, "parameters"
+    else:
+        yield from _global_pieces(access, context, group, flat)
+
+
+def _global_pieces(access: Access, context: Context, group: Group, flat: Indices) -> Iterator[Piece]:
+    low, high = int(flat.min()), int(flat.max())
+    allocation = context.memory.find(low)
+    if allocation is not None and high + access.width <= allocation.stop:
+        _writable(allocation, access, context, group, 0)
+        yield allocation.store, flat - allocation.base, None, allocation.name
+        return
+    starts = np.array([a.start for a in context.memory.allocations], np.int64)
+    which = np.searchsorted(starts, flat, side="right") - 1
+    for i in np.unique(which):
+        selection = np.flatnonzero(which == i)
+        found = context.memory.allocations[int(i)] if i >= 0 else None
+        stop = found.stop if found is not None else 0
+        outside = np.flatnonzero(flat[selection] + access.width > stop)
+        if found is None or len(outside):
+            lane = int(selection[outside[0]])
+            address = int(flat[lane])
+            raise OutOfBounds(
+                f"{'write' if access.writes else 'read'} of {access.width} bytes at {address:#x}: "
+                f"{context.memory.nearest(address)}\n  {_thread(context, group, lane)}: {access.instruction.where}"
+            )
+        _writable(found, access, context, group, int(selection[0]))
+        yield found.store, flat[selection] - found.base, selection, found.name
+
+
+def _writable(allocation: Allocation, access: Access, context: Context, group: Group, lane: int) -> None:
+    if access.writes and not allocation.writable:
+        raise ReadOnly(
+            f"write to read-only {allocation.name!r}\n  {_thread(context, group, lane)}: {access.instruction.where}"
+        )
+
+
+def _inside(flat: Indices, start: int, stop: int, access: Access, space: str, context: Context, group: Group) -> None:
+    if int(flat.min()) < start or int(flat.max()) + access.width > stop:
+        lane = int(np.flatnonzero((flat < start) | (flat + access.width > stop))[0])
+        raise OutOfBounds(
+            f"{'write' if access.writes else 'read'} of {access.width} bytes at byte {int(flat[lane]) - start} of "
+            f"{stop - start} bytes of {space} memory\n  {_thread(context, group, lane)}: {access.instruction.where}"
+        )
+
+
+def _thread(context: Context, group: Group, active_lane: int) -> str:
+    row, lane = np.argwhere(group.lanes())[active_lane]
+    return context.thread_name(int(group.rows[row]), int(lane))
+
+
+def by_space(access: Access, context: Context, group: Group, address: Indices) -> Iterator[tuple[str, Group, Indices]]:
+    """(space, lanes, addresses in that space): a generic access is split by the windows its lanes point into."""
+    if access.space != "generic":
+        yield access.space, group, address
+        return
+    window = address >> WINDOW_BITS
+    active = group.active(window)
+    spaces = {SHARED >> WINDOW_BITS: "shared", LOCAL >> WINDOW_BITS: "local", PARAM >> WINDOW_BITS: "param"}
+    first = int(active[0])
+    if (active == first).all():
+        yield _window(first, spaces, group, address)
+        return
+    for one in np.unique(active):
+        yield _window(int(one), spaces, group.narrowed(group.lanes() & (window == one)), address)
+
+
+def _window(window: int, spaces: dict[int, str], group: Group, address: Indices) -> tuple[str, Group, Indices]:
+    if window in spaces:
+        return spaces[window], group, address - (window << WINDOW_BITS)
+    return "global", group, address
+
+
+def account(access: Access, space: str, context: Context, group: Group, address: Indices) -> None:
+    """Count the access: wavefronts of shared memory, sectors and bytes of global memory."""
+    if space == "shared":
+        words = (address - SHARED_START) >> 2
+        copies = 1
+        # Blocks mostly do the same thing: when all of them do, one is counted for all.
+        if group.index is None and context.blocks > 1:
+            by_block = words.reshape(context.warps_per_block, context.blocks, 32)
+            if group.mask is None and (by_block == by_block[:, :1]).all():
+                words, copies = by_block[:, 0], context.blocks
+        context.counters.count_shared(access.number, words, group.mask, access.width, copies)
+    elif space == "global":
+        context.counters.count_global(access.number, address, group.mask, access.width, writes=access.writes)
+
+
+def check(
+    access: Access, space: str, context: Context, group: Group, piece: Piece, *, strong: bool, reads: bool
+) -> None:
+    """Hand one piece of an access to the checks: values nobody wrote, and races in shared memory."""
+    checks = context.checks
+    if checks is None:
+        return
+    store, index, selection, name = piece
+    if space == "shared":
+        # Before the question whether anybody wrote: a copy in flight has not written yet, and its wait is the answer.
+        if strong:
+            checks.shared_atomic(group, index, access.width, access.number)
+        elif access.writes:
+            checks.shared_write(group, index, access.width, access.number)
+        else:
+            checks.shared_read(group, index, access.width, access.number)
+    if reads:
+        checks.initialised(group, store, index, access.width, name, access.instruction, selection)
+
+
+# ---- ld and st
+
+
+def _components(operand: Operand, access: Access) -> tuple[Operand, ...]:
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    if len(items) != access.count:
+        raise Unsupported(f"{len(items)} operands for a vector of {access.count}: {access.instruction.where}")
+    return items
+
+
+def _load(instruction: Instruction, context: Context) -> Step:
+    access = describe(instruction, context, writes=False)
+    target, source = instruction.operands[:2]
+    results = [context.destination(item, access.type, instruction) for item in _components(target, access)]
+    address_of = addresses(source, context, instruction)
+    dtype = DTYPES[access.type]
+    strong = bool(_STRONG & set(instruction.modifiers))
+    if access.space == "param" and isinstance(source, Address) and isinstance(source.base, Symbol):
+        if source.base.name in context.local_offsets:  # an argument of an inlined call
+            access = replace(access, space="local")
+        else:
+            return _load_parameter(access, context, address_of, results)
+    if access.space == "const":
+        access = replace(access, space="global")
+
+    def step(group: Group) -> None:
+        for space, lanes, address in by_space(access, context, group, address_of(group)):
+            account(access, space, context, lanes, address)
+            loaded: Array | None = None
+            for piece in pieces(access, space, context, lanes, address):
+                store, index, selection, _ = piece
+                check(access, space, context, lanes, piece, strong=strong, reads=True)
+                found = store.gather(index, access.width).view(dtype).reshape(-1, access.count)
+                if selection is None:
+                    loaded = found
+                else:
+                    if loaded is None:
+                        loaded = np.empty((len(lanes.active(address)), access.count), dtype)
+                    loaded[selection] = found
+            assert loaded is not None
+            _write_lanes(lanes, results, loaded)
+
+    return step
+
+
+def _write_lanes(group: Group, results: list[Array], values: Array) -> None:
+    """values (active lanes, components) -> one register per component."""
+    for i, result in enumerate(results):
+        column = values[:, i]
+        if group.mask is None:
+            group.write(result, column.reshape(-1, 32))
+        else:
+            spread = np.zeros(group.mask.shape, values.dtype)
+            spread[group.mask] = column
+            group.write(result, spread)
+
+
+def _load_parameter(
+    access: Access, context: Context, address_of: Callable[[Group], Indices], results: list[Array]
+) -> Step:
+    """A kernel parameter at a fixed place: a constant of the launch."""
+    everyone = Group(0, np.arange(context.warps), None, context.warps)
+    address = address_of(everyone)
+    ((store, index, _, _),) = pieces(access, "param", context, everyone, address)
+    values = store.gather(index[:1], access.width).view(DTYPES[access.type])
+
+    def step(group: Group) -> None:
+        for result, value in zip(results, values, strict=True):
+            group.write(result, value)
+
+    return step
+
+
+def _store(instruction: Instruction, context: Context) -> Step:
+    access = describe(instruction, context, writes=True)
+    target, value = instruction.operands[:2]
+    sources = [context.source(item, access.type, instruction) for item in _components(value, access)]
+    address_of = addresses(target, context, instruction)
+    strong = bool(_STRONG & set(instruction.modifiers))
+    if access.space == "param":
+        access = replace(access, space="local")
+
+    def step(group: Group) -> None:
+        for space, lanes, address in by_space(access, context, group, address_of(group)):
+            account(access, space, context, lanes, address)
+            values = _stacked(lanes, sources, access)
+            for piece in pieces(access, space, context, lanes, address):
+                store, index, selection, name = piece
+                check(access, space, context, lanes, piece, strong=strong, reads=False)
+                mine = values if selection is None else values[selection]
+                store.scatter(index, access.width, mine)
+                if context.checks is not None and space != "local":
+                    kept = store.gather(index, access.width)
+                    if not np.array_equal(kept, mine):
+                        differing = kept != mine
+                        lane = int(np.flatnonzero(differing.any(-1) if differing.ndim > 1 else differing)[0])
+                        lane = lane if selection is None else int(selection[lane])
+                        context.checks.different_values(lanes, lane, name, instruction)
+
+    return step
+
+
+def _stacked(group: Group, sources: list[Any], access: Access) -> Array:
+    """The components of the active lanes, side by side, as the raw items that a Store takes."""
+    shape = (len(group.rows), 32)
+    columns = [group.active(np.broadcast_to(group.read(source), shape)) for source in sources]
+    if len(columns) == 1:
+        return np.ascontiguousarray(columns[0]).view(_RAW[access.width])
+    rows = np.stack(columns, axis=1)
+    raw = rows.view(np.uint64 if access.width == 16 else _RAW[access.width])
+    return raw if access.width == 16 else raw[:, 0]
+
+
+# ---- atom and red
+
+_ATOMIC = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
+
+
+def _atomic_function(operation: str, type_: str) -> Callable[..., Any]:
+    if type_ in ("f16", "bf16", "f16x2", "bf16x2"):
+        return _half_function(operation, type_)
+    one = DTYPES[type_](1)
+    functions: dict[str, Callable[..., Any]] = {
+        "add": np.add,
+        "min": np.fmin if type_[0] == "f" else np.minimum,
+        "max": np.fmax if type_[0] == "f" else np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "exch": lambda old, new: new,
+        "cas": lambda old, compare, new: np.where(old == compare, new, old),
+        "inc": lambda old, limit: np.where(old >= limit, old.dtype.type(0), old + one),
+        "dec": lambda old, limit: np.where((old == 0) | (old > limit), limit, old - one),
+    }
+    return functions[operation]
+
+
+def _half_function(operation: str, type_: str) -> Callable[..., Any]:
+    single = type_.removesuffix("x2")
+    functions: dict[str, Callable[..., Any]] = {"add": sum_to_odd, "min": np.fmin, "max": np.fmax}
+    function = functions[operation]
+
+    def on_bits(old: Array, new: Array) -> Array:
+        return encode(function(decode(old, single), decode(new, single)), FORMATS[single])
+
+    if single == type_:
+        return lambda old, new: on_bits(old, new).astype(np.uint16)
+    half, low = np.uint32(16), np.uint32(0xFFFF)
+    return lambda old, new: on_bits(old & low, new & low) | (on_bits(old >> half, new >> half) << half)
+
+
+def _atomic(instruction: Instruction, context: Context) -> Step:
+    access = describe(instruction, context, writes=True)
+    operation = next((m for m in instruction.modifiers if m in _ATOMIC), None)
+    if operation is None:
+        raise Unsupported(f"unknown atomic: {instruction.where}")
+    returns = instruction.opcode == "atom"
+    target, *values = instruction.operands[1:] if returns else instruction.operands
+    if operation != "cas":
+        values = values[:1]
+    type_ = access.type
+    results: list[Array] = []
+    if returns:
+        results = [
+            context.destination(item, type_, instruction) for item in _components(instruction.operands[0], access)
+        ]
+    # sources[operand][component]
+    sources = [[context.source(item, type_, instruction) for item in _components(v, access)] for v in values]
+    address_of = addresses(target, context, instruction)
+    function, dtype = _atomic_function(operation, type_), np.dtype(DTYPES[type_])
+    in_place = isinstance(function, np.ufunc) and not returns
+
+    def step(group: Group) -> None:
+        for space, lanes, address in by_space(access, context, group, address_of(group)):
+            account(access, space, context, lanes, address)
+            shape = (len(lanes.rows), 32)
+            operands = [[lanes.active(np.broadcast_to(lanes.read(c), shape)) for c in one] for one in sources]
+            old = np.empty((len(operands[0][0]), access.count), dtype)
+            for piece in pieces(access, space, context, lanes, address):
+                store, index, selection, _ = piece
+                check(access, space, context, lanes, piece, strong=True, reads=operation != "exch")
+                chosen = slice(None) if selection is None else selection
+                for i in range(access.count):
+                    items, first = store.items(dtype.itemsize)
+                    position = (index + i * dtype.itemsize) // dtype.itemsize - first
+                    mine = [one[i][chosen] for one in operands]
+                    typed = items.view(dtype)
+                    order = None if context.random is None else context.random.permutation(len(position))
+                    old[chosen, i] = _in_turn(function, typed, position, mine, order, in_place=in_place)
+                if store.defined is not None:
+                    # exch defines what it writes; all others read first and were checked.
+                    defined, first = store.items(access.width, of_defined=True)
+                    defined[index // access.width - first] = defined.dtype.type(
+                        0x0101010101010101 & ((1 << 8 * defined.itemsize) - 1)
+                    )
+            if returns:
+                _write_lanes(lanes, results, old)
+
+    return step
+
+
+def _in_turn(
+    function: Callable[..., Any],
+    items: Array,
+    position: Indices,
+    operands: list[Array],
+    order: Indices | None,
+    *,
+    in_place: bool,
+) -> Any:
+    """Apply an atomic lane after lane, in the given order, and return what each lane found; not in lane-wise steps
+    where lanes meet at no place."""
+    if order is not None:
+        position, operands = position[order], [operand[order] for operand in operands]
+    if in_place:
+        assert isinstance(function, np.ufunc)
+        function.at(items, position, operands[0])
+        return items.dtype.type(0)
+    sequence = np.argsort(position, kind="stable")
+    ordered = position[sequence]
+    start = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    turn = np.empty(len(position), np.int64)
+    turn[sequence] = np.arange(len(position)) - np.repeat(start, np.diff(np.append(start, len(position))))
+    old = np.empty(len(position), items.dtype)
+    for i in range(int(turn.max()) + 1):
+        lanes = np.flatnonzero(turn == i)
+        places = position[lanes]
+        found = items[places]
+        old[lanes] = found
+        items[places] = function(found, *[operand[lanes] for operand in operands])
+    if order is None:
+        return old
+    in_lane_order = np.empty_like(old)
+    in_lane_order[order] = old
+    return in_lane_order
+
+
+COMPILERS: dict[str, Compiler] = {"ld": _load, "ldu": _load, "st": _store, "atom": _atomic, "red": _atomic}

@@ -1,0 +1,55 @@
+"""What the simulator can say is wrong, one class per kind of mistake."""
+
+from __future__ import annotations
+
+
+class SimulationError(Exception):
+    """A kernel did what a GPU forbids, or what the simulator does not know. The message says where and who."""
+
+
+class PtxError(SimulationError):
+    """The text is not PTX as this parser knows it."""
+
+
+class Unsupported(SimulationError):
+    """An instruction or a form of it that the simulator does not execute."""
+
+
+class MemoryFault(SimulationError):
+    """An access outside every allocation, misaligned, or a write to read-only memory."""
+
+
+class OutOfBounds(MemoryFault):
+    """An access outside every allocation or outside the block's shared memory."""
+
+
+class Misaligned(MemoryFault):
+    """An address that is no multiple of the access size."""
+
+
+class ReadOnly(MemoryFault):
+    """A write to memory that the kernel may only read."""
+
+
+class Uninitialised(SimulationError):
+    """A read of memory that nobody wrote."""
+
+
+class Race(SimulationError):
+    """Two threads touch the same word of shared memory, at least one writes, and no barrier orders them."""
+
+
+class PendingCopy(SimulationError):
+    """Memory used while an asynchronous copy still reads or writes it."""
+
+
+class BarrierMisuse(SimulationError):
+    """A barrier reached by part of a warp, or with counts that do not fit."""
+
+
+class Deadlock(SimulationError):
+    """Nothing can run: the message lists who waits where."""
+
+
+class Trap(SimulationError):
+    """The kernel executed trap."""

@@ -1,0 +1,270 @@
+"""Who executes an instruction (Group), and on what (Context): registers as arrays with one row per warp.
+
+Row = warp_in_block * blocks + block: the same warp of all resident blocks is one contiguous slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import Unsupported
+from .memory import POISON, SHARED_START, Memory, Store
+from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register, Special, Symbol, constant_bits
+
+if TYPE_CHECKING:
+    from .checks import Checks
+    from .copies import Copies
+    from .counters import Counters
+    from .program import Program
+
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+Step = Callable[["Group"], None]
+
+DTYPES: dict[str, type[np.generic]] = {
+    **{f"{kind}{bits}": getattr(np, f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": getattr(np, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{"f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32, "tf32": np.uint32},
+    **{"e4m3": np.uint8, "e5m2": np.uint8, "e4m3x2": np.uint16, "e5m2x2": np.uint16},
+    **{"f32": np.float32, "f64": np.float64, "pred": np.bool_},
+}
+
+
+class Group:
+    """Lanes that stand at the same instruction. `mask` (rows, 32) is None where all 32 lanes of every row are in."""
+
+    __slots__ = ("block", "rows", "index", "mask", "plain", "total")
+
+    def __init__(self, block: int, rows: npt.NDArray[np.int64], mask: Mask | None, total: int):
+        self.block, self.rows, self.mask, self.total = block, rows, mask, total
+        self.index: slice | npt.NDArray[np.int64] | None
+        if len(rows) == total:
+            self.index = None
+        elif rows[-1] - rows[0] + 1 == len(rows):
+            self.index = slice(int(rows[0]), int(rows[-1]) + 1)
+        else:
+            self.index = rows
+        self.plain = self.index is None and mask is None
+
+    def read(self, view: Any) -> Any:
+        """This group's rows of a register view; a constant is itself."""
+        return view if self.index is None or isinstance(view, np.generic) else view[self.index]
+
+    def write(self, view: Array, values: Any) -> None:
+        """Give this group's lanes of a register their values."""
+        if self.mask is None:
+            view[... if self.index is None else self.index] = values
+        elif isinstance(self.index, np.ndarray):
+            rows = view[self.index]
+            np.copyto(rows, values, where=self.mask, casting="unsafe")
+            view[self.index] = rows
+        else:
+            rows = view if self.index is None else view[self.index]
+            np.copyto(rows, values, where=self.mask, casting="unsafe")
+
+    def lanes(self) -> Mask:
+        """The mask, spelt out."""
+        return np.ones((len(self.rows), 32), bool) if self.mask is None else self.mask
+
+    def narrowed(self, mask: Mask) -> Group:
+        """The same rows with fewer lanes."""
+        group = Group.__new__(Group)
+        group.block, group.rows, group.index, group.total = self.block, self.rows, self.index, self.total
+        group.mask, group.plain = mask, False
+        return group
+
+    def active(self, values: Array) -> Array:
+        """The values of the active lanes, in a flat array."""
+        return values.reshape(-1) if self.mask is None else values[self.mask]
+
+
+class Context:
+    """What the closures of one set of resident blocks are bound to."""
+
+    def __init__(
+        self,
+        program: Program,
+        block_ids: npt.NDArray[np.int64],
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        parameters: bytes,
+        symbols: dict[str, int],
+        shared_bytes: int,
+        memory: Memory,
+        counters: Counters,
+    ):
+        self.program, self.memory, self.counters, self.symbols = program, memory, counters, symbols
+        self.blocks, self.block_ids, self.grid, self.block = len(block_ids), block_ids, grid, block
+        self.threads = block[0] * block[1] * block[2]
+        self.warps_per_block = -(-self.threads // 32)
+        self.warps = self.warps_per_block * self.blocks
+        self.block_of_row = np.arange(self.warps) % self.blocks
+        self.warp_of_row = np.arange(self.warps) // self.blocks
+        thread = self.warp_of_row[:, None] * 32 + np.arange(32)
+        self.live: Mask = thread < self.threads
+        self.arrays: dict[tuple[str, int], Array] = {}
+        self.specials = self._specials(thread)
+        self.shared_bytes = shared_bytes
+        # Blocks stand 16-byte aligned, one behind the other.
+        self.shared_stride = -(-shared_bytes // 128) * 128
+        self.shared = Store(np.full(self.blocks * self.shared_stride, POISON, np.uint8), tracked=True)
+        self.shared_base = (self.block_of_row * self.shared_stride)[:, None] - SHARED_START
+        self.parameters = Store(np.frombuffer(parameters.ljust(-(-len(parameters) // 16) * 16, b"\0"), np.uint8))
+        self.parameter_bytes = len(parameters)
+        self.local_offsets, self.local_bytes = self._local_layout()
+        self.local = Store(np.full(self.warps * 32 * self.local_bytes, POISON, np.uint8))
+        self.local_base = (np.arange(self.warps * 32) * self.local_bytes).reshape(-1, 32)
+        self.number_of = {id(one): i for i, one in enumerate(program.function.instructions)}
+        self.shared_symbols: dict[str, int] = {}
+        self.checks: Checks | None = None
+        self.copies: Copies
+        self.random: np.random.Generator | None = None
+        self.clock = 0
+
+    def _specials(self, thread: Array) -> dict[str, Any]:
+        def everywhere(values: Array) -> Array:
+            return np.broadcast_to(values.astype(np.uint32), (self.warps, 32))
+
+        x, y, _ = self.block
+        found: dict[str, Any] = {
+            "tid.x": everywhere(thread % x),
+            "tid.y": everywhere(thread // x % y),
+            "tid.z": everywhere(thread // (x * y)),
+            "laneid": everywhere(np.arange(32)),
+            "warpid": everywhere(self.warp_of_row[:, None]),
+            "nwarpid": np.uint32(self.warps_per_block),
+            "smid": np.uint32(0),
+            "gridid": np.uint32(0),
+        }
+        ids = self.block_ids[self.block_of_row][:, None]
+        gx, gy, _ = self.grid
+        for axis, n, extent, index in zip(
+            "xyz", self.block, self.grid, (ids % gx, ids // gx % gy, ids // (gx * gy)), strict=True
+        ):
+            found[f"ntid.{axis}"], found[f"nctaid.{axis}"] = np.uint32(n), np.uint32(extent)
+            found[f"ctaid.{axis}"] = everywhere(index)
+        lane = np.arange(32, dtype=np.uint64)
+        one = np.uint64(1)
+        for name, bits in (
+            ("eq", one << lane),
+            ("lt", (one << lane) - one),
+            ("le", (one << (lane + one)) - one),
+            ("gt", ~((one << (lane + one)) - one)),
+            ("ge", ~((one << lane) - one)),
+        ):
+            found[f"lanemask_{name}"] = everywhere(bits & np.uint64(0xFFFFFFFF))
+        return found
+
+    def _local_layout(self) -> tuple[dict[str, int], int]:
+        """(offset of each variable in a thread's local memory, bytes per thread, a multiple of 16)."""
+        offsets, end = {}, 0
+        for variable in self.program.function.variables.values():
+            if variable.space in ("local", "param"):
+                offsets[variable.name] = end = -(-end // variable.align) * variable.align
+                end += variable.size
+        return offsets, -(-end // 16) * 16
+
+    # ---- operands
+
+    def array(self, register: Register) -> Array:
+        """The storage of a register, (warps, 32), as unsigned integers (bool for a predicate)."""
+        slot = self.program.slots[register.name]
+        if slot not in self.arrays:
+            dtype = np.dtype(DTYPES[slot[0]])
+            # All ones: NaN to whoever reads a register that nobody wrote.
+            self.arrays[slot] = np.full((self.warps, 32 * dtype.itemsize), POISON, np.uint8).view(dtype)
+            if slot[0] == "pred":
+                self.arrays[slot][:] = True
+        return self.arrays[slot]
+
+    def address_of(self, symbol: Symbol, instruction: Instruction) -> int:
+        """The address of a variable inside its own space (a global variable: its generic address)."""
+        if symbol.name in self.local_offsets:
+            return self.local_offsets[symbol.name] + symbol.offset
+        if symbol.name not in self.symbols:
+            raise Unsupported(f"unknown symbol {symbol.name!r}: {instruction.where}")
+        return self.symbols[symbol.name] + symbol.offset
+
+    def source(self, operand: Operand, type_: str, instruction: Instruction) -> Any:
+        """An operand to read: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
+        dtype = DTYPES[type_]
+        match operand:
+            case Register(_, declared):
+                array = self.array(operand)
+                if (type_ == "pred") != (declared == "pred"):
+                    raise Unsupported(f"operand of type .{declared} where .{type_} is due: {instruction.where}")
+                if array.itemsize == np.dtype(dtype).itemsize:
+                    return array.view(dtype)
+                if array.itemsize < np.dtype(dtype).itemsize:
+                    raise Unsupported(f"register %{operand.name} is too narrow: {instruction.where}")
+                return array.view(dtype)[:, :: array.itemsize // np.dtype(dtype).itemsize]
+            case Immediate():
+                if type_ == "pred":
+                    return np.bool_(operand.bits != 0)
+                return _scalar(constant_bits(operand, type_), dtype)
+            case Symbol():
+                return _scalar(self.address_of(operand, instruction), dtype)
+            case Special(name):
+                if name not in self.specials:
+                    raise Unsupported(f"special register %{name}: {instruction.where}")
+                found = self.specials[name]
+                same = np.dtype(dtype).itemsize == 4
+                return found.view(dtype) if same else found.astype(dtype)
+        raise Unsupported(f"operand {operand}: {instruction.where}")
+
+    def destination(self, operand: Operand, type_: str, instruction: Instruction) -> Array:
+        """The view to write results of `type_` to: in a wider register they are extended, signed or not."""
+        if operand is None:  # the sink _
+            return np.empty((self.warps, 32), DTYPES[type_])
+        if not isinstance(operand, Register):
+            raise Unsupported(f"result to {operand}: {instruction.where}")
+        array = self.array(operand)
+        dtype = np.dtype(DTYPES[type_])
+        if array.itemsize == dtype.itemsize or array.dtype == np.bool_:
+            return array.view(dtype)
+        if array.itemsize < dtype.itemsize:
+            raise Unsupported(f"register {operand.name} is too narrow: {instruction.where}")
+        return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.itemsize}")
+
+    def predicate(self, operand: Operand, instruction: Instruction) -> Callable[[Group], Any]:
+        """A reader of a predicate, negated or not."""
+        if isinstance(operand, Not):
+            negated = self.source(operand.register, "pred", instruction)
+            return lambda group: ~group.read(negated)
+        view = self.source(operand, "pred", instruction)
+        return lambda group: group.read(view)
+
+    def thread_name(self, row: int, lane: int) -> str:
+        """Words for one thread: its block and thread index."""
+        thread = int(self.warp_of_row[row]) * 32 + lane
+        bx, by, _ = self.block
+        gx, gy, _ = self.grid
+        block = int(self.block_ids[self.block_of_row[row]])
+        return (
+            f"thread ({thread % bx}, {thread // bx % by}, {thread // (bx * by)}) [warp {thread // 32}, lane {lane}]"
+            f" of block ({block % gx}, {block // gx % gy}, {block // (gx * gy)})"
+        )
+
+    def name_shared(self, index: int) -> str:
+        """Words for a byte index into the shared memory of all blocks: offset, variable, block."""
+        offset = index % self.shared_stride + SHARED_START
+        inside = [(start, name) for name, start in self.shared_symbols.items() if start <= offset]
+        name = f" (byte {offset - max(inside)[0]} of {max(inside)[1]})" if inside else ""
+        return f"{offset - SHARED_START}{name}"
+
+
+def _scalar(bits: int, dtype: type[np.generic]) -> Any:
+    size = np.dtype(dtype).itemsize
+    return np.frombuffer((bits % (1 << 8 * size)).to_bytes(size, "little"), dtype)[0]
+
+
+def operand_type(instruction: Instruction) -> str:
+    """The type at the end of an opcode: add.rn.f32 -> f32."""
+    type_ = instruction.modifiers[-1]
+    if type_ not in TYPE_BYTES:
+        raise Unsupported(f"no type in {instruction.where}")
+    return type_

@@ -1,0 +1,168 @@
+"""Memory as a kernel sees it: fake 64-bit addresses over NumPy arrays, guard gaps between, every byte accounted for.
+
+Generic addresses: shared, local and parameter memory have a window each; global allocations start at GLOBAL.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+
+SHARED, LOCAL, PARAM, GLOBAL = 1 << 40, 2 << 40, 3 << 40, 0x70 << 40
+WINDOW_BITS = 40
+# Hopper keeps the first KiB of shared memory for itself, so no shared address that a kernel uses is 0.
+SHARED_START = 1024
+POISON = 0xFF  # NaN in every float format
+_GAP = 1 << 16
+_ALIGNMENT = 256
+
+_WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Store:
+    """Bytes that one instruction can index at once.
+
+    `origin` bytes are missing before the first: index 0 is 16-byte aligned in the kernel's eyes, the array need not be.
+    `defined`, where present, is 1 for each byte that somebody wrote.
+    """
+
+    def __init__(self, data: Bytes, *, origin: int = 0, tracked: bool = False):
+        self.data, self.origin = data, origin
+        self.defined = np.zeros(len(data), np.uint8) if tracked else None
+        self._items: dict[tuple[int, bool], tuple[npt.NDArray[Any], int]] = {}
+
+    def _view(self, data: Bytes, width: int) -> tuple[npt.NDArray[Any], int]:
+        """(items of `width` bytes on their aligned grid, index of the first); 16 bytes are rows of two words."""
+        skip = -self.origin % width
+        usable = max(len(data) - skip, 0) // width * width
+        flat = data[skip : skip + usable]
+        items = flat.view(np.uint64).reshape(-1, 2) if width == 16 else flat.view(_WORDS[width])
+        return items, (self.origin + skip) // width
+
+    def items(self, width: int, of_defined: bool = False) -> tuple[npt.NDArray[Any], int]:
+        """The view of `_view`, kept."""
+        key = (width, of_defined)
+        if key not in self._items:
+            data = self.defined if of_defined else self.data
+            assert data is not None
+            self._items[key] = self._view(data, width)
+        return self._items[key]
+
+    def gather(self, index: Indices, width: int, of_defined: bool = False) -> npt.NDArray[Any]:
+        """Items of `width` bytes at byte indices; for 16 bytes a last axis of two words."""
+        items, first = self.items(width, of_defined)
+        position = index >> (width.bit_length() - 1)
+        return items.take(position - first if first else position, axis=0)
+
+    def scatter(self, index: Indices, width: int, values: npt.NDArray[Any]) -> None:
+        """Write items of `width` bytes; the last of several at one place stays."""
+        items, first = self.items(width)
+        position = index >> (width.bit_length() - 1)
+        if first:
+            position = position - first
+        items[position] = values
+        if self.defined is not None:
+            defined, _ = self.items(width, of_defined=True)
+            defined[position] = np.uint64(0x0101010101010101) & np.uint64((1 << 8 * min(width, 8)) - 1)
+
+    def undefined(self, index: Indices, width: int) -> npt.NDArray[np.bool_]:
+        """Which of the items hold a byte that nobody wrote."""
+        found = self.gather(index, width, of_defined=True)
+        complete = found == found.dtype.type(0x0101010101010101 & ((1 << 8 * found.dtype.itemsize) - 1))
+        return ~(complete.all(-1) if width == 16 else complete)
+
+
+class Allocation:
+    """One registered array: [start, stop) in the kernel's address space."""
+
+    def __init__(self, name: str, start: int, data: Bytes, *, writable: bool, initialised: bool):
+        self.name, self.start, self.stop, self.writable = name, start, start + len(data), writable
+        self.base = start - start % 16
+        self.store = Store(data, origin=start - self.base, tracked=not initialised)
+
+
+class Memory:
+    """Global memory: the arrays that a kernel may reach.
+
+    memory = Memory(); address = memory.add(array, "q", writable=False)
+    Kernels read and write the arrays in place.
+    """
+
+    def __init__(self) -> None:
+        self.allocations: list[Allocation] = []
+        self._starts: list[int] = []
+        self._next = GLOBAL
+
+    def add(self, array: npt.NDArray[Any], name: str, *, writable: bool = True, initialised: bool = True) -> int:
+        """Register `array` and return the address of its first element.
+
+        A strided array is registered with all bytes between its first and its last. `initialised=False` (outputs,
+        workspaces) fills it with NaN poison and makes every read before a write an error.
+        """
+        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
+        first = array.ctypes.data
+        data = np.lib.stride_tricks.as_strided(
+            _first_byte(array, low - first), (high - low,), (1,), writeable=array.flags.writeable
+        )
+        if not initialised:
+            array[...] = _poison(array.dtype)
+        # What the real allocation would be aligned to: an offset view keeps its offset, and its misalignment shows.
+        offset = (low - _owner(array).ctypes.data) % _ALIGNMENT
+        start = self._next + offset
+        self._next += -(-(offset + len(data) + _GAP) // _ALIGNMENT) * _ALIGNMENT
+        allocation = Allocation(name, start, data, writable=writable, initialised=initialised)
+        self.allocations.append(allocation)
+        self._starts.append(start)
+        return start + first - low
+
+    def find(self, address: int) -> Allocation | None:
+        """The allocation that holds this address."""
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i >= 0 and address < self.allocations[i].stop:
+            return self.allocations[i]
+        return None
+
+    def nearest(self, address: int) -> str:
+        """Words for where a wild address points: beside which allocation."""
+        if address < 1 << WINDOW_BITS:
+            return "a null or 32-bit address, no generic one"
+        if not self.allocations:
+            return "no allocation at all"
+        i = bisect.bisect_right(self._starts, address) - 1
+        before = self.allocations[max(i, 0)]
+        following = self.allocations[min(i + 1, len(self.allocations) - 1)]
+        past, ahead = address - before.stop, following.start - address
+        if ahead > 0 and (ahead < past or past < 0):
+            return f"{ahead} bytes before {following.name!r} ({following.stop - following.start} bytes)"
+        return f"{past} bytes past the end of {before.name!r} ({before.stop - before.start} bytes)"
+
+
+def _poison(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.full(dtype.itemsize, POISON, np.uint8).view(dtype)
+
+
+def _owner(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _first_byte(array: npt.NDArray[Any], offset: int) -> Bytes:
+    """A byte array that starts `offset` (<= 0) bytes before the array's first element."""
+    # NumPy offers no view before the first element but through the address itself.
+    interface = {"shape": (1,), "typestr": "|u1", "version": 3}
+    interface["data"] = (array.ctypes.data + offset, not array.flags.writeable)
+    return np.asarray(_Span(interface, array))
+
+
+class _Span:
+    """An __array_interface__ that keeps its owner alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: npt.NDArray[Any]):
+        self.__array_interface__, self.owner = interface, owner

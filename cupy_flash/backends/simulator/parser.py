@@ -1,0 +1,434 @@
+"""PTX text -> Module: functions as flat instruction lists, every name resolved, every call inlined.
+
+An instruction keeps its PTX line, and the source line that -lineinfo gives: whatever goes wrong can say where.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from .calls import flatten, inline
+from .errors import PtxError
+from .ptx import (
+    TYPE_BYTES,
+    Address,
+    Function,
+    Immediate,
+    Instruction,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Register,
+    Special,
+    Symbol,
+    Variable,
+    Vector,
+    constant_bits,
+)
+
+
+@functools.lru_cache(maxsize=32)
+def parse(text: str) -> Module:
+    """Parse a PTX text; the last few results are kept.
+
+    Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and calls
+    through pointers.
+    """
+    return _Parser(text).module()
+
+
+_TOKEN = re.compile(
+    r"""[ \t\r]*(?:(?P<newline>\n)|(?P<skip>//[^\n]*|/\*.*?\*/|\Z)
+    |(?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
+    |(?P<name>[.%$A-Za-z_][\w.$%]*(?:::[\w.]+)*)|(?P<string>"[^"]*")|(?P<mark>[][{}(),;:|!@<>+=*~-]))""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    position, line = 0, 1
+    for match in _TOKEN.finditer(text):
+        if match.start() != position:
+            break
+        position = match.end()
+        kind = str(match.lastgroup)
+        if kind == "newline":
+            line += 1
+        elif kind == "skip":
+            line += match[kind].count("\n")
+        else:
+            yield _Token(kind, match[kind], line)
+    if position != len(text):
+        raise PtxError(f"PTX line {line}: cannot read {text[position : position + 20]!r}")
+
+
+class _Scope:
+    """Braces: registers, labels and variables of its own."""
+
+    def __init__(self, number: int, parent: _Scope | None):
+        self.number, self.parent = number, parent
+        self.names: dict[str, Operand] = {}
+        self.labels: dict[str, str] = {}
+
+    def unique(self, name: str) -> str:
+        return name if self.number == 0 else f"{name}#{self.number}"
+
+    def find(self, name: str) -> Operand:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return None
+
+    def find_label(self, name: str) -> str | None:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.labels:
+                return scope.labels[name]
+            scope = scope.parent
+        return None
+
+
+class _Parser:
+    def __init__(self, text: str):
+        self.lines = text.split("\n")
+        self.tokens = list(_tokens(text))
+        self.tokens.append(_Token("end", "", len(self.lines)))
+        self.position = 0
+        self.target = ""
+        self.files: dict[int, str] = {}
+        self.variables: dict[str, Variable] = {}
+        self.functions: dict[str, Function] = {}
+        self.scopes = 0
+
+    # ---- tokens
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.position]
+
+    def take(self, text: str | None = None) -> str:
+        token = self.token
+        if text is not None and token.text != text:
+            raise self.error(f"expected {text!r}, found {token.text!r}")
+        self.position += 1
+        return token.text
+
+    def accept(self, text: str) -> bool:
+        if self.token.text == text:
+            self.position += 1
+            return True
+        return False
+
+    def error(self, message: str) -> PtxError:
+        line = self.token.line
+        return PtxError(f"PTX line {line}: {self.lines[line - 1].strip()}: {message}")
+
+    def skip_line(self) -> list[str]:
+        line, rest = self.token.line, []
+        while self.token.line == line and self.token.kind != "end":
+            rest.append(self.take())
+        return rest
+
+    def skip_braces(self) -> None:
+        self.take("{")
+        depth = 1
+        while depth:
+            text = self.take()
+            depth += (text == "{") - (text == "}")
+
+    def integer(self) -> int:
+        sign = -1 if self.accept("-") else 1
+        return sign * int(self.take().rstrip("U"), 0)
+
+    # ---- module
+
+    def module(self) -> Module:
+        self.files = {
+            int(self.tokens[i + 1].text): self.tokens[i + 2].text.strip('"').rsplit("/", 1)[-1]
+            for i, token in enumerate(self.tokens)
+            if token.text == ".file"
+        }
+        while self.token.kind != "end":
+            self.module_item()
+        kernels = {}
+        for function in self.functions.values():
+            if function.is_entry:
+                kernels[function.name] = flatten(inline(function, self.functions, ()))
+        return Module(self.target, self.variables, kernels)
+
+    def module_item(self) -> None:
+        text = self.token.text
+        if text in (".version", ".address_size", ".file"):
+            self.skip_line()
+        elif text == ".target":
+            self.target = self.skip_line()[1]
+        elif text == ".section":
+            self.take()
+            self.take()
+            self.skip_braces()
+        elif text in (".visible", ".extern", ".weak", ".common"):
+            self.take()
+        elif text in (".entry", ".func"):
+            self.function()
+        elif text in (".global", ".const", ".shared"):
+            for variable in self.variable_declaration():
+                self.variables[variable.name] = variable
+        elif text == ".pragma":
+            while self.take() != ";":
+                pass
+        else:
+            raise self.error(f"unknown directive {text!r}")
+
+    def variable_declaration(self) -> list[Variable]:
+        """.space [.align n] [.v2|.v4] .type name[n][m] [= initialiser] {, name ...} ;"""
+        space, align, count = self.take()[1:], 0, 1
+        while self.token.text in (".align", ".v2", ".v4", ".ptr", ".global", ".shared", ".const", ".local"):
+            attribute = self.take()
+            if attribute == ".align":
+                align = self.integer()
+            elif attribute in (".v2", ".v4"):
+                count = int(attribute[2])
+        type_ = self.take()[1:]
+        if type_ not in TYPE_BYTES:
+            raise self.error(f"unknown type .{type_}")
+        found = []
+        while True:
+            # .ptr and its attributes stand between type and name of a kernel parameter.
+            while self.token.text in (".ptr", ".global", ".shared", ".const", ".local", ".align"):
+                if self.take() == ".align":
+                    self.integer()
+            name, elements = self.take(), count
+            while self.accept("["):
+                elements *= 0 if self.token.text == "]" else self.integer()
+                self.take("]")
+            size = elements * TYPE_BYTES[type_]
+            data = None
+            if self.accept("="):
+                data = self.initialiser(type_).ljust(size, b"\0")
+            found.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, data))
+            if self.token.text != "," or self.tokens[self.position + 1].text == ".param":
+                break
+            self.take(",")
+        self.accept(";")
+        return found
+
+    def initialiser(self, type_: str) -> bytes:
+        if self.accept("{"):
+            data = b""
+            while not self.accept("}"):
+                data += self.initialiser(type_)
+                self.accept(",")
+            return data
+        value = self.operand(None)
+        if not isinstance(value, Immediate):
+            raise self.error("only numbers may initialise a variable")
+        if value.kind == "int":
+            return (value.bits % (1 << 8 * TYPE_BYTES[type_])).to_bytes(TYPE_BYTES[type_], "little")
+        return constant_bits(value, type_).to_bytes(TYPE_BYTES[type_], "little")
+
+    # ---- functions
+
+    def parameter_list(self) -> list[Variable]:
+        found = []
+        self.take("(")
+        while not self.accept(")"):
+            found += self.variable_declaration()
+            self.accept(",")
+        return found
+
+    def function(self) -> None:
+        is_entry = self.take() == ".entry"
+        results = self.parameter_list() if self.token.text == "(" else []
+        name = self.take()
+        parameters = self.parameter_list() if self.token.text == "(" else []
+        function = Function(name, is_entry, parameters, results)
+        while self.token.text.startswith("."):
+            self.skip_line()  # .maxntid and its kind: limits for ptxas
+        if self.accept(";"):
+            return  # a declaration
+        scope = _Scope(0, None)
+        for variable in parameters + results:
+            scope.names[variable.name] = Symbol(variable.name)
+        self.source: tuple[str, int] | None = None
+        self.take("{")
+        references: list[tuple[int, _Scope]] = []
+        self.block(function, scope, references)
+        for index, where in references:
+            instruction = function.body[index]
+            assert isinstance(instruction, Instruction)
+            operands = tuple(self.resolve_label(operand, where) for operand in instruction.operands)
+            function.body[index] = replace(instruction, operands=operands)
+        self.functions[name] = function
+
+    def resolve_label(self, operand: Operand, scope: _Scope) -> Operand:
+        if isinstance(operand, Symbol):
+            label = scope.find_label(operand.name)
+            if label is not None:
+                return replace(operand, name=label)
+        return operand
+
+    def block(self, function: Function, scope: _Scope, references: list[tuple[int, _Scope]]) -> None:
+        while not self.accept("}"):
+            text = self.token.text
+            if text == "{":
+                self.take()
+                self.scopes += 1
+                self.block(function, _Scope(self.scopes, scope), references)
+            elif text == ".reg":
+                self.register_declaration(scope)
+            elif text in (".local", ".shared", ".param"):
+                for variable in self.variable_declaration():
+                    unique = scope.unique(variable.name)
+                    if variable.space == "shared":
+                        unique = f"{function.name}:{unique}"
+                    function.variables[unique] = replace(variable, name=unique)
+                    scope.names[variable.name] = Symbol(unique)
+            elif text == ".loc":
+                _, file, line, *_ = self.skip_line()
+                self.source = (self.files.get(int(file), "?"), int(line)) if int(line) else None
+            elif text == ".pragma":
+                while self.take() != ";":
+                    pass
+            elif self.tokens[self.position + 1].text == ":":
+                self.label(function, scope)
+            elif self.token.kind == "end":
+                raise self.error("the text ends inside a function")
+            else:
+                references.append((len(function.body), scope))
+                function.body.append(self.instruction(scope))
+
+    def label(self, function: Function, scope: _Scope) -> None:
+        name = self.take()
+        self.take(":")
+        unique = scope.unique(name)
+        scope.labels[name] = unique
+        if self.token.text == ".branchtargets":
+            self.take()
+            targets = []
+            while not self.accept(";"):
+                targets.append(self.take())
+                self.accept(",")
+            function.tables[unique] = tuple(targets)
+        else:
+            function.body.append(unique)
+
+    def register_declaration(self, scope: _Scope) -> None:
+        self.take(".reg")
+        type_ = self.take()[1:]
+        if type_ not in TYPE_BYTES:
+            raise self.error(f"unknown register type .{type_}")
+        while True:
+            name = self.take()
+            names = [name]
+            if self.accept("<"):
+                names = [f"{name}{i}" for i in range(self.integer())]
+                self.take(">")
+            for one in names:
+                scope.names[one] = Register(scope.unique(one), type_)
+            if not self.accept(","):
+                break
+        self.take(";")
+
+    def instruction(self, scope: _Scope) -> Instruction:
+        line = self.token.line
+        guard: Register | Not | None = None
+        if self.accept("@"):
+            negated = self.accept("!")
+            register = self.operand(scope)
+            if not isinstance(register, Register):
+                raise self.error("a guard must be a register")
+            guard = Not(register) if negated else register
+        opcode, *modifiers = self.take().split(".")
+        operands: list[Operand] = []
+        while not self.accept(";"):
+            if self.accept("("):
+                items = []
+                while not self.accept(")"):
+                    items.append(self.operand(scope))
+                    self.accept(",")
+                operands.append(Vector(tuple(items)))
+            else:
+                operands.append(self.operand(scope))
+            if not self.accept(",") and self.token.text != ";":
+                raise self.error(f"expected ',' or ';', found {self.token.text!r}")
+        text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip()
+        return Instruction(opcode, tuple(modifiers), tuple(operands), guard, line, text, self.source)
+
+    def operand(self, scope: _Scope | None) -> Operand:
+        first = self.operand_item(scope)
+        if self.accept("|"):
+            return Pair(first, self.operand_item(scope))
+        return first
+
+    def operand_item(self, scope: _Scope | None) -> Operand:
+        if self.accept("{"):
+            items = []
+            while not self.accept("}"):
+                items.append(self.operand(scope))
+                self.accept(",")
+            return Vector(tuple(items))
+        if self.accept("["):
+            base = self.operand_item(scope)
+            offset = 0
+            if isinstance(base, Symbol):
+                base, offset = replace(base, offset=0), base.offset
+            if isinstance(base, Register) and self.token.text in "+-":
+                sign = 1 if self.take() == "+" else -1
+                offset = sign * self.integer()
+            self.take("]")
+            if not isinstance(base, Register | Symbol | Immediate):
+                raise self.error("unknown form of address")
+            return Address(base, offset)
+        if self.accept("!"):
+            register = self.operand_item(scope)
+            if not isinstance(register, Register):
+                raise self.error("'!' must stand before a predicate")
+            return Not(register)
+        negative = self.accept("-")
+        token = self.token
+        self.take()
+        if token.kind == "number":
+            return _number(token.text, negative)
+        if token.kind != "name":
+            raise self.error(f"unknown operand {token.text!r}")
+        if token.text == "_":
+            return None
+        known = scope.find(token.text) if scope else None
+        if isinstance(known, Register):
+            return known
+        if token.text.startswith("%"):
+            return Special(token.text[1:])
+        if token.text == "WARP_SZ":
+            return Immediate(32, "int")
+        symbol = known if isinstance(known, Symbol) else Symbol(token.text)
+        if self.token.text in ("+", "-"):
+            sign = 1 if self.take() == "+" else -1
+            symbol = replace(symbol, offset=sign * self.integer())
+        return symbol
+
+
+def _number(text: str, negative: bool) -> Immediate:
+    if text[:2] in ("0f", "0F"):
+        return Immediate(int(text[2:], 16) ^ (negative << 31), "f32")
+    if text[:2] in ("0d", "0D"):
+        return Immediate(int(text[2:], 16) ^ (negative << 63), "f64")
+    if "." in text:
+        return Immediate(int.from_bytes(struct.pack("<d", -float(text) if negative else float(text)), "little"), "f64")
+    text = text.rstrip("U")
+    octal = len(text) > 1 and text[0] == "0" and text.isdigit()
+    value = int(text, 8 if octal else 0)
+    return Immediate(-value if negative else value, "int")

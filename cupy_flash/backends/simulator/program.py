@@ -1,0 +1,169 @@
+"""A kernel's instructions cut into blocks of straight-line code, and the storage that its registers share.
+
+Launch-independent: one Program per kernel, kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .ptx import TYPE_BYTES, Address, Function, Instruction, Not, Operand, Pair, Register, Symbol, Vector
+
+# All lanes that the instruction names must be there before it executes.
+COLLECTIVES = {"shfl", "vote", "match", "redux", "mma", "ldmatrix", "stmatrix", "movmatrix", "elect"}
+JUMPS = {"bra", "brx", "exit", "ret", "trap"}
+_WITHOUT_RESULT = {
+    "st",
+    "red",
+    "stmatrix",
+    "cp",
+    "prefetch",
+    "nanosleep",
+    "membar",
+    "fence",
+    "bar",
+    "barrier",
+    "mbarrier",
+}
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Whether the named lanes of a warp execute this instruction together."""
+    return instruction.opcode in COLLECTIVES or is_warp_barrier(instruction)
+
+
+def is_warp_barrier(instruction: Instruction) -> bool:
+    """bar.warp.sync, the barrier inside one warp."""
+    return instruction.opcode in ("bar", "barrier") and instruction.modifiers[:1] == ("warp",)
+
+
+def is_block_barrier(instruction: Instruction) -> bool:
+    """bar.* and barrier.* of a thread block."""
+    return instruction.opcode in ("bar", "barrier") and not is_warp_barrier(instruction)
+
+
+def ends_block(instruction: Instruction) -> bool:
+    """Whether control may go elsewhere, or wait, after this instruction."""
+    return instruction.opcode in JUMPS or is_block_barrier(instruction)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Instructions [start, stop); a collective can only be the first, a jump only the last, a block barrier is alone:
+    lanes that wait there for others come back to it, and must not do again what was before."""
+
+    start: int
+    stop: int
+
+
+class Program:
+    """The blocks of one kernel. `block_at[i]` is the block that starts at instruction i."""
+
+    def __init__(self, function: Function):
+        self.function = function
+        code = function.instructions
+        targets = self._jump_targets()
+        after_jump = {i + 1 for i, instruction in enumerate(code) if instruction.opcode in JUMPS}
+        after_barrier = {i + 1 for i, instruction in enumerate(code) if is_block_barrier(instruction)}
+        collectives = {i for i, instruction in enumerate(code) if is_collective(instruction)}
+        barriers = {i - 1 for i in after_barrier}
+        leaders = sorted({0} | targets | after_jump | barriers | after_barrier | collectives)
+        leaders = [leader for leader in leaders if leader < len(code)]
+        self.blocks = [Block(a, b) for a, b in zip(leaders, [*leaders[1:], len(code)], strict=True)]
+        self.block_at = {block.start: i for i, block in enumerate(self.blocks)}
+        self.block_at[len(code)] = len(self.blocks)
+        self.slots = _share_slots(code, sorted({0} | targets | after_jump))
+
+    def _jump_targets(self) -> set[int]:
+        function, found = self.function, set()
+        for instruction in function.instructions:
+            if instruction.opcode in ("bra", "brx"):
+                target = instruction.operands[-1]
+                assert isinstance(target, Symbol)
+                names = function.tables.get(target.name, (target.name,))
+                found |= {function.labels[name] for name in names if name in function.labels}
+        return found
+
+
+def registers_of(operand: Operand) -> Iterator[Register]:
+    """Every register inside an operand."""
+    match operand:
+        case Register():
+            yield operand
+        case Address(base, _):
+            yield from registers_of(base)
+        case Vector(items):
+            for item in items:
+                yield from registers_of(item)
+        case Pair(first, second):
+            yield from registers_of(first)
+            yield from registers_of(second)
+        case Not(register):
+            yield register
+
+
+def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple[str, int]]:
+    """register name -> (storage class, slot).
+
+    NVRTC writes one virtual register per value, thousands in an unrolled kernel. A value that is born and dies between
+    two jumps takes a slot that others use after it: the arrays at work stay in the processor's cache.
+    """
+    region_of = [0] * len(code)
+    for number, (start, stop) in enumerate(zip(regions, [*regions[1:], len(code)], strict=True)):
+        region_of[start:stop] = [number] * max(stop - start, 0)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    shared: set[str] = set()
+    types: dict[str, str] = {}
+    for i, instruction in enumerate(code):
+        results = instruction.operands[:1] if instruction.opcode not in _WITHOUT_RESULT | JUMPS else ()
+        written = {register.name for operand in results for register in registers_of(operand)}
+        if results and isinstance(results[0], Address) or instruction.guard is not None:
+            written = set()
+        read = {
+            register.name
+            for operand in (*instruction.operands[len(results) :], instruction.guard)
+            for register in registers_of(operand)
+        }
+        for operand in (*instruction.operands, instruction.guard):
+            for register in registers_of(operand):
+                name = register.name
+                types[name] = register.type
+                if name not in first:
+                    first[name] = i
+                    if name in written and name not in read:
+                        shared.add(name)
+                elif region_of[first[name]] != region_of[i]:
+                    shared.discard(name)
+                last[name] = i
+    slots: dict[str, tuple[str, int]] = {}
+    used: dict[str, int] = {}
+    free: dict[str, list[int]] = {}
+    ending: dict[int, list[str]] = {}
+    starting: dict[int, list[str]] = {}
+    for name in types:
+        kind = storage_class(types[name])
+        if name in shared:
+            starting.setdefault(first[name], []).append(name)
+            ending.setdefault(last[name], []).append(name)
+        else:
+            slots[name] = (kind, used.setdefault(kind, 0))
+            used[kind] += 1
+    for i in range(len(code)):
+        for name in starting.get(i, ()):
+            kind = storage_class(types[name])
+            if free.setdefault(kind, []):
+                slots[name] = (kind, free[kind].pop())
+            else:
+                slots[name] = (kind, used.setdefault(kind, 0))
+                used[kind] += 1
+        # Only after the instruction: its result never shares storage with its operands.
+        for name in ending.get(i, ()):
+            free[slots[name][0]].append(slots[name][1])
+    return slots
+
+
+def storage_class(type_: str) -> str:
+    """The bits that hold a register of this type: pred, b8, b16, b32 or b64."""
+    return "pred" if type_ == "pred" else f"b{8 * TYPE_BYTES[type_]}"

@@ -1,0 +1,393 @@
+"""Groups of lanes at one place, lowest first, split by branches, merged where they meet again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import access, collectives, copies, floating, integer, matrix, moves, selection
+from .barriers import Barriers
+from .closures import Compiler
+from .errors import BarrierMisuse, Deadlock, Trap, Unsupported
+from .lanes import Context, Group, Mask, Step
+from .program import JUMPS, ends_block, is_block_barrier, is_collective, is_warp_barrier
+from .ptx import Instruction, Symbol
+
+COMPILERS: dict[str, Compiler] = {
+    **integer.COMPILERS,
+    **floating.COMPILERS,
+    **selection.COMPILERS,
+    **moves.COMPILERS,
+    **access.COMPILERS,
+    **collectives.COMPILERS,
+    **matrix.COMPILERS,
+    **copies.COMPILERS,
+}
+# Every opcode that is executed, in one form or more.
+OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
+# A group that jumps back so often while others are ready may be spinning on what they have yet to write: it steps back,
+# and from then on everybody takes short turns.
+_PATIENCE, _SHORT_TURN = 1024, 16
+_INTERRUPTED = 0.1  # how often a block of instructions ends a turn when turns are random
+# One block costs some ten microseconds at least: minutes of spinning are no progress.
+_LIMIT = 20_000_000
+
+
+class _CompiledBlock:
+    """A block's steps, what must be there to enter it, and where its lanes go."""
+
+    __slots__ = ("start", "stop", "steps", "members", "finish")
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.stop = start, stop
+        self.steps: list[Step] = []
+        self.members: Callable[[Group], Mask] | None = None
+        self.finish: Callable[[Group], Group | None]
+
+
+class Scheduler:
+    """Runs one set of resident blocks to the end."""
+
+    def __init__(self, context: Context):
+        self.context, self.program = context, context.program
+        self.code = context.program.function.instructions
+        self.barriers = Barriers(context)
+        self.ready: dict[int, list[Group]] = {}
+        self.parked: dict[int, Group] = {}  # lanes at a collective that wait for the others of their warps
+        self._after_barrier: dict[int, Callable[[Group, npt.NDArray[np.int64]], None]] = {}
+        self.blocks = [self._compile(block.start, block.stop) for block in self.program.blocks]
+        self.executed = 0
+        self._patience = _PATIENCE
+
+    # ---- compilation
+
+    def _compile(self, start: int, stop: int) -> _CompiledBlock:
+        block = _CompiledBlock(start, stop)
+        if is_collective(self.code[start]):
+            block.members = collectives.members(self.code[start], self.context)
+        for instruction in self.code[start:stop]:
+            if not ends_block(instruction):
+                block.steps.append(self._step(instruction))
+        last = self.code[stop - 1]
+        following = self.program.block_at[stop]
+        if not ends_block(last):
+            block.finish = self._go_to(following)
+        else:
+            block.finish = self._terminator(last, stop - 1, following)
+        return block
+
+    def _step(self, instruction: Instruction) -> Step:
+        key = "bar.warp" if is_warp_barrier(instruction) else instruction.opcode
+        if key not in COMPILERS:
+            raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
+        step = COMPILERS[key](instruction, self.context)
+        if instruction.guard is None:
+            return step
+        return _guarded(step, self.context.predicate(instruction.guard, instruction))
+
+    def _go_to(self, target: int) -> Callable[[Group], Group | None]:
+        def go(group: Group) -> Group | None:
+            group.block = target
+            return group
+
+        return go
+
+    def _target(self, name: str, instruction: Instruction) -> int:
+        labels = self.program.function.labels
+        if name not in labels:
+            raise Unsupported(f"unknown label {name!r}: {instruction.where}")
+        return self.program.block_at[labels[name]]
+
+    def _terminator(self, instruction: Instruction, number: int, following: int) -> Callable[[Group], Group | None]:
+        if instruction.opcode == "bra":
+            label = instruction.operands[0]
+            assert isinstance(label, Symbol)
+            taken = self._go_to(self._target(label.name, instruction))
+        elif instruction.opcode == "brx":
+            taken = self._indexed_branch(instruction)
+        elif instruction.opcode in ("exit", "ret"):
+            taken = self._exit
+        elif instruction.opcode == "trap":
+            taken = self._trap(instruction)
+        else:
+            taken = self._block_barrier(instruction, number, following)
+        if instruction.guard is None:
+            return taken
+        condition = self.context.predicate(instruction.guard, instruction)
+
+        def branch(group: Group) -> Group | None:
+            flags = np.broadcast_to(condition(group), (len(group.rows), 32))
+            mask = flags if group.mask is None else flags & group.mask
+            if not mask.any():
+                group.block = following
+                return group
+            if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+                return taken(group)
+            self._enqueue(following, group.rows, group.lanes() & ~mask)
+            rows = mask.any(1)
+            return self._again(taken(self._group(group.block, group.rows[rows], mask[rows])))
+
+        return branch
+
+    def _again(self, group: Group | None) -> Group | None:
+        """Back to the queue: after a split the lowest place goes first."""
+        if group is not None:
+            self._enqueue(group.block, group.rows, group.mask)
+        return None
+
+    def _indexed_branch(self, instruction: Instruction) -> Callable[[Group], Group | None]:
+        index = self.context.source(instruction.operands[0], "u32", instruction)
+        table = instruction.operands[1]
+        assert isinstance(table, Symbol)
+        targets = [self._target(name, instruction) for name in self.program.function.tables[table.name]]
+
+        def branch(group: Group) -> Group | None:
+            chosen = np.broadcast_to(group.read(index), (len(group.rows), 32))
+            for i in np.unique(group.active(chosen)):
+                self._enqueue(targets[int(i)], group.rows, group.lanes() & (chosen == i))
+            return None
+
+        return branch
+
+    def _exit(self, group: Group) -> None:
+        self.context.live[group.rows] &= ~group.lanes()
+        # Whoever waited for these lanes need not any more.
+        for block, parked in self.parked.items():
+            self.ready.setdefault(block, []).append(parked)
+        self.parked.clear()
+        self._release()
+
+    def _trap(self, instruction: Instruction) -> Callable[[Group], None]:
+        def trap(group: Group) -> None:
+            row, lane = np.argwhere(group.lanes())[0]
+            name = self.context.thread_name(int(group.rows[row]), int(lane))
+            raise Trap(f"{name} executed trap: {instruction.where}")
+
+        return trap
+
+    def _block_barrier(self, instruction: Instruction, number: int, following: int) -> Callable[[Group], Group | None]:
+        """bar{rier}{.cta}.sync, .arrive and .red."""
+        context, modifiers = self.context, instruction.modifiers
+        kind = next((m for m in modifiers if m in ("sync", "arrive", "red")), None)
+        if kind is None:
+            raise Unsupported(f"unknown barrier: {instruction.where}")
+        operands = list(instruction.operands)
+        vote: Callable[[Group], Any] | None = None
+        result = None
+        if kind == "red":
+            vote = context.predicate(operands.pop(), instruction)
+            result = context.destination(operands.pop(0), modifiers[-1], instruction)
+        barrier = context.source(operands[0], "u32", instruction)
+        count = context.source(operands[1], "u32", instruction) if len(operands) > 1 else np.int64(-1)
+        operation = modifiers[-2] if kind == "red" else ""
+
+        def arrive(group: Group) -> Group | None:
+            if group.mask is not None and not self._whole_warps(group, number, instruction):
+                return None
+            for part, b, n in self._by_barrier(group, barrier, count):
+                true = None if vote is None else np.broadcast_to(vote(part), (len(part.rows), 32))
+                self.barriers.arrive(part, number, b, n, instruction, waits=kind != "arrive", true=true)
+            if kind == "arrive":
+                self._enqueue(following, group.rows, group.mask)
+            self._release()
+            return None
+
+        def finish(group: Group, votes: npt.NDArray[np.int64]) -> None:
+            if result is not None:
+                everyone = context.live[group.rows[0] % context.blocks :: context.blocks].sum()
+                value = votes if operation == "popc" else votes > 0 if operation == "or" else votes == everyone
+                group.write(result, value[:, None])
+            group.block = following
+
+        self._after_barrier[number] = finish
+        return arrive
+
+    def _by_barrier(self, group: Group, barrier: Any, count: Any) -> Iterator[tuple[Group, int, int]]:
+        """(warps, barrier, thread count) for each barrier that the group's warps name."""
+        if isinstance(barrier, np.generic) and isinstance(count, np.generic):
+            yield group, int(barrier), int(count)
+            return
+        shape = (len(group.rows), 32)
+        which = np.broadcast_to(group.read(barrier), shape).astype(np.int64)
+        many = np.broadcast_to(group.read(count), shape).astype(np.int64)
+        for b, n in np.unique(np.stack([group.active(which), group.active(many)], axis=1), axis=0):
+            rows = (group.lanes() & (which == b) & (many == n)).any(1)
+            mask = None if group.mask is None else group.mask[rows]
+            yield self._group(group.block, group.rows[rows], mask), int(b), int(n)
+
+    def _release(self) -> None:
+        for number, rows, votes in self.barriers.release():
+            live = self.context.live[rows]
+            group = self._group(0, rows, None if live.all() else live)
+            self._after_barrier[number](group, votes)
+            self.ready.setdefault(group.block, []).append(group)
+
+    def _whole_warps(self, group: Group, number: int, instruction: Instruction) -> bool:
+        """Whether all live lanes of each warp are here; if not the group waits for them."""
+        missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
+        if not missing.any():
+            return True
+        place = self.program.block_at[number]
+        if place in self.parked:  # perhaps with the lanes that are missing here
+            group = self._merged(place, [self.parked.pop(place), group])
+            missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
+        self._park(place, group, missing)
+        return False
+
+    # ---- groups
+
+    def _group(self, block: int, rows: npt.NDArray[np.int64], mask: Mask | None) -> Group:
+        return Group(block, rows, mask, self.context.warps)
+
+    def _enqueue(self, block: int, rows: npt.NDArray[np.int64], mask: Mask | None) -> None:
+        """Make lanes ready at a block; rows without any lane are dropped."""
+        if mask is not None:
+            some = mask.any(1)
+            rows, mask = rows[some], mask[some]
+            mask = None if mask.all() else mask
+        if len(rows):
+            self.ready.setdefault(block, []).append(self._group(block, rows, mask))
+
+    def _merged(self, block: int, groups: list[Group]) -> Group:
+        if len(groups) == 1:
+            groups[0].block = block
+            return groups[0]
+        together = np.zeros((self.context.warps, 32), bool)
+        for group in groups:
+            together[group.rows] |= group.lanes()
+        rows = np.flatnonzero(together.any(1))
+        mask = together[rows]
+        return self._group(block, rows, None if mask.all() else mask)
+
+    def _park(self, block: int, group: Group, missing: Any) -> None:
+        """Rows that miss lanes wait; complete rows are queued again."""
+        lanes = group.lanes()
+        if missing.any():
+            waiting = self._group(block, group.rows[missing], lanes[missing])
+            if block in self.parked:
+                waiting = self._merged(block, [self.parked[block], waiting])
+            self.parked[block] = waiting
+        if not missing.all():
+            self._enqueue(block, group.rows[~missing], lanes[~missing])
+
+    # ---- running
+
+    def run(self) -> None:
+        """Until every lane has exited. Raises Deadlock where nothing can go on."""
+        context = self.context
+        live = context.live
+        rows = np.flatnonzero(live.any(1))
+        self._enqueue(0, rows, live[rows].copy())
+        turn = 0
+        with np.errstate(all="ignore"):
+            while self.ready:
+                turn += 1
+                self._advance(self._pick(turn))
+        if self.parked or self.barriers.waiting.any():
+            self._explain()
+
+    def _pick(self, turn: int) -> Group:
+        """The ready group at the lowest place; at times, or at random, another: no spinning group holds up the rest."""
+        places = sorted(self.ready)
+        if self.context.random is not None:
+            place = places[int(self.context.random.integers(len(places)))]
+        else:
+            place = places[turn // 2 % len(places)] if turn % 2 and self._patience < _PATIENCE else places[0]
+        return self._merged(place, self.ready.pop(place))
+
+    def _advance(self, group: Group | None) -> None:
+        counters, blocks = self.context.counters, self.blocks
+        jumps = 0
+        while group is not None:
+            if group.block == len(blocks):
+                raise Unsupported(f"{self.program.function.name} runs past its last instruction")
+            block = blocks[group.block]
+            if block.members is not None:
+                group = self._gathered(block, group)
+                if group is None:
+                    return
+            counters.count_block(
+                block.start,
+                block.stop,
+                len(group.rows),
+                32 * len(group.rows) if group.mask is None else int(group.mask.sum()),
+            )
+            for step in block.steps:
+                step(group)
+            place = group.block
+            group = block.finish(group)
+            if group is None:
+                return
+            if self.ready:
+                jumps += group.block <= place
+                if jumps > self._patience:
+                    self._patience = _SHORT_TURN
+                random = self.context.random
+                interrupted = random is not None and random.random() < _INTERRUPTED
+                if interrupted or jumps > self._patience or group.block >= min(self.ready):
+                    self._enqueue(group.block, group.rows, group.mask)
+                    return
+            self.executed += 1
+            if self.executed > _LIMIT:
+                raise Deadlock(
+                    f"no end after {_LIMIT} blocks of instructions; last at {self.code[blocks[place].start].where}"
+                )
+
+    def _gathered(self, block: _CompiledBlock, group: Group) -> Group | None:
+        """The group, if all lanes that the collective names are in it; else those that can go on, or None."""
+        if group.block in self.parked:
+            group = self._merged(group.block, [self.parked.pop(group.block), group])
+        if group.mask is None and self.code[block.start].opcode not in ("shfl", "vote", "match", "redux", "elect"):
+            return group
+        assert block.members is not None
+        named, lanes = block.members(group), group.lanes()
+        missing = (named & ~lanes).any(1)
+        if missing.any():
+            self._park(group.block, group, missing)
+            return None
+        others = lanes & ~named
+        if others.any():
+            self._enqueue(group.block, group.rows, others)
+            return self._group(group.block, group.rows, lanes & named)
+        return group
+
+    def _explain(self) -> None:
+        lines = self.barriers.explain()
+        partial = False
+        for block, group in self.parked.items():
+            instruction = self.code[
+                self.blocks[block].stop - 1 if self._is_barrier(block) else self.blocks[block].start
+            ]
+            partial = partial or self._is_barrier(block)
+            row = int(group.rows[0])
+            lanes = [int(lane) for lane in np.flatnonzero(group.lanes()[0])]
+            missing = [int(lane) for lane in np.flatnonzero(self.context.live[row] & ~group.lanes()[0])]
+            lines.append(
+                f"block {int(self.context.block_ids[self.context.block_of_row[row]])}, warp "
+                f"{int(self.context.warp_of_row[row])}: lanes {lanes} wait for lanes {missing} at {instruction.where}"
+            )
+        if partial:
+            raise BarrierMisuse("a barrier is reached by part of a warp only\n  " + "\n  ".join(lines))
+        raise Deadlock("nothing can run\n  " + "\n  ".join(lines))
+
+    def _is_barrier(self, block: int) -> bool:
+        return is_block_barrier(self.code[self.blocks[block].stop - 1])
+
+
+def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
+    """The step for those lanes only whose predicate holds."""
+
+    def guarded(group: Group) -> None:
+        flags = np.broadcast_to(condition(group), (len(group.rows), 32))
+        mask = flags if group.mask is None else flags & group.mask
+        if not mask.any():
+            return
+        if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+            step(group)
+        else:
+            step(group.narrowed(mask))
+
+    return guarded

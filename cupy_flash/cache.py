@@ -1,0 +1,241 @@
+"""Compiled kernels, kept in memory and in a folder that a person can read.
+
+One entry is one folder `<kernel>.<digest>`: source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with how
+they were made and their checksums. The digest is that of text, flags and compiler, so an entry is never stale. It is
+published by one rename and needs no lock: processes that compile the same kernel at once waste time, nothing else. What
+fails its checksum is compiled again. As a cubin is code that will run, the folder must be its user's or root's, and
+closed to the writing of others; where that is not so, or nothing can be written, kernels live in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from . import environment, nvrtc
+from .nvrtc import Compiled, CompileError
+
+FORMAT = 1  # of an entry; one of another format is replaced
+FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt", "entry.json")
+PUBLISHING = "publishing-"  # how the folder of an entry that is not complete begins
+OURS = re.compile(rf"[A-Za-z_][\w.]*\.[0-9a-f]{{32}}|{PUBLISHING}\w+")
+
+failures = itertools.count()  # to use the folder, in this process
+
+
+@lru_cache(maxsize=256)
+def compiled(text: str, name: str, target: str) -> Compiled:
+    """`nvrtc.compile(text, name, target)`, from memory or the cache folder where it was compiled before.
+
+    The text of a failed compilation is saved in the folder too, and named by the CompileError.
+    """
+    try:
+        entry = Entry(usable_folder(), text, name, target)
+    except OSError as error:
+        warn_once(error)
+        return nvrtc.compile(text, name, target)
+    found = entry.load()
+    if found is not None:
+        return found
+    try:
+        result = nvrtc.compile(text, name, target)
+    except CompileError as error:
+        saved = store(entry, {"log.txt": error.log.encode()})
+        raise CompileError(name, target, error.log, entry.path / "source.cu" if saved else None) from None
+    files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
+    return replace(result, path=entry.path / entry.payload) if store(entry, files) else result
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The place of one compiled text in a cache folder."""
+
+    folder: Path
+    text: str
+    name: str
+    target: str
+
+    @cached_property
+    def path(self) -> Path:
+        key = "\0".join((nvrtc.identity(), *nvrtc.flags(self.target), self.text))
+        kernel = re.sub(r"\W", ".", self.name)
+        return self.folder / f"{kernel}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+    @property
+    def payload(self) -> str:
+        """The name of the file that holds the code."""
+        return "kernel.cubin" if self.target.startswith("sm_") else "kernel.ptx"
+
+    def record(self, result: Compiled) -> bytes:
+        """What entry.json holds when code and log are those of `result`."""
+        checksums = {self.payload: result.code, "log.txt": result.log.encode()}
+        record = {
+            "format": FORMAT,
+            "kernel": self.name,
+            "compiler": nvrtc.identity(),
+            "flags": nvrtc.flags(self.target),
+            "sha256": {file: hashlib.sha256(content).hexdigest() for file, content in checksums.items()},
+        }
+        return json.dumps(record, indent=4).encode()
+
+    def load(self) -> Compiled | None:
+        """What was stored; None where there is nothing, or nothing that can be trusted."""
+        path = self.path
+        try:
+            check_safe(path)
+            code, log, record = ((path / file).read_bytes() for file in (self.payload, "log.txt", "entry.json"))
+            found = Compiled(self.name, self.target, code, log.decode(), path / self.payload)
+        except (OSError, UnicodeDecodeError):
+            return None
+        return found if record == self.record(found) else None
+
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        """Makes the entry of source.cu and `files`, unless another process was quicker.
+
+        Whoever reads the entry sees all of it or nothing. Raises OSError where the folder takes no entry.
+        """
+        mode = os.lstat(self.folder).st_mode
+        if has_owners() and not mode & stat.S_IWUSR:  # root could write all the same
+            raise PermissionError(f"{self.folder} is read-only")
+        workplace = Path(tempfile.mkdtemp(prefix=PUBLISHING, dir=self.folder))
+        try:
+            complete = workplace / "entry"
+            complete.mkdir(mode & 0o755)  # who may read the folder may read the entry
+            for name, content in {"source.cu": self.text.encode(), **files}.items():
+                write(complete / name, content, mode & 0o644)
+            for attempt in itertools.count():
+                try:
+                    return os.rename(complete, self.path)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                        raise
+                if self.load() is not None:
+                    return None
+                # What is there is damaged. Another process may be first to move it away.
+                with suppress(FileNotFoundError):
+                    os.rename(self.path, workplace / f"damaged{attempt}")
+        finally:
+            shutil.rmtree(workplace)
+
+
+def write(path: Path, content: bytes, mode: int) -> None:
+    """A new file whose content is on the disk before the rename that publishes it can be."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def store(entry: Entry, files: Mapping[str, bytes]) -> bool:
+    """Publishes the entry if it can; else says why it cannot."""
+    try:
+        entry.publish(files)
+    except OSError as error:
+        warn_once(error)
+        return False
+    return True
+
+
+def warn_once(error: OSError) -> None:
+    """The first of these warnings in a process; the next kernel's would tell nothing new."""
+    if next(failures) == 0:
+        warnings.warn(
+            f"compiled kernels cannot be kept on disk, so every process compiles them anew: {error}. Set "
+            "CUPY_FLASH_CACHE_DIR to a folder on a disk with space that you own and that others cannot write to.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def location() -> Path:
+    """The cache folder: CUPY_FLASH_CACHE_DIR, else the user's. It need not exist. OSError where there is no home."""
+    folder = Path(environment.cache_dir() or _users())
+    if not folder.is_absolute():  # older platformdirs leave the ~ of a home that does not exist
+        raise FileNotFoundError(f"{folder} is not an absolute path")
+    return folder
+
+
+def _users() -> str:
+    """The user's cache folder, where this system keeps such folders."""
+    from platformdirs import user_cache_dir
+
+    try:
+        return str(user_cache_dir("cupy_flash", appauthor=False))
+    except RuntimeError as error:  # platformdirs found no home
+        raise FileNotFoundError(str(error)) from error
+
+
+def usable_folder() -> Path:
+    """The cache folder, made if need be. OSError says why it cannot be used."""
+    folder = location()
+    make(folder)
+    check_safe(folder)
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Makes a folder and those above it, each for its user alone."""
+    if not folder.parent.is_dir():
+        make(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_safe(folder: Path) -> None:
+    """Raises OSError where somebody else could have put code into the folder, or could yet."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'no folder'}")
+    if not has_owners():
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}, who could put code into it")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} can be written by other users (chmod go-w would close it)")
+
+
+def has_owners() -> bool:
+    """Whether files have POSIX owners and modes. On Windows they have not, and a user's cache folder is private."""
+    return hasattr(os, "geteuid")
+
+
+def entries(folder: Path) -> Iterator[Path]:
+    """The folders in a cache folder that this module made, those of interrupted processes too."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if OURS.fullmatch(path.name) and stat.S_ISDIR(os.lstat(path).st_mode):
+            yield path
+
+
+def size(folder: Path) -> tuple[int, int]:
+    """(entries, bytes) of a cache folder."""
+    found = list(entries(folder))
+    return len(found), sum(file.lstat().st_size for path in found for file in path.rglob("*") if file.is_file())
+
+
+def clear(folder: Path) -> None:
+    """Removes the entries of a cache folder. A file that is not of an entry stays, and its folder with it."""
+    for path in entries(folder):
+        remove(path)
+
+
+def remove(entry: Path) -> None:
+    """Removes what this module writes into a folder, then the folder if nothing else is in it."""
+    for path in entry.iterdir():
+        if stat.S_ISDIR(os.lstat(path).st_mode) and entry.name.startswith(PUBLISHING):
+            remove(path)
+        elif path.name in FILES:
+            path.unlink()
+    if not any(entry.iterdir()):
+        entry.rmdir()

@@ -1,0 +1,41 @@
+// The names a kernel may use, with defaults: what a plan decides, known when the kernel is compiled.
+//
+// cupy_flash/source.py puts the plan's values in place of the defaults when it assembles the text. So that it can,
+// every line is a comment or defines one constant, in one of these forms:
+//
+//     constexpr int NAME = 64;          a whole number
+//     constexpr bool NAME = false;      for `if constexpr`
+//     constexpr float NAME = 0.5f;      a finite number
+//     using name = float;               a type by its one-word name
+//     #define NAME 0                    a switch, 0 or 1, for `#if NAME` and `#if !NAME` with #else and #endif: the
+//                                       branch not chosen, and what it includes, is absent from the text
+//
+// What follows from constants (warps, bytes of a tile) is computed where it is used, not here.
+#pragma once
+
+using element = float;        // of Q, K, V and O in global memory
+using real = float;           // of scores, sums and lse: float, or double for double
+using bias_element = float;   // of the bias and its gradient
+using sink_element = float;   // of the sink and its gradient
+using other_element = float;  // of the second of two partial results
+
+constexpr int HEAD_DIM = 64;    // of Q and K
+constexpr int HEAD_DIM_V = 64;  // of V and O
+constexpr int BLOCK_Q = 64;     // queries per block of threads
+constexpr int BLOCK_KV = 64;    // keys per step
+constexpr int THREADS = 128;    // per block
+
+// What a call asks for: the struct of a feature that is absent compiles to nothing.
+constexpr bool PACKED = false;        // sequences of different lengths in one row of tokens
+constexpr bool Q_LENGTHS = false;     // padded batches: how many queries of each sequence count
+constexpr bool KV_LENGTHS = false;    // and how many keys
+constexpr bool TOP_LEFT = false;      // the diagonal starts in the top left corner, not in the bottom right
+constexpr bool WINDOW_LEFT = false;   // a window is bounded to the left
+constexpr bool WINDOW_RIGHT = false;  // and to the right; causal is a window with nothing to the right
+constexpr bool DENSE_MASK = false;
+constexpr bool SOFTCAP = false;
+constexpr bool ALIBI = false;
+constexpr bool BIAS = false;
+constexpr bool SINK = false;
+constexpr bool DROPOUT = false;
+constexpr bool DLSE = false;  // lse has a gradient

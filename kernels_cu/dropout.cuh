@@ -1,0 +1,48 @@
+// Dropout as a pure function of (seed, batch, head, query, key): Philox 4x32-10. Twin of dropout.py, bit for bit.
+#pragma once
+#include "sequence.cuh"
+
+struct Philox {
+  unsigned int word[4];
+
+  Philox() = default;
+  __device__ Philox(unsigned int c0, unsigned int c1, unsigned int c2, unsigned int c3, unsigned long long seed) {
+    unsigned int key0 = (unsigned int)seed, key1 = (unsigned int)(seed >> 32);
+#pragma unroll 1  // a tile holds many calls: unrolled, they are most of the compile time
+    for (int round = 0; round < 10; ++round) {
+      unsigned long long product0 = 0xD2511F53ull * c0, product1 = 0xCD9E8D57ull * c2;
+      c0 = (unsigned int)(product1 >> 32) ^ c1 ^ key0;
+      c2 = (unsigned int)(product0 >> 32) ^ c3 ^ key1;
+      c1 = (unsigned int)product1;
+      c3 = (unsigned int)product0;
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+  }
+
+  // The 16 random bits of element (i, j) of the 16 x 16 block that the counter names.
+  __device__ unsigned int half(int i, int j) const {
+    // Word 2 * (i / 8 % 2) + j / 8 % 2, chosen without an index: an indexed array would live in local memory.
+    unsigned int bits = i & 8 ? (j & 8 ? word[3] : word[2]) : (j & 8 ? word[1] : word[0]);
+    return bits >> (16 * (j & 1)) & 0xFFFFu;
+  }
+};
+
+struct Dropout {
+  unsigned long long seed;
+  unsigned int drop_below;
+  unsigned int head_index;  // b * Hq + h
+  double keep_scale;
+
+  __device__ Dropout(const Params& p, int b, int h)
+      : seed(p.seed), drop_below(p.drop_below), head_index(b * p.heads + h), keep_scale(p.keep_scale) {
+    if (DROPOUT && p.seed_array) seed = (unsigned long long)*p.seed_array;
+  }
+
+  // The bits that serve element (i, j), and seven others: rows i, i ^ 8 by columns j, j ^ 1, j ^ 8, j ^ 9.
+  __device__ Philox bits(int i, int j) const {
+    return Philox(i >> 4, j >> 4, head_index, 4 * (i & 7) + ((j & 7) >> 1), seed);
+  }
+  __device__ bool keeps(const Philox& bits, int i, int j) const { return bits.half(i, j) >= drop_below; }
+};

@@ -1,0 +1,25 @@
+// dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, in one order: a block per head. grid
+// (heads)
+#include "number.cuh"
+#include "sequence.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_constant__ Params p) {
+  __shared__ real sums[THREADS];
+  int head = blockIdx.x;
+  real sink = to_real(((const sink_element*)p.sink)[head]), sum = 0;
+  for (int b = 0; b < p.batch; ++b) {
+    Sequence sequence(p, b);
+    const real* lse = sequence.queries<real>(p.lse, head);
+    const real* delta = sequence.queries<real>(p.delta, head);
+    for (int i = threadIdx.x; i < sequence.q_len; i += THREADS) {
+      real x = lse[i * p.lse.row];
+      if (x != -infinity()) sum += exp(sink - x) * delta[i * p.delta.row];
+    }
+  }
+  sums[threadIdx.x] = sum;
+  for (int half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) store((sink_element*)p.dsink + head, -sums[0]);
+}

@@ -1,0 +1,39 @@
+// Which keys a query sees: by position (the band of causal and window masks) and by the dense mask. Twin of mask.py.
+#pragma once
+#include "sequence.cuh"
+
+// Query i sees the keys i + low <= j <= i + high that exist.
+struct Band {
+  int low;
+  int high;
+  int q_len;
+  int kv_len;
+
+  __device__ Band(const Params& p, const Sequence& sequence) : q_len(sequence.q_len), kv_len(sequence.kv_len) {
+    // An unbounded side, or one past the sequence, is a bound that no pair of positions reaches.
+    low = -q_len - 1;
+    high = kv_len + 1;
+    if (WINDOW_LEFT) low = max((long long)low, (long long)sequence.offset - p.window_left);
+    if (WINDOW_RIGHT) high = min((long long)high, (long long)sequence.offset + p.window_right);
+  }
+
+  __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
+
+  // Keys [start, stop) that a query of [q_start, q_stop) sees; queries that see a key of [kv_start, kv_stop).
+  __device__ int kv_begin(int q_start) const { return min(max(q_start + low, 0), kv_len); }
+  __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }
+  __device__ int q_begin(int kv_start) const { return min(max(kv_start - high, 0), q_len); }
+  __device__ int q_end(int kv_stop) const { return max(min(kv_stop - low, q_len), 0); }
+
+  // Whether every query of the tile sees every key of it, all of them inside the sequence: nothing to mask.
+  __device__ bool sees_all(int q_start, int q_stop, int kv_start, int kv_stop) const {
+    return q_stop - 1 + low <= kv_start && kv_stop - 1 <= q_start + high && q_stop <= q_len && kv_stop <= kv_len;
+  }
+};
+
+struct DenseMask {
+  __device__ static bool sees(const Params& p, int b, int h, int i, int j) {
+    const unsigned char* mask = (const unsigned char*)p.mask.data;
+    return mask[b * p.mask.batch + h * p.mask.head + i * p.mask.row + j * p.mask.column] != 0;
+  }
+};

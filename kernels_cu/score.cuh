@@ -1,0 +1,42 @@
+// What happens to a score between q.k and the softmax, with the gradients beside it. Twin of score.py.
+//
+//     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias
+#pragma once
+#include "mask.cuh"
+#include "number.cuh"
+
+struct Score {
+  const Params& p;
+  int batch;
+  int head;
+  int offset;
+  real scale;
+  real slope;
+
+  __device__ Score(const Params& params, const Sequence& sequence, int h)
+      : p(params), batch(sequence.batch), head(h), offset(sequence.offset), scale((real)params.scale), slope(0) {
+    // The rows past a packed batch's last sequence have none.
+    if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
+  }
+
+  // The score of query i and key j from their product; `slope_of_cap` is what the gradient of the cap needs.
+  __device__ real apply(real product, int i, int j, real& slope_of_cap) const {
+    real s = scale * product;
+    slope_of_cap = 1;
+    if constexpr (SOFTCAP) {
+      real t = tanh(s / (real)p.softcap);
+      s = (real)p.softcap * t;
+      slope_of_cap = 1 - t * t;
+    }
+    if constexpr (ALIBI) s -= slope * (real)abs(i + offset - j);
+    if constexpr (BIAS) s += to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
+    return s;
+  }
+
+  // The gradient of scale * q.k from that of the score. The bias's is that of the score itself.
+  __device__ real gradient(real ds, real slope_of_cap) const { return SOFTCAP ? ds * slope_of_cap : ds; }
+
+  __device__ long long bias_index(const Dense& x, int i, int j) const {
+    return batch * x.batch + head * x.head + i * x.row + j * x.column;
+  }
+};

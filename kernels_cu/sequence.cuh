@@ -1,0 +1,45 @@
+// Where one sequence of the batch lies, padded or packed, and what its positions mean. Lengths are read once, here.
+#pragma once
+#include "number.cuh"
+#include "params.cuh"
+
+struct Sequence {
+  int batch;
+  int q_len;  // queries and keys that count
+  int kv_len;
+  int q_rows;  // rows of the arrays that are this sequence's to write: those past the lengths are written too
+  int kv_rows;
+  int q_start;  // first row; 0 in a padded batch
+  int kv_start;
+  int offset;  // the diagonal offset o that causal, window and ALiBi share
+
+  __device__ Sequence(const Params& p, int b) : batch(b) {
+    if constexpr (PACKED) {
+      // One block more than there are sequences: the rows past the last, which no query or key counts in.
+      bool past_the_end = b == p.batch;
+      q_start = p.cu_seqlens_q[b];
+      kv_start = p.cu_seqlens_k[b];
+      q_rows = (past_the_end ? p.q_len : p.cu_seqlens_q[b + 1]) - q_start;
+      kv_rows = (past_the_end ? p.kv_len : p.cu_seqlens_k[b + 1]) - kv_start;
+      q_len = past_the_end ? 0 : q_rows;
+      kv_len = past_the_end ? 0 : kv_rows;
+    } else {
+      q_start = kv_start = 0;
+      q_rows = p.q_len;
+      kv_rows = p.kv_len;
+      q_len = Q_LENGTHS ? p.q_lengths[b] : q_rows;
+      kv_len = KV_LENGTHS ? p.kv_lengths[b] : kv_rows;
+    }
+    offset = TOP_LEFT ? 0 : kv_len - q_len;
+  }
+
+  // The address of row 0 of this sequence in an operand of queries, or of keys.
+  template <typename T>
+  __device__ T* queries(const Operand& x, int head) const {
+    return (T*)x.data + (PACKED ? 0 : batch * x.batch) + head * x.head + q_start * x.row;
+  }
+  template <typename T>
+  __device__ T* keys(const Operand& x, int kv_head) const {
+    return (T*)x.data + (PACKED ? 0 : batch * x.batch) + kv_head * x.head + kv_start * x.row;
+  }
+};

@@ -1,0 +1,76 @@
+// Backward, dbias: one block per tile of the bias, over everything that it broadcasts over, in one order. A third
+// recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
+// broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
+// entry.
+#include "steps.cuh"
+
+constexpr int ROWS = BLOCK_Q / ROW_THREADS;
+constexpr int COLS = BLOCK_KV / LANES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
+  extern __shared__ Chunk smem[];
+  real* Q_smem = (real*)smem;                                  // [BLOCK_Q][HEAD_DIM]
+  real* dO_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);     // [BLOCK_Q][HEAD_DIM_V]
+  real* K_smem = dO_smem + BLOCK_Q * row_stride(HEAD_DIM_V);   // [BLOCK_KV][HEAD_DIM]
+  real* V_smem = K_smem + BLOCK_KV * row_stride(HEAD_DIM);     // [BLOCK_KV][HEAD_DIM_V]
+  real* dS_smem = V_smem + BLOCK_KV * row_stride(HEAD_DIM_V);  // [BLOCK_Q][BLOCK_KV]
+  real* lse_smem = dS_smem + BLOCK_Q * p_stride(BLOCK_KV);     // [BLOCK_Q]
+  real* delta_smem = lse_smem + BLOCK_Q;                       // [BLOCK_Q]
+
+  bool all_batches = p.dbias.batch == 0, all_heads = p.dbias.head == 0;
+  bool all_rows = p.dbias.row == 0, all_columns = p.dbias.column == 0;
+  int kv_tiles = all_columns ? 1 : (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
+  int q_begin = all_rows ? 0 : blockIdx.x / kv_tiles * BLOCK_Q, q_end = all_rows ? p.q_len : q_begin + BLOCK_Q;
+  int kv_begin = all_columns ? 0 : blockIdx.x % kv_tiles * BLOCK_KV,
+      kv_end = all_columns ? p.kv_len : kv_begin + BLOCK_KV;
+  int h_begin = all_heads ? 0 : blockIdx.y, h_end = all_heads ? p.heads : h_begin + 1;
+  int b_begin = all_batches ? 0 : blockIdx.z, b_end = all_batches ? p.batch : b_begin + 1;
+
+  real dS_rmem[ROWS][COLS] = {};
+  for (int b = b_begin; b < b_end; ++b) {
+    Sequence sequence(p, b);
+    Band band(p, sequence);
+    for (int head = h_begin; head < h_end; ++head) {
+      int kv_head = head / p.group;
+      Score score(p, sequence, head);
+      Dropout dropout(p, b, head);
+      for (int q_start = q_begin; q_start < min(q_end, sequence.q_len); q_start += BLOCK_Q) {
+        Range keys = {band.kv_begin(q_start), band.kv_end(min(q_start + BLOCK_Q, sequence.q_len))};
+        for (int kv_start = kv_begin; kv_start < min(kv_end, keys.end); kv_start += BLOCK_KV) {
+          if (kv_start + BLOCK_KV <= keys.begin) continue;
+          __syncthreads();
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start,
+                                       Range{0, sequence.q_len});
+          load_dO(dO_smem, p, sequence, head, q_start, Range{0, sequence.q_len});
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+          load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
+          __syncthreads();
+          real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
+          scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, K_smem);
+          scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, dO_smem, V_smem);
+          int2 start = {q_start, kv_start};
+          differentiate<true, false, false>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < COLS; ++c) dS_rmem[r][c] += dP_rmem[r][c];
+        }
+      }
+    }
+  }
+
+  // Sum over the rows and columns that the bias broadcasts over, then store.
+  store_p(dS_smem, dS_rmem);
+  __syncthreads();
+  int rows = all_rows ? 1 : min(BLOCK_Q, p.q_len - q_begin),
+      columns = all_columns ? 1 : min(BLOCK_KV, p.kv_len - kv_begin);
+  bias_element* dbias = (bias_element*)p.dbias.data + blockIdx.z * p.dbias.batch + blockIdx.y * p.dbias.head;
+  for (int n = threadIdx.x; n < rows * columns; n += THREADS) {
+    int row = n / columns, column = n % columns;
+    real sum = 0;
+    for (int r = row; r < (all_rows ? BLOCK_Q : row + 1); ++r)
+      for (int c = column; c < (all_columns ? BLOCK_KV : column + 1); ++c) sum += dS_smem[r * p_stride(BLOCK_KV) + c];
+    store(dbias + (q_begin + row) * p.dbias.row + (kv_begin + column) * p.dbias.column, sum);
+  }
+}

@@ -1,0 +1,57 @@
+// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. A second recomputation of
+// the scores instead of atomic additions: every sum has one order. grid (query tiles, heads, sequences)
+#include "steps.cuh"
+
+constexpr int ROWS = BLOCK_Q / ROW_THREADS;
+constexpr int COLS = BLOCK_KV / LANES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid_constant__ Params p) {
+  extern __shared__ Chunk smem[];
+  real* Q_smem = (real*)smem;                                  // [BLOCK_Q][HEAD_DIM]
+  real* dO_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);     // [BLOCK_Q][HEAD_DIM_V]
+  real* K_smem = dO_smem + BLOCK_Q * row_stride(HEAD_DIM_V);   // [BLOCK_KV][HEAD_DIM]
+  real* V_smem = K_smem + BLOCK_KV * row_stride(HEAD_DIM);     // [BLOCK_KV][HEAD_DIM_V]
+  real* dS_smem = V_smem + BLOCK_KV * row_stride(HEAD_DIM_V);  // [BLOCK_Q][BLOCK_KV]
+  real* lse_smem = dS_smem + BLOCK_Q * p_stride(BLOCK_KV);     // [BLOCK_Q]
+  real* delta_smem = lse_smem + BLOCK_Q;                       // [BLOCK_Q]
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    int q_stop = min(q_start + BLOCK_Q, sequence.q_len);
+    __syncthreads();
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, Range{0, sequence.q_len});
+    load_dO(dO_smem, p, sequence, head, q_start, Range{0, sequence.q_len});
+    load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
+    real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
+
+    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
+    for (int kv_start = keys.begin / BLOCK_KV * BLOCK_KV; kv_start < keys.end; kv_start += BLOCK_KV) {
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+      __syncthreads();
+      real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
+      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, K_smem);
+      scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, dO_smem, V_smem);
+      int2 start = {q_start, kv_start};
+      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        differentiate<false, false, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+      else
+        differentiate<true, false, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+      store_p(dS_smem, dP_rmem);
+      __syncthreads();
+      accumulate<ROWS, BLOCK_KV, HEAD_DIM>(dQ_rmem, dS_smem, K_smem);
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      int i = q_start + row_y() + r * ROW_THREADS;
+      if (i < sequence.q_rows)
+        store_row<HEAD_DIM>(sequence.queries<element>(p.dq, head) + i * p.dq.row, dQ_rmem[r], (real)p.scale);
+    }
+  }
+}

@@ -1,0 +1,99 @@
+// Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
+#include "../softmax.cuh"
+#include "steps.cuh"
+
+constexpr int ROWS = BLOCK_Q / ROW_THREADS;
+constexpr int COLS = BLOCK_KV / LANES;
+
+// Products to scores; what a query does not see becomes -inf.
+template <bool MASKED>
+__device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& band, int q_start, int kv_start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
+      real slope_of_cap;
+      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+    }
+}
+
+// Scores to probabilities in shared memory; O and the row sums brought to the new maximum.
+__device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O)[ROWS][columns_of(HEAD_DIM_V)],
+                       real* P_smem, const Dropout& dropout, int q_start, int kv_start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    real largest = -infinity(), sum = 0;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) largest = max(largest, S[r][c]);
+    real rescale = softmax[r].rescale(row_max(largest));
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);
+    softmax[r].l = softmax[r].l * rescale + row_sum(sum);
+#pragma unroll
+    for (int n = 0; n < columns_of(HEAD_DIM_V); ++n) O[r][n] *= rescale;
+    int row = row_y() + r * ROW_THREADS;
+    if constexpr (DROPOUT) {
+      Kept kept;
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) S[r][c] *= kept.factor(dropout, c, q_start + row, kv_start + lane_x() + c * LANES);
+    }
+  }
+  store_p(P_smem, S);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
+  extern __shared__ Chunk smem[];
+  real* Q_smem = (real*)smem;                              // [BLOCK_Q][HEAD_DIM]
+  real* X_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][HEAD_DIM or HEAD_DIM_V]: K, then V
+  real* P_smem = X_smem + BLOCK_KV * row_stride(MAX_DIM);  // [BLOCK_Q][BLOCK_KV]
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  const element* Q = sequence.queries<element>(p.q, head);
+  const element* K = sequence.keys<element>(p.k, kv_head);
+  const element* V = sequence.keys<element>(p.v, kv_head);
+  real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
+
+  for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    int q_stop = min(q_start + BLOCK_Q, sequence.q_len);
+    __syncthreads();
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
+    Softmax softmax[ROWS];
+    real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);
+
+    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
+    for (int kv_start = (keys.end - 1) / BLOCK_KV * BLOCK_KV; keys.end > keys.begin && kv_start > keys.begin - BLOCK_KV;
+         kv_start -= BLOCK_KV) {
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K, p.k, kv_start, keys);
+      __syncthreads();
+      real S_rmem[ROWS][COLS] = {};
+      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V, p.v, kv_start, keys);
+      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        modify<false>(S_rmem, score, band, q_start, kv_start);
+      else
+        modify<true>(S_rmem, score, band, q_start, kv_start);
+      update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start);
+      __syncthreads();
+      accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      int i = q_start + row_y() + r * ROW_THREADS;
+      if (i >= sequence.q_rows) continue;
+      element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
+      store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());
+      if (lane_x() == 0)
+        sequence.queries<real>(p.lse, head)[i * p.lse.row] = i < sequence.q_len ? softmax[r].lse() : -infinity();
+    }
+  }
+}

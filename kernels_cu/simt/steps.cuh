@@ -1,0 +1,81 @@
+// Steps that the forward and the backward kernels of the simt engine share, element by element of a tile.
+#pragma once
+#include "../dropout.cuh"
+#include "../mask.cuh"
+#include "../score.cuh"
+#include "tile.cuh"
+
+constexpr int MAX_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
+
+template <bool MASKED>
+__device__ bool sees(const Score& score, const Band& band, int i, int j) {
+  bool seen = !MASKED || band.sees(i, j);
+  // Positions outside the sequence are not looked up.
+  if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+  return seen;
+}
+
+// Dropout's factors along the columns of one row: columns c and c + 1, LANES apart, share their random bits.
+struct Kept {
+  Philox bits;
+
+  __device__ real factor(const Dropout& dropout, int c, int i, int j) {
+    if (c % 2 == 0) bits = dropout.bits(i, j);
+    return dropout.keeps(bits, i, j) ? (real)dropout.keep_scale : 0;
+  }
+};
+
+// A thread's part of a tile of probabilities, or of their gradients, to shared memory.
+template <int ROWS, int COLS>
+__device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+      P_smem[(row_y() + r * ROW_THREADS) * p_stride(COLS * LANES) + lane_x() + c * LANES] = P[r][c];
+}
+
+// dO of the queries of a tile that are in `queries`. A row that sees nothing passes no gradient: it counts as zeros.
+__device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
+                               Range queries) {
+  const element* dO = sequence.queries<element>(p.dout, head);
+  const real* lse = sequence.queries<real>(p.lse, head);
+  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start,
+                                 [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
+}
+
+// What else the backward needs of them: lse, +inf for such a row, so that exp(s - lse) is 0; and delta, 0 there.
+__device__ inline void load_rows(real* lse_smem, real* delta_smem, const Params& p, const Sequence& sequence, int head,
+                                 int q_start) {
+  const real* lse = sequence.queries<real>(p.lse, head);
+  const real* delta = sequence.queries<real>(p.delta, head);
+  for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
+    int i = q_start + row;
+    real x = i < sequence.q_len ? lse[i * p.lse.row] : -infinity();
+    lse_smem[row] = x == -infinity() ? infinity() : x;
+    delta_smem[row] = x == -infinity() ? 0 : delta[i * p.delta.row];
+  }
+}
+
+// Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
+// OF_PRODUCT: dS is the gradient of scale * q.k, else that of the score that the softmax saw.
+template <bool MASKED, bool TRANSPOSED, bool OF_PRODUCT, int ROWS, int COLS>
+__device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], const Score& score, const Band& band,
+                              const Dropout& dropout, const real* lse_smem, const real* delta_smem, int2 start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    Kept kept;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      int row = row_y() + r * ROW_THREADS, column = lane_x() + c * LANES;
+      int query = TRANSPOSED ? column : row, i = start.x + query, j = start.y + (TRANSPOSED ? row : column);
+      real slope_of_cap = 0;
+      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+      real probability = exp(s - lse_smem[query]);
+      real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
+      real ds = probability * (dP[r][c] * factor - delta_smem[query]);
+      S[r][c] = probability * factor;
+      dP[r][c] = OF_PRODUCT ? score.gradient(ds, slope_of_cap) : ds;
+    }
+  }
+}

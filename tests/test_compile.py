@@ -1,0 +1,132 @@
+"""compile() ahead of the first call: it covers what every later call launches, says what it made, and needs no GPU."""
+
+import sys
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cases import OPTIONS, Case, posed, run
+
+import cupy_flash
+from cupy_flash import ahead, device
+from cupy_flash.__main__ import main
+from cupy_flash.plan import plan
+from cupy_flash.problem import DTYPES, Saved
+
+ARCHS = ("sm_75", "sm_80", "sm_90a")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(folder))
+    return folder
+
+
+def kernels(launches):
+    return {(launch.kernel, launch.constants, launch.threads, launch.shared_bytes) for launch in launches}
+
+
+def planned(problem, on):
+    return plan(replace(problem, device="cuda:0", backend=None), on)
+
+
+def words(case):
+    """The words of compile() for a case: of an array its dtype."""
+    given = {}
+    for name, value in case.call().options.items():
+        if isinstance(value, np.ndarray):
+            given[name] = value.dtype.name if value.dtype.name in DTYPES else True
+        elif name != "seed":
+            given[name] = value
+    sizes = dict(head_dim=case.head_dim, head_dim_v=case.head_dim_v, group=case.heads // case.kv_heads)
+    return dict(dtype=case.dtype, packed=case.packed, return_lse=case.dlse) | sizes | given
+
+
+@pytest.mark.parametrize("name", [name for name, case in OPTIONS.items() if case.head_dim <= 256])
+def test_covers_the_call(name):
+    """Of every option: what a forward and a backward of the case launch."""
+    case, on = OPTIONS[name], device.named("sm_80", "cuda")
+    covered = kernels(ahead.launches(on, **words(case)))
+    call, result = case.call(), run(case)
+    for saved in (None, Saved(call.dout, result.out, result.lse, call.dlse)):
+        launched = kernels(planned(posed(case, saved)[0].problem, on).launches)
+        assert launched <= covered
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype, head_dim", [("float32", 64), ("float32", 256), ("float64", 96), ("bfloat16", 128)])
+def test_covers_every_length(dtype, head_dim, backward, arch):
+    on = device.named(arch, "cuda")
+    covered = kernels(ahead.launches(on, dtype=dtype, head_dim=head_dim, causal=True, backward=backward))
+    case = Case(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim, causal=True, dlse=False)
+    problem = replace(posed(case)[0].problem, backward=backward)
+    tiles = set()
+    for batch, heads in ((1, 1), (1, 8), (5, 40), (200, 8)):
+        for q_len in (0, 1, 7, 64, 100, 1000, 5000, 100_000):
+            for kv_len in (0, 1, q_len, 3 * q_len):
+                sizes = dict(batch=batch, heads=heads, kv_heads=heads, q_len=q_len, kv_len=kv_len)
+                chosen = planned(replace(problem, **sizes), on)
+                tiles.add((chosen.block_q, chosen.block_kv, chosen.threads))
+                assert kernels(chosen.launches) <= covered, sizes
+    assert len(tiles) > 1 or head_dim > 64  # lengths do decide, where several tiles fit
+
+
+def test_compiles_into_the_cache(folder):
+    made = cupy_flash.compile(dtype="float32", head_dim=16, arch="sm_75", backward=False)
+    assert made and {it.name for it in made} == {"simt/forward"} and {it.target for it in made} == {"sm_75"}
+    assert all(it.path.is_relative_to(folder) and it.path.read_bytes() == it.code for it in made)
+    assert all(it.resources["forward"].registers > 0 for it in made)
+    assert len({it.path for it in made}) == len(made)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "float32", torch.float32], ids=repr)
+def test_takes_every_spelling_of_a_dtype(dtype):
+    on = device.named("sm_80", "cuda")
+    assert ahead.launches(on, dtype=dtype, head_dim=8) == ahead.launches(on, dtype="float32", head_dim=8)
+    assert ahead.element_dtype(ml_dtypes.bfloat16) == ahead.element_dtype("bfloat16") == ml_dtypes.bfloat16
+
+
+def test_gradients_of_lse_cost_one_small_kernel():
+    """All kernels but delta are the same with and without a gradient of lse."""
+    on = device.named("sm_80", "cuda")
+    without, both = (kernels(ahead.launches(on, dtype="float32", head_dim=8, return_lse=it)) for it in (False, True))
+    assert without < both and {kernel for kernel, *_ in both - without} == {"delta"}
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        pytest.param(dict(head_dim=0), "head_dim must be at least 1", id="no-dimension"),
+        pytest.param(dict(dtype="int8"), "dtype must be one of", id="integers"),
+        pytest.param(dict(window=3), "window must be", id="a-call-would-refuse"),
+        pytest.param(dict(colour=1), "unknown option 'colour'", id="unknown-option"),
+        pytest.param(dict(head_dim=257), "larger than 256", id="no-engine"),
+        pytest.param(dict(backend="cpu"), 'backend="cpu" was asked for', id="other-backend"),
+        pytest.param(dict(arch="sm_42"), "unknown GPU architecture", id="unknown-gpu"),
+        pytest.param(dict(packed=True, bias=True), "bias is for padded batches", id="packed-bias"),
+    ],
+)
+def test_refuses(wrong, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cupy_flash.compile(**dict(dtype="float32", head_dim=8, arch="sm_80") | wrong)
+
+
+def test_without_arch_a_gpu_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match='there is no GPU to compile for; name one, as in arch="sm_90a"'):
+        cupy_flash.compile(dtype="float32", head_dim=8)
+
+
+def test_command(folder, capsys):
+    command = ["compile", "--arch", "sm_75", "--dtype", "float32", "--head-dim", "8", "--no-backward", "--causal"]
+    assert main(command) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    count = len(lines)
+    assert lines[0].startswith(f"1/{count} simt/forward, tile ") and "registers" in lines[0]
+    assert last.startswith(f"{folder}, {count} entries")
+    assert main(["compile", "--arch", "sm_75", "--head-dim", "300"]) == 1
+    assert "larger than 256" in capsys.readouterr().err

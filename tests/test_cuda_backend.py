@@ -1,0 +1,160 @@
+"""The backend on a GPU up to the launch, without one: a stand-in for CuPy whose every name the real CuPy has."""
+
+import sys
+from functools import reduce
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import cache, device
+from cupy_flash.backends import cuda
+from cupy_flash.params import dtypes
+
+STREAM = 0xABC0
+
+
+class Array:
+    """cupy.ndarray, in host memory."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.strides, self.dtype = x, x.shape, x.strides, x.dtype
+        self.data, self.device = SimpleNamespace(ptr=x.ctypes.data), SimpleNamespace(id=1)
+
+
+class Card:
+    """cupy.cuda.Device."""
+
+    compute_capability = "90"
+    attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
+
+    def __init__(self, index):
+        self.index = index
+
+    def __enter__(self):
+        Card.entered.append(self.index)
+
+    def __exit__(self, *_):
+        Card.entered.pop()
+
+
+@pytest.fixture
+def cupy(monkeypatch, tmp_path):
+    """The stand-in as `cupy`; what was loaded and launched is in `loaded` and `launches`."""
+    launches, loaded, attributes = [], [], []
+
+    def function(name):
+        def launch(grid, block, arguments, *, shared_mem, stream):
+            (params,) = arguments
+            raised = getattr(launch, "max_dynamic_shared_size_bytes", None)
+            assert shared_mem in (raised, *(value for _, _, value in attributes))
+            assert Card.entered == [1] and params.dtype == dtypes()["Params"] and params.size == 1
+            launches.append(SimpleNamespace(name=name, grid=grid, block=block, shared=shared_mem, stream=stream.ptr,
+                                            params=params.copy()))  # fmt: skip
+
+        launch.ptr = name
+        return launch
+
+    class Module:
+        def load(self, code):
+            loaded.append(code)
+
+        get_function = staticmethod(function)
+
+    def raw_module(*, path):
+        loaded.append(path)
+        return SimpleNamespace(get_function=function)
+
+    fake = SimpleNamespace(
+        ndarray=Array,
+        empty=lambda shape, dtype: Array(np.full(shape, 7, dtype)),
+        RawModule=raw_module,
+        cuda=SimpleNamespace(
+            Device=Card,
+            Module=Module,
+            get_current_stream=lambda index: SimpleNamespace(ptr=STREAM),
+            runtime=SimpleNamespace(streamIsCapturing=lambda stream: fake.capturing, getDevice=lambda: 1),
+            driver=SimpleNamespace(
+                CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=lambda *set: attributes.append(set)
+            ),
+        ),
+        capturing=False,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(Card, "entered", [], raising=False)
+    monkeypatch.setattr(cuda, "_loaded", {})
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
+    cache.compiled.cache_clear()
+    device.gpu.cache_clear()
+    yield SimpleNamespace(fake=fake, launches=launches, loaded=loaded, attributes=attributes)
+    device.gpu.cache_clear()
+    cache.compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ndarray", "empty", "asarray", "ascontiguousarray", "RawModule", "RawKernel.max_dynamic_shared_size_bytes",
+        "cuda.Device.compute_capability", "cuda.Device.attributes", "cuda.Device.__enter__", "cuda.Module.load",
+        "cuda.Module.get_function", "cuda.get_current_stream", "cuda.driver.funcSetAttribute",
+        "cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "cuda.runtime.getDevice",
+        "cuda.runtime.streamIsCapturing", "cuda.runtime.pointerGetAttributes",
+        # The keys of Device.attributes are these names without their prefix.
+        "cuda.runtime.cudaDevAttrMultiProcessorCount", "cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin",
+    ],
+)  # fmt: skip
+def test_cupy_has_the_name(name):
+    cupy = pytest.importorskip("cupy")
+    reduce(getattr, name.split("."), cupy)
+
+
+def call(length=40, **options):
+    q = Array(np.ones((1, length, 2, 8), np.float32))
+    out, lse = cupy_flash.attention(q, q, q, causal=True, return_lse=True, **options)
+    return q, out, lse
+
+
+def test_forward_launches_one_kernel_on_the_callers_stream_and_device(cupy):
+    q, out, lse = call()
+    (launch,) = cupy.launches
+    assert (type(out), out.shape, lse.shape) == (Array, (1, 40, 2, 8), (1, 2, 40))
+    assert (launch.name, launch.stream, launch.block[1:]) == ("forward", STREAM, (1, 1))
+    assert launch.grid[1:] == (2, 1) and launch.shared > 0
+    assert launch.params["q"]["data"] == q.data.ptr and launch.params["out"]["data"] == out.data.ptr
+    assert (out.x == 7).all()  # nothing else wrote or copied
+    (path,) = cupy.loaded
+    assert "cubin" in path
+
+
+def test_backward_launches_its_kernels_in_order(cupy):
+    q, out, lse = call()
+    gradients = cupy_flash.attention_backward(q, q, q, q, out, lse, causal=True)
+    assert [launch.name for launch in cupy.launches[1:]] == ["delta", "backward_kv", "backward_q"]
+    assert [type(x) for x in gradients[:3]] == [Array] * 3 and len(cupy.loaded) == 4
+
+
+def test_a_kernel_is_loaded_once_for_all_lengths(cupy):
+    call(40), call(40), call(41)
+    assert len(cupy.launches) == 3 and len(cupy.loaded) == 1
+
+
+def test_without_a_folder_the_bytes_are_loaded(cupy, monkeypatch, tmp_path):
+    closed = tmp_path / "file"
+    closed.write_text("no folder")
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(closed))
+    monkeypatch.setattr(cache, "failures", iter([1, 2, 3]))  # the warning is tested with the cache
+    call()
+    (code,), ((name, attribute, shared),) = cupy.loaded, cupy.attributes
+    assert code[:4] == b"\x7fELF" and (name, attribute, shared) == ("forward", 8, cupy.launches[0].shared)
+
+
+def test_inside_a_capture_only_what_is_loaded_runs(cupy):
+    cupy.fake.capturing = True
+    with pytest.raises(RuntimeError, match=r"simt/forward would have to be compiled .* call cupy_flash.compile\(...\)"):
+        call()
+    assert not cupy.loaded and not cupy.launches
+    cupy_flash.compile(dtype="float32", head_dim=8, causal=True, backward=False)
+    for length in (1, 40, 3000):
+        call(length)
+    assert len(cupy.launches) == 3

@@ -1,0 +1,129 @@
+"""What runs unattended on a GPU, as far as it goes without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench import gpu
+from bench.results import ROOT
+
+TOOL = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >>"$CALLS"
+case "$*" in *{failing}*) exit 7 ;; esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Runs bench/on_gpu.sh where python3 and the tools of a GPU only write down how they are called."""
+    calls, tools = tmp_path / "calls", tmp_path / "tools"
+    tools.mkdir()
+
+    def run(part, *, failing="nothing", names=("nvidia-smi", "python", "compute-sanitizer")):
+        calls.write_text("")
+        for name in ("nvidia-smi", "python", "compute-sanitizer"):
+            (tools / name).unlink(missing_ok=True)
+        for name in names:
+            (tools / name).write_text(TOOL.format(failing=failing))
+            (tools / name).chmod(0o755)
+        out = tmp_path / "out"
+        (out / "conformance").mkdir(parents=True, exist_ok=True)
+        environment = dict(PATH=f"{tools}:{os.environ['PATH']}", CALLS=str(calls), PYTHON="python", OUT=str(out))
+        environment["CONFORMANCE"] = str(tmp_path / "conformance")
+        done = subprocess.run(
+            ["bash", str(ROOT / "bench" / "on_gpu.sh"), part],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        steps = out / "steps.jsonl"
+        return (
+            done,
+            calls.read_text().splitlines(),
+            [json.loads(x) for x in steps.read_text().splitlines()] if steps.is_file() else [],
+        )
+
+    return run
+
+
+def test_every_part_runs_once(machine):
+    done, calls, steps = machine("all")
+    assert done.returncode == 0, done.stderr
+    names = [step["step"] for step in steps]
+    assert names == [
+        "peers",
+        "conformance",
+        "simulator",
+        "gpu-tests",
+        "behaviour",
+        "simt",
+        "overhead",
+        "memcheck",
+        "synccheck",
+    ]
+    assert {step["status"] for step in steps} == {0}
+    assert any("bench.gpu peers" in call for call in calls) and any("--tool synccheck" in call for call in calls)
+    again, calls, steps = machine("all")
+    assert again.returncode == 0 and len(steps) == len(names)
+    assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]
+
+
+def test_a_failed_step_is_told_and_run_again(machine):
+    done, _, steps = machine("4", failing="bench.gpu")
+    assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0]
+    done, calls, steps = machine("4")
+    assert done.returncode == 0 and [step["status"] for step in steps] == [7, 0, 0]
+    assert "bench.gpu simt" in "\n".join(calls) and "overhead" not in "\n".join(calls)
+
+
+def test_without_a_gpu_it_says_so(machine):
+    done, calls, steps = machine("1", failing="-L")
+    assert done.returncode == 2 and "there is no GPU here" in done.stderr and not steps
+    assert [call for call in calls if "bench" in call] == []
+
+
+def test_bench_says_that_torch_finds_no_gpu(tmp_path):
+    command = [sys.executable, "-m", "bench.gpu", "peers", "--out", str(tmp_path / "x.json")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (2, "bench.gpu: torch finds no GPU here")
+
+
+@pytest.mark.parametrize(
+    "regime, flops, name",
+    [
+        pytest.param(
+            gpu.Regime("bfloat16", 128, 8192, False),
+            4 * 2 * 16 * 8192**2 * 128,
+            "forward bfloat16, D 128, full, 8192",
+            id="full",
+        ),
+        pytest.param(
+            gpu.Regime("bfloat16", 64, 4096, True, True),
+            2.5 * 2 * 4 * 32 * 4096**2 * 64,
+            "backward bfloat16, D 64, causal, 4096",
+            id="causal-backward",
+        ),
+        pytest.param(
+            gpu.Regime("bfloat16", 192, 8192, True, False, 128),
+            2 * 10 * 8192**2 * 320,
+            "forward bfloat16, D 192, Dv 128, causal, 8192",
+            id="wide-keys",
+        ),
+    ],
+)
+def test_regimes_by_hand(regime, flops, name):
+    assert (regime.flops, regime.name) == (flops, name)
+    every = [regime.name for regimes in gpu.REGIMES.values() for regime in regimes]
+    assert len(set(every)) == len(every)
+
+
+def test_clock_and_power_of_the_samples():
+    state = gpu.summary(["1980, 612.25\n", "1755, 698.50\n", "1800, [N/A]\n", "1830, 650.00\n", "cut"])
+    assert state["samples"] == 3
+    assert state["sm_clock_mhz"] == {"median": 1830, "least": 1755, "most": 1980}
+    assert state["power_w"]["median"] == 650
+    assert gpu.summary([]) == {"samples": 0}

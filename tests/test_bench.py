@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import bench.__main__
 from bench import memory, model, peers, run, timing
@@ -25,7 +26,6 @@ CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What a run of everything leaves behind. FlexAttention has no time to compile, which takes a minute."""
-    torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from cupy_flash import backends, device, nvrtc
 from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
+from cupy_flash.backends.simulator.scheduler import OPCODES
 from cupy_flash.dropout import keep_mask
 from cupy_flash.params import dtypes
 from cupy_flash.plan import SIMT_LANES, SimtTile, plan, simt_launches
@@ -25,6 +26,15 @@ from cupy_flash.problem import Saved
 from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def test_the_simulator_knows_every_inline_instruction():
+    """Also of kernels that no test has compiled yet: the mnemonic of each line of inline PTX in kernels_cu."""
+    texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
+    inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(\s*"([^"]*)"', text)]
+    lines = [line.strip() for asm in inline for line in asm.split(";") if line.strip()]
+    opcodes = {re.sub(r"^@!?\S+\s+", "", line).split()[0].split(".")[0] for line in lines}
+    assert opcodes and opcodes <= OPCODES
 
 
 def planned(case, saved=None, arch="sm_80", tile=None, fewer_bytes=0):

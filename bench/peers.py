@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -106,7 +107,7 @@ class Standard:
         return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype) for x in wanted)
 
 
-class Torch:
+class Torch(ABC):
     """What the peers from torch share: as many threads as NumPy's BLAS, tensors over the same memory, and autograd."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
@@ -119,8 +120,9 @@ class Torch:
             x.requires_grad_(training)
         self.gradients_recorded = partial(torch.set_grad_enabled, training)
 
+    @abstractmethod
     def attend(self) -> Any:
-        raise NotImplementedError
+        """The output, (B, H, S, Dv)."""
 
     def forward(self) -> Any:
         with self.gradients_recorded():

@@ -65,7 +65,7 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
         return 1
     for number, launch in enumerate(launches, 1):
         begin = time.perf_counter()
-        registers = ahead.compile_launch(launch, on).resources[launch.function].registers
+        registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
         tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
         seconds = time.perf_counter() - begin
         print(f"{number}/{len(launches)} {launch.kernel}{tile}: {registers} registers, {seconds:.2f} s", flush=True)

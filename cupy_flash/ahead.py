@@ -65,9 +65,9 @@ def launches(
     return tuple({(launch.kernel, launch.constants): launch for launch in every}.values())
 
 
-def compile_launch(launch: Launch, on: Device) -> Compiled:
-    """The kernel of a launch, from the cache where it is there."""
-    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, on.arch)
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """The kernel of a launch as nvrtc.compile makes it for a target, from the cache where it is there."""
+    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
 
 
 def _problem(

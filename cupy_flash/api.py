@@ -260,7 +260,7 @@ def compile(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
         **options,
     )  # fmt: skip
-    results = tuple(ahead.compile_launch(launch, on) for launch in launches)
+    results = tuple(ahead.compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
         backends.load(launches, on)
     return results

@@ -14,9 +14,7 @@ class Device:
 
     backend: str  # "cpu", "cuda", "simulator"
     arch: str  # "x86_64", "arm64"; "sm_80"
-    units: (
-        int  # multiprocessors; on a CPU the threads that BLAS would use, as set with OMP_NUM_THREADS or threadpoolctl
-    )
+    units: int  # multiprocessors; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
     shared_bytes: int = 0  # shared memory that one block may have
 
     def __str__(self) -> str:

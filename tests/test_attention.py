@@ -268,9 +268,9 @@ def test_seeds(backend):
     np.testing.assert_array_equal(dropped(7), dropped(np.int32(7)))
     assert (dropped(7) != dropped(8)).any()
     assert (dropped(None) != dropped(None)).any()
-    np.random.seed(3)  # noqa: NPY002 - the generator of the promise
+    np.random.seed(3)  # noqa: NPY002 - NumPy's global generator is the one that the API promises to draw from
     first = dropped(None)
-    np.random.seed(3)  # noqa: NPY002
+    np.random.seed(3)  # noqa: NPY002 - the same
     np.testing.assert_array_equal(dropped(None), first)
 
 

@@ -281,9 +281,8 @@ class _QueryRows:
     def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int, K_norm: float) -> None:
         problem, self.call, self.band = plan.problem, call, sequence.band
         rows = (sequence.row, head, sequence.queries)
-        assert (
-            call.dout is not None and call.out is not None and call.lse is not None
-        )  # a backward's operands have them
+        # The operands of a backward have them.
+        assert call.dout is not None and call.out is not None and call.lse is not None
         # exp(score + inf) would be the probability of a row that sees nothing; exp(-inf) is.
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ..ahead import compile_launch
 from ..arrays import Array, stream_of
-from ..cache import compiled
 from ..plan import Constant, Launch, Plan
 from ..problem import Gradients, Operands
-from ..source import assemble
 from . import kernels
 
 
@@ -61,7 +60,7 @@ def load(launch: Launch, arch: str) -> Any:
     """The kernel of a launch as a function of the current device; compiled where no cache has it."""
     import cupy
 
-    result = compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, arch)
+    result = compile_launch(launch, arch)
     if result.path is not None:
         function = cupy.RawModule(path=str(result.path)).get_function(launch.function)
         function.max_dynamic_shared_size_bytes = launch.shared_bytes

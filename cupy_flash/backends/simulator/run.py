@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ...ahead import compile_launch
 from ...arrays import Array
-from ...cache import compiled
 from ...plan import Plan
 from ...problem import Gradients, Operands
-from ...source import assemble
 from .. import kernels
 from . import Memory, launch
 from .counters import Counters
@@ -33,7 +32,7 @@ def start(work: kernels.Work) -> list[Counters]:
     counters = []
     for step in work.launches:
         target = work.arch.replace("sm_", "compute_")
-        ptx = compiled(assemble(step.kernel, dict(step.constants)), step.kernel, target).ptx
+        ptx = compile_launch(step, target).ptx
         block = (step.threads, 1, 1)
         counters.append(
             launch(ptx, step.function, step.grid, block, params, memory=memory, dynamic_shared=step.shared_bytes)

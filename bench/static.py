@@ -25,7 +25,9 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
-from cupy_flash.plan import Launch, Plan, SimtTile, plan, simt_launches
+from cupy_flash.engines import simt
+from cupy_flash.launch import Launch
+from cupy_flash.plan import Plan, plan
 from cupy_flash.problem import Operands, Options, Saved, pose
 from cupy_flash.source import assemble
 
@@ -76,7 +78,7 @@ class Step:
 
     problem: str
     kernel: str
-    tile: SimtTile
+    tile: simt.Tile
     per_score: dict[str, float]  # instructions of a thread by class, for one score
     bank_conflicts: int  # wavefronts beyond the least, of the launch
     bytes_over_least: float | None  # of the launch, global memory; None where options add arrays of their own
@@ -136,12 +138,12 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
         words = PROBLEMS[name]
         launches = ahead.launches(device.named(arch, "cuda"), **words)
         for kernel in ("simt/forward", "simt/backward_q"):
-            tile = max(SimtTile(*launch.tile) for launch in launches if launch.kernel == kernel and launch.tile)
+            tile = max(simt.Tile(*launch.tile) for launch in launches if launch.kernel == kernel and launch.tile)
             found += _count(name, words, tile, kernel != "simt/forward", arch)
     return found
 
 
-def _count(name: str, words: dict[str, Any], tile: SimtTile, backward: bool, arch: str) -> list[Step]:
+def _count(name: str, words: dict[str, Any], tile: simt.Tile, backward: bool, arch: str) -> list[Step]:
     """A launch of 2 x 2 tiles, and what one more tile adds: of keys, or for the kernel whose blocks are keys, of
     queries."""
     base, wide, tall = (_run(words, tile, backward, arch, shape) for shape in ((2, 2), (2, 3), (3, 2)))
@@ -161,7 +163,7 @@ def _count(name: str, words: dict[str, Any], tile: SimtTile, backward: bool, arc
     return steps
 
 
-def _least_bytes(kernel: str, words: dict[str, Any], tile: SimtTile) -> int:
+def _least_bytes(kernel: str, words: dict[str, Any], tile: simt.Tile) -> int:
     """Of a launch of 2 x 2 tiles: what a block keeps once, what it visits once for every block."""
     dtype = np.dtype("uint16" if words["dtype"] == "bfloat16" else words["dtype"])
     row = words["head_dim"] * dtype.itemsize
@@ -176,7 +178,7 @@ def _least_bytes(kernel: str, words: dict[str, Any], tile: SimtTile) -> int:
 
 
 def _run(
-    words: dict[str, Any], tile: SimtTile, backward: bool, arch: str, tiles: tuple[int, int]
+    words: dict[str, Any], tile: simt.Tile, backward: bool, arch: str, tiles: tuple[int, int]
 ) -> dict[str, Counters]:
     """The counters of each kernel on so many tiles of queries and keys, of one head."""
     options = {key: value for key, value in words.items() if key not in ("dtype", "head_dim")}
@@ -203,7 +205,7 @@ def _run(
     def planned(saved: Saved | None) -> tuple[Plan, Operands]:
         problem, operands = pose("static", arrays, Options(**options, backend="simulator"), None, saved)
         chosen = plan(problem, device.named(arch))
-        return replace(chosen, launches=simt_launches(problem, tile)), operands
+        return replace(chosen, launches=simt.launches(problem, chosen.device, tile)), operands
 
     chosen, operands = planned(None)
     out, lse = kernels.forward(chosen, operands, counting)

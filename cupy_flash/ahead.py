@@ -12,8 +12,9 @@ from . import device
 from .arrays import named_dtype
 from .cache import compiled
 from .device import Device
+from .launch import Launch
 from .nvrtc import Compiled
-from .plan import Launch, launches_at_any_length
+from .plan import launches_at_any_length
 from .problem import DTYPES, Options, Packed, Problem, pose
 from .source import assemble
 

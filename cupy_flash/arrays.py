@@ -105,7 +105,9 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     if like.framework == "torch":
         import torch
 
-        return as_array(torch.empty(shape, dtype=getattr(torch, dtype.name), device=like.device), "output")
+        # Of NumPy's dtype the name is slow to tell.
+        theirs = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype.name)
+        return as_array(torch.empty(shape, dtype=theirs, device=like.owner.device), "output")
     if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
         namespace = like.owner.__array_namespace__()
         theirs = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
@@ -178,6 +180,7 @@ def named_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+@functools.lru_cache
 def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
     if not dtype.isnative:
         raise ValueError(f"byte order of {dtype.str} is not this machine's: pass x.astype(x.dtype.newbyteorder('='))")
@@ -266,7 +269,7 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
     shape, byte_strides = tuple(interface["shape"]), interface.get("strides")
     if byte_strides is None:
         byte_strides = tuple(stride * dtype.itemsize for stride in _contiguous_strides(shape))
-    strides = _in_elements(byte_strides, dtype)
+    strides = _in_elements(tuple(byte_strides), dtype)
     index = 0
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
-from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,15 @@ SCALARS = {
     "long long": np.int64,
     "unsigned long long": np.uint64,
     "double": np.float64,
+}
+
+# As struct.Struct writes them, which pads nowhere by itself.
+CODES = {
+    np.dtype(np.int32): "i",
+    np.dtype(np.uint32): "I",
+    np.dtype(np.int64): "q",
+    np.dtype(np.uint64): "Q",
+    np.dtype(np.float64): "d",
 }
 
 Address = Callable[[Array], int]  # where an array lies in the eyes of the kernel
@@ -47,61 +56,112 @@ def pack(
     problem: Problem, operands: Operands, results: dict[str, Array | None], address: Address
 ) -> np.ndarray[Any, Any]:
     """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
-    params = np.zeros((), dtypes()["Params"])
-    arrays: dict[str, Array | None] = {
-        field.name: getattr(operands, field.name) for field in fields(operands)
-    } | results
-    for name, array in arrays.items():
-        if not isinstance(array, Array) or name == "seed":
-            continue
-        if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
-            params[name] = _tensor(array, problem.layout, address)
-        elif name in ("lse", "dlse", "delta"):
-            params[name] = _rows(array, address)
-        elif name in ("bias", "mask", "dbias"):
-            params[name] = (address(array), *_broadcast_strides(array))
-        else:
-            params[name] = address(array)
+    members: dict[str, tuple[float, ...]] = {}
+    for name in Operands.__slots__:
+        array = getattr(operands, name)
+        if isinstance(array, Array):
+            members[name] = _member(name, array, problem.layout, address)
+    for name, array in results.items():
+        if array is not None:
+            members[name] = _member(name, array, problem.layout, address)
     if operands.alibi_slopes is not None and len(operands.alibi_slopes.shape) == 2:
-        params["alibi_batch"] = operands.alibi_slopes.strides[0]
+        members["alibi_batch"] = (operands.alibi_slopes.strides[0],)
     if isinstance(operands.seed, Array):
-        params["seed_array"] = address(operands.seed)
+        members["seed_array"] = members.pop("seed")
     else:
-        params["seed"] = operands.seed or 0
-    params["scale"] = problem.scale
-    params["softcap"] = problem.softcap or 0
-    params["keep_scale"] = dropout.keep_scale(problem.dropout)
-    params["drop_below"] = dropout.threshold(problem.dropout)
-    params["batch"], params["heads"], params["group"] = problem.batch, problem.heads, problem.group
+        members["seed"] = (operands.seed or 0,)
     packed = problem.layout == "thd"
-    params["q_len"] = operands.q.shape[0] if packed else problem.q_len
-    params["kv_len"] = operands.k.shape[0] if packed else problem.kv_len
-    for side in ("left", "right"):
-        bound = getattr(problem.mask, side)
-        params[f"window_{side}"] = -1 if bound is None else min(bound, 2**31 - 1)
-    return params
+    left, right = problem.mask.left, problem.mask.right
+    members |= {
+        "scale": (problem.scale,),
+        "softcap": (problem.softcap or 0,),
+        "keep_scale": (dropout.keep_scale(problem.dropout),),
+        "drop_below": (dropout.threshold(problem.dropout),),
+        "batch": (problem.batch,),
+        "heads": (problem.heads,),
+        "group": (problem.group,),
+        "q_len": (operands.q.shape[0] if packed else problem.q_len,),
+        "kv_len": (operands.k.shape[0] if packed else problem.kv_len,),
+        "window_left": (-1 if left is None else min(left, 2**31 - 1),),
+        "window_right": (-1 if right is None else min(right, 2**31 - 1),),
+    }
+    return _filled("Params", members)
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
     """One `Partials`: out_a, out_b, out in `layout`, lse_a, lse_b, lse."""
-    params = np.zeros((), dtypes()["Partials"])
-    for name, array in arrays.items():
-        params[name] = _rows(array, address) if name.startswith("lse") else _tensor(array, layout, address)
-    params["rows"] = arrays["lse"].shape[-1]
-    return params
+    members: dict[str, tuple[float, ...]] = {
+        name: _rows(array, address) if name.startswith("lse") else _tensor(array, layout, address)
+        for name, array in arrays.items()
+    }
+    return _filled("Partials", members | {"rows": (arrays["lse"].shape[-1],)})
+
+
+class _Form(NamedTuple):
+    """How the numbers of a struct become its bytes, and which of them are a member's."""
+
+    dtype: np.dtype[Any]
+    packer: struct.Struct
+    zeros: list[float]  # as many as the struct has numbers
+    places: dict[str, slice]
+
+
+@lru_cache
+def _form(name: str) -> _Form:
+    dtype = dtypes()[name]
+    codes: list[str] = []
+    places: dict[str, slice] = {}
+    begin = end = 0  # numbers and bytes so far
+    for member, (kind, offset, *_) in dict(dtype.fields or {}).items():
+        inside = dict(kind.fields or {member: (kind, 0)})
+        for number, within, *_ in inside.values():
+            codes.append(f"{offset + within - end}x{CODES[number]}")  # the compiler's padding, then the number
+            end = offset + within + number.itemsize
+        places[member] = slice(begin, begin + len(inside))
+        begin += len(inside)
+    return _Form(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
+
+
+def _filled(name: str, members: dict[str, tuple[float, ...]]) -> np.ndarray[Any, Any]:
+    """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
+    form = _form(name)
+    numbers = form.zeros.copy()
+    for member, values in members.items():
+        numbers[form.places[member]] = values
+    return np.ndarray((), form.dtype, bytearray(form.packer.pack(*numbers)))
+
+
+def _member(name: str, array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """The numbers of an array's member of `Params`."""
+    if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+        return _tensor(array, layout, address)
+    if name in ("lse", "dlse", "delta", "lse2"):
+        return _rows(array, address)
+    if name == "dq_sums":
+        return (address(array), *(0, *array.strides)[-4:-1], 8)
+    if name in ("bias", "mask", "dbias"):
+        return (address(array), *_broadcast_strides(array))
+    return (address(array),)
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand with a contiguous last dimension: pointer, strides of (batch, head, row), whether rows are aligned."""
-    axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[layout]
-    strides = tuple(0 if axis is None else array.strides[axis] for axis in axes)
-    aligned = array.pointer % (4 * array.dtype.itemsize) == 0 and all(stride % 4 == 0 for stride in strides)
-    return (address(array), *strides, int(aligned))
+    """An Operand with a contiguous last dimension: pointer, strides of (batch, head, row), how rows are aligned."""
+    start, strides = address(array), array.strides
+    if layout == "bshd":
+        batch, row, head, _ = strides
+    elif layout == "bhsd":
+        batch, head, row, _ = strides
+    else:
+        batch, (row, head, _) = 0, strides
+    elements, rest = divmod(start, array.dtype.itemsize)
+    bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
+    aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
+    return (start, batch, head, row, aligned)
 
 
 def _rows(array: Array, address: Address) -> tuple[int, ...]:
     """An Operand of one column: (B, H, S), or (H, T) of a packed batch."""
-    return (address(array), *(0, *array.strides)[-3:], 0)
+    return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _broadcast_strides(dense: Array) -> tuple[int, ...]:

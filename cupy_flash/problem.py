@@ -189,21 +189,78 @@ def pose(
     """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
     check = _Check(function)
     call = _read_arrays(check, arrays, options, packed, saved)
-    _check_places(check, call)
-    shape = _Shape()
-    if "q" in call and "k" in call and "v" in call:
-        shape = _check_shapes(check, call, options, packed)
-    words = _check_options(check, call, options, packed is not None, saved is not None, shape)
+    backend = options.backend if options.backend is not None else environment.backend()
+    facts = None if check.unmet else _facts(call, options, backend, packed, saved)
+    known = _stated.get(facts)
+    if known is None:
+        _check_places(check, call)
+        shape = _Shape()
+        if "q" in call and "k" in call and "v" in call:
+            shape = _check_shapes(check, call, options, packed)
+        words = _check_options(check, options, backend, packed is not None, shape)
+        if shape.known:
+            _check_features(check, call, shape)
+        dropout = words.dropout
+    else:
+        shape, problem = known
+        dropout = problem.dropout
+    # What stands in an array, and the seed, are another's at every call.
+    seed = _check_seed(check, call, options.seed, bool(dropout), saved is not None)
     if packed is not None:
         _check_packed(check, call, packed)
     if shape.known:
-        _check_features(check, call, shape)
+        _check_lengths(check, call, shape)
     check.raise_if_unmet(call)
-    q = call["q"]
-    if words.dropout and words.seed is None:
+    if known is None:
+        problem = _state(call, options, packed, saved, shape, words)
+        if facts is not None:
+            if len(_stated) >= STATED:
+                _stated.clear()
+            _stated[facts] = shape, problem
+    if dropout and seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
-        words = words._replace(seed=int(np.random.randint(0, 2**63 - 1, dtype=np.int64)))  # noqa: NPY002
-    problem = Problem(
+        seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+    given = {name: call.get(name) for name in Operands.__slots__ if name not in ("q", "k", "v", "seed")}
+    return problem, Operands(q=call["q"], k=call["k"], v=call["v"], seed=seed if dropout else None, **given)
+
+
+# The problems of legal calls by their facts: who calls again with the same need not be checked again.
+_stated: dict[Any, tuple[_Shape, Problem]] = {}
+STATED = 1024  # so many are kept
+
+WORDS = ("causal", "scale", "softcap", "dropout", "layout", "return_lse", "deterministic", "engine")
+_words_of = operator.attrgetter(*WORDS)
+PLAIN = frozenset((bool, int, float, str, type(None)))  # types whose equal values are one, and stay what they are
+
+
+def _facts(
+    call: dict[str, Array], options: Options, backend: Any, packed: Packed | None, saved: Saved | None
+) -> tuple[Any, ...] | None:
+    """All that decides over a call and its Problem, but for the seed and what stands in arrays; None where a word is
+    not plain. Types are among it: 1 == True == 1.0, and not all of them are legal. Whether the call is packed, and
+    whether it is a backward, the names of its arrays say."""
+    sides = options.window if type(options.window) is tuple else (options.window,)
+    longest = () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
+    bias_gradient = saved is not None and saved.bias_gradient
+    words = (*_words_of(options), backend, bias_gradient, *longest, *sides)
+    kinds = tuple(map(type, words))
+    if not PLAIN.issuperset(kinds):
+        return None
+    described = [(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]
+    return (words, kinds, type(options.window), *described)
+
+
+def _state(
+    call: dict[str, Array],
+    options: Options,
+    packed: Packed | None,
+    saved: Saved | None,
+    shape: _Shape,
+    words: _Words,
+) -> Problem:
+    """The problem of a legal call."""
+    q = call["q"]
+    return Problem(
         backward=saved is not None,
         dtype=q.dtype,
         device=q.device,
@@ -234,8 +291,6 @@ def pose(
         backend=words.backend,
         engine=options.engine,
     )
-    given = {name: call.get(name) for name in Operands.__slots__ if name not in ("q", "k", "v", "seed")}
-    return problem, Operands(q=q, k=call["k"], v=call["v"], seed=words.seed if words.dropout else None, **given)
 
 
 def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tuple[Array, Array, Array, Array]]:
@@ -315,7 +370,6 @@ class _Words(NamedTuple):
     scale: float
     softcap: float | None
     dropout: float
-    seed: Array | int | None
     backend: str | None
 
 
@@ -406,9 +460,7 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
     return _Shape(True, batch, q_len, kv_len, heads, kv_heads, head_dim, head_dim_v, out, lse)
 
 
-def _check_options(
-    check: _Check, call: dict[str, Array], options: Options, packed: bool, backward: bool, shape: _Shape
-) -> _Words:
+def _check_options(check: _Check, options: Options, backend: Any, packed: bool, shape: _Shape) -> _Words:
     """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised."""
     causal = options.causal
     is_causal = check.require(
@@ -428,21 +480,19 @@ def _check_options(
     # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
     in_range = dropout >= 0 and math.isfinite(dropout) and round(65536 * dropout) < 65536
     check.require(in_range, f"dropout must be in [0, 1), in steps of 1/65536, not {options.dropout!r}")
-    seed = _check_seed(check, call, options.seed, bool(dropout), backward)
 
     for name in ("return_lse", "deterministic"):
         value = getattr(options, name)
         check.require_type(isinstance(value, (bool, np.bool_)), f"{name} must be True or False, not {value!r}")
     check.require(options.layout in LAYOUTS, f'layout must be "bshd" or "bhsd", not {options.layout!r}')
     check.require(not (packed and options.layout == "bhsd"), 'a packed batch is (T, H, D) and has no layout "bhsd"')
-    backend = options.backend if options.backend is not None else environment.backend()
     source = "backend" if options.backend is not None else "the environment's CUPY_FLASH_BACKEND"
     check.require(
         backend is None or backend in BACKENDS, f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}"
     )
     engine = options.engine
     check.require(engine is None or engine in ENGINES, f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    return _Words(mask, scale, softcap, dropout if in_range else 0.0, seed, backend)
+    return _Words(mask, scale, softcap, dropout if in_range else 0.0, backend)
 
 
 def _check_window(check: _Check, window: Any) -> tuple[int | None, int | None]:
@@ -569,18 +619,6 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
         sink = call["sink"]
         check.require_type(_is_float(sink.dtype), f"sink must be floating, not {sink.dtype.name}")
         check.require(sink.shape == (shape.heads,), f"sink must be (Hq,) = ({shape.heads},), not {sink.shape}")
-    for name, longest in (("q_lengths", shape.q_len), ("kv_lengths", shape.kv_len)):
-        if name not in call:
-            continue
-        lengths = call[name]
-        ok = check.require_type(lengths.dtype == np.int32, f"{name} must be int32, not {lengths.dtype.name}")
-        ok &= check.require(
-            lengths.shape == (shape.batch,), f"{name} must be (B,) = ({shape.batch},), not {lengths.shape}"
-        )
-        if ok and lengths.device == "cpu" and shape.batch:
-            values = lengths.numpy()
-            inside = values.min() >= 0 and values.max() <= longest
-            check.require(bool(inside), f"{name} must be in [0, {longest}], not {values.min()} to {values.max()}")
     for name in ("out", "dout"):
         if name in call:
             array = call[name]
@@ -595,6 +633,22 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
             check.require(array.shape == shape.lse, f"{name} must be {shape.lse}, not {array.shape}")
             right = array.dtype == accumulation
             check.require_type(right, f"{name} must be {np.dtype(accumulation).name}, not {array.dtype.name}")
+
+
+def _check_lengths(check: _Check, call: dict[str, Array], shape: _Shape) -> None:
+    """Valid rows of a padded batch, and where the CPU has them their values."""
+    for name, longest in (("q_lengths", shape.q_len), ("kv_lengths", shape.kv_len)):
+        if name not in call:
+            continue
+        lengths = call[name]
+        ok = check.require_type(lengths.dtype == np.int32, f"{name} must be int32, not {lengths.dtype.name}")
+        ok &= check.require(
+            lengths.shape == (shape.batch,), f"{name} must be (B,) = ({shape.batch},), not {lengths.shape}"
+        )
+        if ok and lengths.device == "cpu" and shape.batch:
+            values = lengths.numpy()
+            inside = values.min() >= 0 and values.max() <= longest
+            check.require(bool(inside), f"{name} must be in [0, {longest}], not {values.min()} to {values.max()}")
 
 
 def _is_float(dtype: np.dtype) -> bool:

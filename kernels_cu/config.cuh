@@ -25,6 +25,15 @@ constexpr int BLOCK_Q = 64;     // queries per block of threads
 constexpr int BLOCK_KV = 64;    // keys per step
 constexpr int THREADS = 128;    // per block
 
+// The mma engine's.
+constexpr int COLUMN_WARPS = 1;         // warps that share rows and split the columns of what they accumulate
+constexpr int STAGES = 2;               // tiles of keys in shared memory, all but one on their way; 1: no pipeline
+constexpr bool Q_IN_REGISTERS = false;  // as fragments, for all keys
+constexpr float RESCALE_ABOVE = 8.0f;   // a probability may grow to 2^this before the reference of its row moves
+constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale
+constexpr bool LSE2 = false;            // delta.cu writes lse in powers of two beside delta
+constexpr bool ADD_DQ = false;          // dQ is added up in global memory, in any order; delta.cu clears the sums
+
 // What a call asks for: the struct of a feature that is absent compiles to nothing.
 constexpr bool PACKED = false;        // sequences of different lengths in one row of tokens
 constexpr bool Q_LENGTHS = false;     // padded batches: how many queries of each sequence count

@@ -1,4 +1,7 @@
-// delta = rowsum(dO * O) - dlse of every query, a warp per row. grid (tiles of rows, heads, sequences)
+// delta = rowsum(dO * O) - dlse of every query, a warp per row. LSE2: beside it lse in powers of two, for engines that
+// take all rows alike: a row that sees nothing has delta 0 and lse +inf, which makes its probabilities 0. ADD_DQ:
+// clears the sums of dQ. grid (tiles of rows, heads, sequences)
+#include "dq_sums.cuh"
 #include "number.cuh"
 #include "sequence.cuh"
 
@@ -9,13 +12,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   int head = blockIdx.y, lane = threadIdx.x % WARP;
   const element* dO = sequence.queries<element>(p.dout, head);
   const element* O = sequence.queries<element>(p.out, head);
-  for (int i = (blockIdx.x * THREADS + threadIdx.x) / WARP; i < sequence.q_len; i += gridDim.x * THREADS / WARP) {
+  int first = (blockIdx.x * THREADS + threadIdx.x) / WARP, step = gridDim.x * THREADS / WARP;
+  if constexpr (ADD_DQ) {
+    DqSums sums(p, sequence, head);
+    for (int i = first; i < (sequence.q_len + 15) / 16 * 16; i += step) sums.clear(i);
+  }
+  for (int i = first; i < sequence.q_len; i += step) {
     real sum = 0;
     for (int d = lane; d < HEAD_DIM_V; d += WARP)
       sum += to_real(dO[i * p.dout.row + d]) * to_real(O[i * p.out.row + d]);
 #pragma unroll
     for (int other = WARP / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
     if constexpr (DLSE) sum -= sequence.queries<real>(p.dlse, head)[i * p.dlse.row];
+    if constexpr (LSE2) {
+      real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];
+      if (lse == -infinity()) sum = 0;
+      real lse2 = lse == -infinity() ? infinity() : lse * (real)1.4426950408889634;
+      if (lane == 0) sequence.queries<real>(p.lse2, head)[i * p.lse2.row] = lse2;
+    }
     if (lane == 0) sequence.queries<real>(p.delta, head)[i * p.delta.row] = sum;
   }
 }

@@ -19,6 +19,16 @@ struct Band {
 
   __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
 
+  // The keys [x, y) that query i sees.
+  __device__ int2 keys(int i) const {
+    return i < q_len ? make_int2(max(i + low, 0), min(i + high, kv_len - 1) + 1) : make_int2(0, 0);
+  }
+
+  // The queries [x, y) that see key j.
+  __device__ int2 queries(int j) const {
+    return j < kv_len ? make_int2(max(j - high, 0), min(j - low, q_len - 1) + 1) : make_int2(0, 0);
+  }
+
   // Keys [start, stop) that a query of [q_start, q_stop) sees; queries that see a key of [kv_start, kv_stop).
   __device__ int kv_begin(int q_start) const { return min(max(q_start + low, 0), kv_len); }
   __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }

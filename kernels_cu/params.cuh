@@ -9,7 +9,7 @@ struct Operand {
   long long batch;
   long long head;
   long long row;
-  int vector;  // 1: every row starts at a multiple of four elements, so that four are loaded at once
+  int aligned;  // every row starts at a multiple of so many elements: 8, 4 or 1
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.
@@ -30,6 +30,8 @@ struct Params {
   Operand dout;
   Operand dlse;
   Operand delta;
+  Operand lse2;     // a workspace like delta
+  Operand dq_sums;  // a workspace, laid out by dq_sums.cuh
   Operand dq;
   Operand dk;
   Operand dv;

@@ -6,15 +6,17 @@ import on_gpu
 import pytest
 
 from cupy_flash import cache
-from cupy_flash.plan import SimtTile, plan
+from cupy_flash.engines import mma, simt
+from cupy_flash.plan import plan
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
 
 
-# On the simulator most tests plan with this tile alone: short sequences make several, and its kernels compile fastest.
-# test_kernels.py takes the others, and those that a plan chooses.
-SMALL_TILE = SimtTile(block_q=8, block_kv=16, threads=64)
+# On the simulator most tests plan with these tiles alone: short sequences make several, and their kernels compile
+# fastest. test_kernels.py and test_mma.py take the others, and those that a plan chooses.
+SMALL_TILE = simt.Tile(block_q=8, block_kv=16, threads=64)
+SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,8 +41,14 @@ def backend(request):
 
 @pytest.fixture
 def small_tile(monkeypatch):
-    """Every plan for a GPU takes SMALL_TILE."""
-    monkeypatch.setattr("cupy_flash.plan.simt_tiles", lambda problem, device: [SMALL_TILE])
+    """Every plan for a GPU takes SMALL_TILE or SMALL_FRAGMENTS."""
+    monkeypatch.setattr("cupy_flash.engines.simt.tiles", lambda problem, device: [SMALL_TILE])
+
+    def small_fragments(kernel, problem, device, *, add_dq=False):
+        stages = 1 if kernel == "backward_bias" else SMALL_FRAGMENTS.stages
+        return [SMALL_FRAGMENTS._replace(stages=stages, q_in_registers=kernel == "forward", add_dq=add_dq)]
+
+    monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", small_fragments)
     plan.cache_clear()
     yield
     plan.cache_clear()

@@ -521,6 +521,7 @@ def test_cuda_array_interface():
     assert as_array(CudaArrayInterface(shape=(0, 3), data=(0, False)), "q").shape == (0, 3)
     with pytest.raises(TypeError, match="no view in host memory"):
         array.numpy()
+    assert as_array(CudaArrayInterface(strides=[2, -4]), "q").strides == array.strides  # lists, too
 
 
 class FakeCupyArray:

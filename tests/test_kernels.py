@@ -20,8 +20,9 @@ from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
 from cupy_flash.backends.simulator.scheduler import OPCODES
 from cupy_flash.dropout import keep_mask
+from cupy_flash.engines import simt
 from cupy_flash.params import dtypes
-from cupy_flash.plan import SIMT_LANES, SimtTile, plan, simt_launches
+from cupy_flash.plan import plan
 from cupy_flash.problem import Saved
 from cupy_flash.source import assemble, kernel_folder
 
@@ -41,7 +42,7 @@ def planned(case, saved=None, arch="sm_80", tile=None, fewer_bytes=0):
     """The plan of a case on a GPU, with its operands; by force with a tile, or with less shared memory per kernel."""
     on_cpu, operands = posed(case, saved)
     chosen = plan(on_cpu.problem, device.named(arch))
-    launches = chosen.launches if tile is None else simt_launches(chosen.problem, tile)
+    launches = chosen.launches if tile is None else simt.launches(chosen.problem, chosen.device, tile)
     less = tuple(replace(step, shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in launches)
     return replace(chosen, launches=less), operands
 
@@ -96,7 +97,7 @@ def test_params_have_the_compilers_layout():
 
 
 def test_lanes():
-    assert f"constexpr int LANES = {SIMT_LANES};" in (kernel_folder() / "simt" / "tile.cuh").read_text()
+    assert f"constexpr int LANES = {simt.LANES};" in (kernel_folder() / "simt" / "tile.cuh").read_text()
 
 
 EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, dropout=0.2)
@@ -104,7 +105,7 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    "tile", [SimtTile(8, 16, 64), SimtTile(32, 16, 128)], ids=lambda tile: "x".join(map(str, tile))
+    "tile", [simt.Tile(8, 16, 64), simt.Tile(32, 16, 128)], ids=lambda tile: "x".join(map(str, tile))
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
@@ -133,7 +134,7 @@ def test_launches_hold_every_constant_that_their_kernels_name():
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
     saved = Saved(call.dout, call.dout, np.zeros((2, 4, 20), np.float32), call.dlse)
     for step in (*planned(case)[0].launches, *planned(case, saved)[0].launches):
-        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = \w+;", "", assemble(step.kernel, dict(step.constants)))
+        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
         named = names & set(re.findall(r"\w+", text))
         assert named <= set(dict(step.constants)), step.kernel
 
@@ -141,7 +142,7 @@ def test_launches_hold_every_constant_that_their_kernels_name():
 # Any tile, any GPU, any order
 
 
-TILES = [SimtTile(8, 8, 64), SimtTile(64, 16, 128), SimtTile(16, 64, 64), SimtTile(32, 32, 64)]
+TILES = [simt.Tile(8, 8, 64), simt.Tile(64, 16, 128), simt.Tile(16, 64, 64), simt.Tile(32, 32, 64)]
 TILED = {
     name: replace(OPTIONS[name], q_len=37, kv_len=41, batch=1)
     for name in ("window-causal", "dropout", "bias-hides-sink", "grouped", "dtype-float64-dropout")
@@ -167,13 +168,13 @@ def test_the_tiles_of_a_plan(dtype, arch):
 def test_bitwise_equal_in_any_order(watch):
     """Whichever warp and block goes first: no sum depends on it."""
     case = replace(EVERYTHING, batch=2, dropout=0.0)
-    first = run_kernels(case, tile=SimtTile(8, 16, 64))
+    first = run_kernels(case, tile=simt.Tile(8, 16, 64))
     for seed in range(3):
         watch.options = dict(order="random", seed=seed)
-        assert_bitwise_equal(run_kernels(case, tile=SimtTile(8, 16, 64)), first, case)
+        assert_bitwise_equal(run_kernels(case, tile=simt.Tile(8, 16, 64)), first, case)
 
 
-@pytest.mark.parametrize("tile", [None, SimtTile(8, 8, 64)], ids=["planned", "8x8x64"])
+@pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
 def test_dropout_draws_the_bits_of_its_twin(tile):
     """With v the identity out shows every probability: the places of the zeros are those of the bits."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, heads=2, dropout=0.5)

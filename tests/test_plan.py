@@ -1,6 +1,7 @@
 """Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
 
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from cases import Case, posed
 
 import cupy_flash
 from cupy_flash.device import GPUS, Device, named
-from cupy_flash.plan import plan
+from cupy_flash.engines import simt
+from cupy_flash.plan import MODULES, launches_at_any_length, plan
 from cupy_flash.problem import ENGINES, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
@@ -170,3 +172,34 @@ def test_nothing_is_launched_on_no_block():
     for bias in ((2, 8, 0, 1500), (0,)):
         kernels = [launch.function for launch in on_gpu(bias=bias, backward=True, bias_gradient=True).launches]
         assert kernels == ["delta", "backward_kv", "backward_q", "dsink"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "chosen", "other"), [(0.5, "mma", "simt"), (2, "simt", "mma")], ids=["less", "more"]
+)
+def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monkeypatch):
+    """An engine that serves the problem and is not chosen says what it would cost; its kernels may be another's choice
+    at another length."""
+
+    def seconds(problem, pairs, device, tile):
+        return factor * simt.seconds(problem, pairs, device, tile)
+
+    def launches(problem, device, tile):
+        return tuple(
+            replace(launch, kernel=launch.kernel.replace("simt", "mma"))
+            for launch in simt.launches(problem, device, tile)
+        )
+
+    alone = on_gpu()
+    monkeypatch.setitem(MODULES, "mma", SimpleNamespace(**{**vars(simt), "seconds": seconds, "launches": launches}))
+    plan.cache_clear()
+    both = on_gpu()
+    assert (both.engine, both.launches[0].kernel) == (chosen, f"{chosen}/forward")
+    assert (both.block_q, both.block_kv, both.threads) == (alone.block_q, alone.block_kv, alone.threads)
+    assert both.cost == pytest.approx(min(factor, 1) * alone.cost)
+    slower = f"its smallest predicted time is {max(factor, 1) * alone.cost * 1e3:.3g} ms"
+    assert dict(both.refused)[other] == (slower,)
+    assert f"not {other:<7}{slower}" in both.explain()
+    assert {launch.kernel for launch in launches_at_any_length(PROBLEM, both.device)} == {"simt/forward", "mma/forward"}
+    assert on_gpu(engine="simt").engine == "simt"
+    plan.cache_clear()

@@ -9,7 +9,8 @@ from typing import Any
 from .. import device, partials
 from ..arrays import Array
 from ..device import Device
-from ..plan import Launch, Plan, plan
+from ..launch import Launch
+from ..plan import Plan, plan
 from ..problem import Gradients, Operands, Problem, UnsupportedError
 
 SIMULATED = "sm_80"  # what backend="simulator" simulates

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..ahead import compile_launch
 from ..arrays import Array, stream_of
-from ..plan import Constant, Launch, Plan
+from ..launch import Constant, Launch
+from ..plan import Plan
 from ..problem import Gradients, Operands
 from . import kernels
 

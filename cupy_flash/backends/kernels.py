@@ -6,16 +6,17 @@ What starts a kernel is the backend's: a GPU, or the simulator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, contiguous, empty
+from ..launch import Launch, partials_launch
 from ..params import Address, pack, pack_partials
-from ..plan import Launch, Plan, partials_launch
-from ..problem import Gradients, Operands
+from ..plan import Plan
+from ..problem import Gradients, Operands, Problem
 
 Results = dict[str, Array | None]
 
@@ -51,15 +52,26 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
         if operand is not None and (name != "bias" or problem.bias_gradient):
             results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
     gradients = dict(results)
-    results["delta"] = empty(problem.lse_shape(q), problem.accumulation, q)
+    for name in plan.workspaces:
+        results[name] = empty(_workspace_shape(name, problem, q), problem.accumulation, q)
     start(_work(plan, operands, results))
     return Gradients(**gradients)
+
+
+def _workspace_shape(name: str, problem: Problem, q: Array) -> tuple[int, ...]:
+    rows = problem.lse_shape(q)
+    if name != "dq_sums":
+        return rows
+    # Squares of 16 x 16, one more for each packed sequence: it begins with one of its own (dq_sums.cuh).
+    squares = rows[-1] // 16 + problem.batch if problem.layout == "thd" else -(-rows[-1] // 16)
+    return (*rows[:-1], 16 * squares, -(-problem.head_dim // 16) * 16)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
     """(out, lse) of two partial results, out_a, lse_a, out_b, lse_b."""
     inputs = {
-        name: _with_contiguous_row(part) for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
+        name: part if _has_contiguous_row(part) else contiguous(part)
+        for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
     }
     out_a, lse_a = inputs["out_a"], inputs["lse_a"]
     results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
@@ -72,19 +84,23 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     """The work of a plan; operands whose rows are not contiguous are copied, by their own framework."""
     by_any_stride = ("bias", "mask", "lse", "dlse", "seed")
-    rows = {name: _with_contiguous_row(array) for name, array in given(operands).items() if name not in by_any_stride}
-    operands = replace(operands, **rows)
-    return Work(
-        plan.launches, plan.device.arch, given(operands), results, partial(pack, plan.problem, operands, results)
-    )
+    inputs = given(operands)
+    rows = {
+        name: contiguous(array)
+        for name, array in inputs.items()
+        if name not in by_any_stride and not _has_contiguous_row(array)
+    }
+    if rows:
+        operands, inputs = replace(operands, **rows), inputs | rows
+    return Work(plan.launches, plan.device.arch, inputs, results, partial(pack, plan.problem, operands, results))
 
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
-    every = {field.name: getattr(operands, field.name) for field in fields(operands)}
+    every = {name: getattr(operands, name) for name in Operands.__slots__}
     return {name: array for name, array in every.items() if isinstance(array, Array)}
 
 
-def _with_contiguous_row(array: Array) -> Array:
+def _has_contiguous_row(array: Array) -> bool:
     """Kernels read the last dimension as contiguous."""
-    return contiguous(array) if array.shape[-1] > 1 and array.strides[-1] != 1 else array
+    return array.strides[-1] == 1 or array.shape[-1] <= 1

@@ -67,7 +67,7 @@ __device__ void load_tile(real* X_smem, const element* rows, const Operand& x, i
     const element* source = rows + (long long)(first + row) * x.row + d;
     Chunk chunk = {};
     if (read(first + row)) {
-      if (x.vector && d + VECTOR <= DIM) {
+      if (x.aligned >= VECTOR && d + VECTOR <= DIM) {
         Elements elements = *(const Elements*)source;
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) chunk.x[e] = to_real(elements.x[e]);

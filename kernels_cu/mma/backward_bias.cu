@@ -1,0 +1,98 @@
+// Backward, dbias: one block per tile of the bias, over everything that it broadcasts over, in one order. A third
+// recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
+// broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
+// entry.
+#include "steps.cuh"
+
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
+constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int dS_ROW = BLOCK_KV + 8;  // numbers: pairs that a half-warp writes lie in different banks
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  unsigned char* smem = (unsigned char*)shared;
+  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], K [BLOCK_KV][HEAD_DIM], V
+  // [BLOCK_KV][HEAD_DIM_V]. At the end dS [BLOCK_Q][BLOCK_KV] takes the place of all.
+  unsigned int Q_smem = shared_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
+  unsigned int K_smem = lse2_smem + 2 * 4 * BLOCK_Q, V_smem = K_smem + K_BYTES;
+  int row = row_warp() * M * 16;
+  const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
+  Rows rows = {lse2 + row, lse2 + BLOCK_Q + row};
+  float* dS_smem = (float*)smem;
+  float unit = unit_of(p);
+
+  bool all_batches = p.dbias.batch == 0, all_heads = p.dbias.head == 0;
+  bool all_rows = p.dbias.row == 0, all_columns = p.dbias.column == 0;
+  int kv_tiles = all_columns ? 1 : (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
+  int q_begin = all_rows ? 0 : blockIdx.x / kv_tiles * BLOCK_Q, q_end = all_rows ? p.q_len : q_begin + BLOCK_Q;
+  int kv_begin = all_columns ? 0 : blockIdx.x % kv_tiles * BLOCK_KV,
+      kv_end = all_columns ? p.kv_len : kv_begin + BLOCK_KV;
+  int h_begin = all_heads ? 0 : blockIdx.y, h_end = all_heads ? p.heads : h_begin + 1;
+  int b_begin = all_batches ? 0 : blockIdx.z, b_end = all_batches ? p.batch : b_begin + 1;
+
+  float dS_rmem[M][N][4] = {};
+  for (int b = b_begin; b < b_end; ++b) {
+    Sequence sequence(p, b);
+    Band band(p, sequence);
+    for (int head = h_begin; head < h_end; ++head) {
+      int kv_head = head / p.group;
+      Score score(p, sequence, head);
+      Dropout dropout(p, b, head);
+      for (int q_start = q_begin; q_start < min(q_end, sequence.q_len); q_start += BLOCK_Q) {
+        Range keys = {band.kv_begin(q_start), band.kv_end(min(q_start + BLOCK_Q, sequence.q_len))};
+        Range queries = {0, sequence.q_len};
+        for (int kv_start = kv_begin; kv_start < min(kv_end, keys.end); kv_start += BLOCK_KV) {
+          if (kv_start + BLOCK_KV <= keys.begin) continue;
+          __syncthreads();
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
+          load_dO(dO_smem, p, sequence, head, q_start, queries);
+          load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
+          load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
+                                queries);
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+          end_of_group();
+          wait_for_copies<0>();
+          __syncthreads();
+          float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
+          scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, K_smem);
+          scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, row, V_smem);
+          differentiate<true, false, true>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+#pragma unroll
+          for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) dS_rmem[m][n][e] += dP_rmem[m][n][e];
+        }
+      }
+    }
+  }
+
+  // Sum over the rows and columns that the bias broadcasts over, then store.
+  __syncthreads();
+  if (column_warp() == 0) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2)
+          *(float2*)&dS_smem[(row + row_of(m, e)) * dS_ROW + column_of(n, e)] =
+              make_float2(dS_rmem[m][n][e], dS_rmem[m][n][e + 1]);
+  }
+  __syncthreads();
+  int rows_out = all_rows ? 1 : min(BLOCK_Q, p.q_len - q_begin),
+      columns_out = all_columns ? 1 : min(BLOCK_KV, p.kv_len - kv_begin);
+  bias_element* dbias = (bias_element*)p.dbias.data + blockIdx.z * p.dbias.batch + blockIdx.y * p.dbias.head;
+  for (int n = threadIdx.x; n < rows_out * columns_out; n += THREADS) {
+    int row = n / columns_out, column = n % columns_out;
+    float sum = 0;
+    for (int r = row; r < (all_rows ? BLOCK_Q : row + 1); ++r)
+      for (int c = column; c < (all_columns ? BLOCK_KV : column + 1); ++c) sum += dS_smem[r * dS_ROW + c];
+    store(dbias + (q_begin + row) * p.dbias.row + (kv_begin + column) * p.dbias.column, sum);
+  }
+}

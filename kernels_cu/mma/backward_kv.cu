@@ -1,0 +1,146 @@
+// Backward, dK and dV: one block per tile of BLOCK_KV keys of one key/value head, over all queries that see them, head
+// after head of the group, so that every sum has one order. ADD_DQ: its part of dQ is added to the sums of all blocks;
+// else a kernel of its own makes dQ. grid (key tiles, key/value heads, sequences)
+#include "../dq_sums.cuh"
+#include "steps.cuh"
+
+constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // rows of fragments of a warp; tiles are transposed: rows are keys
+constexpr int N = BLOCK_Q / 8;                // fragments in a row
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
+constexpr int STAGE_BYTES = Q_BYTES + dO_BYTES + 2 * 4 * BLOCK_Q;
+
+// dS^T of this warp, for the other warps: [BLOCK_KV][BLOCK_Q].
+__device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2][4], int row) {
+  if (column_warp() > 0) return;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        *(unsigned int*)(dS_smem + Tile<BLOCK_Q>::at(row + row_of(m, 2 * half), n) + lane_of() % 4 * 4) =
+            dS[m][n / 2][n % 2 * 2 + half];
+}
+
+// dS K of all keys of the block: squares of 16 queries x 16 columns, the warps in turn.
+__device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_smem, int q_start, int q_len) {
+  constexpr int ROWS = BLOCK_Q / 16, COLUMNS = DqSums::COLUMNS / 16, WARPS = THREADS / WARP;
+  constexpr int SIDE_BY_SIDE = WARPS > ROWS ? WARPS / ROWS : 1, EACH = (COLUMNS + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
+  auto of_dS = Tile<BLOCK_Q>::rows_of_b();  // transposed as they are read
+  auto of_K = Tile<HEAD_DIM>::rows_of_a(0);
+  int warp = threadIdx.x / WARP, column = warp % SIDE_BY_SIDE;
+  for (int row = warp / SIDE_BY_SIDE; row < ROWS; row += WARPS / SIDE_BY_SIDE) {
+    if (q_start + 16 * row >= q_len) break;
+    float dQ[EACH][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < BLOCK_KV / 16; ++k) {
+      unsigned int a[4], b[4];
+      load_transposed(a, dS_smem + of_dS.at(16 * k, 2 * row));
+#pragma unroll
+      for (int n = 0; n < EACH; ++n) {
+        load_transposed(b, K_smem + of_K.at(16 * k, 2 * min(column + n * SIDE_BY_SIDE, COLUMNS - 1)));
+        multiply<element>(dQ[n][0], a, b[0], b[1]);
+        multiply<element>(dQ[n][1], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; ++n)
+      if (column + n * SIDE_BY_SIDE < COLUMNS)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          sums.add(q_start + 16 * row, 16 * (column + n * SIDE_BY_SIDE), half, dQ[n][half]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  unsigned char* smem = (unsigned char*)shared;
+  // K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V], then STAGES times Q [BLOCK_Q][HEAD_DIM], dO
+  // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q] and delta [BLOCK_Q]; ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. dK and dV leave
+  // through the places of K and V.
+  unsigned int K_smem = shared_address(smem), V_smem = K_smem + K_BYTES;
+  unsigned char* stages = smem + K_BYTES + V_BYTES;
+  unsigned char* dS_smem = stages + STAGES * STAGE_BYTES;
+
+  int kv_head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  float unit = unit_of(p);
+  int row = row_warp() * M * 16;
+
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
+    Range queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
+    int first = queries.begin / BLOCK_Q, tiles = max((queries.end + BLOCK_Q - 1) / BLOCK_Q - first, 0);
+    int steps = tiles * p.group;
+
+    auto load = [&](int step) {
+      if (step < steps) {
+        int head = kv_head * p.group + step / tiles, q_start = (first + step % tiles) * BLOCK_Q;
+        unsigned int Q_smem = shared_address(stages + step % STAGES * STAGE_BYTES), dO_smem = Q_smem + Q_BYTES;
+        load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
+        load_dO(dO_smem, p, sequence, head, q_start, queries);
+        load_numbers<BLOCK_Q>(dO_smem + dO_BYTES, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
+        load_numbers<BLOCK_Q>(dO_smem + dO_BYTES + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta,
+                              q_start, queries);
+      }
+      end_of_group();
+    };
+
+    __syncthreads();
+    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start,
+                                  Range{0, sequence.kv_len});
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start,
+                                    Range{0, sequence.kv_len});
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (STAGES == 1) {
+        __syncthreads();
+        load(step);
+      }
+      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+      __syncthreads();
+      if constexpr (STAGES > 1) load(step + STAGES - 1);
+
+      int head = kv_head * p.group + step / tiles, q_start = (first + step % tiles) * BLOCK_Q;
+      Score score(p, sequence, head);
+      Dropout dropout(p, sequence.batch, head);
+      unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
+      unsigned int Q_smem = shared_address(stage), dO_smem = Q_smem + Q_BYTES;
+      const float* lse2 = (const float*)(stage + Q_BYTES + dO_BYTES);
+      Rows rows = {lse2, lse2 + BLOCK_Q};
+      float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
+      scores<M, N, HEAD_DIM>(S_rmem, K_smem, row, Q_smem);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, row, dO_smem);
+      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
+      else
+        differentiate<true, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
+      unsigned int P_rmem[M][N / 2][4];
+      round_fragments(P_rmem, S_rmem);
+      accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem);
+      unsigned int dS_rmem[M][N / 2][4];
+      round_fragments(dS_rmem, dP_rmem);
+      if constexpr (ADD_DQ) share(dS_smem, dS_rmem, row);
+      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem);
+      if constexpr (ADD_DQ) {
+        __syncthreads();
+        add_dQ(DqSums(p, sequence, head), shared_address(dS_smem), K_smem, q_start, sequence.q_len);
+      }
+    }
+
+    wait_for_copies<0>();  // of K and V, where there was no query
+    __syncthreads();
+    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
+    store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });
+    __syncthreads();
+    store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, kv_start, sequence.kv_rows);
+    store_tile<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + K_BYTES, kv_start,
+                                     sequence.kv_rows);
+  }
+}

@@ -1,0 +1,87 @@
+// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. A second recomputation of
+// the scores instead of atomic additions: every sum has one order. grid (query tiles, heads, sequences)
+#include "steps.cuh"
+
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
+constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int STAGE_BYTES = K_BYTES + BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  unsigned char* smem = (unsigned char*)shared;
+  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], then STAGES times K
+  // [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. dQ leaves through the place of Q.
+  unsigned int Q_smem = shared_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
+  const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
+  Rows rows = {lse2 + row_warp() * M * 16, lse2 + BLOCK_Q + row_warp() * M * 16};
+  unsigned int KV_smem = lse2_smem + 2 * 4 * BLOCK_Q;
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  const element* K = sequence.keys<element>(p.k, kv_head);
+  const element* V = sequence.keys<element>(p.v, kv_head);
+  float unit = unit_of(p);
+  int row = row_warp() * M * 16;
+
+  // The last tiles see most keys under a causal mask, so they go first.
+  int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
+    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
+    Range queries = {0, keys.begin < keys.end ? sequence.q_len : 0};
+    int first = keys.begin / BLOCK_KV, steps = max((keys.end + BLOCK_KV - 1) / BLOCK_KV - first, 0);
+
+    auto load = [&](int step) {
+      if (step < steps) {
+        unsigned int stage = KV_smem + step % STAGES * STAGE_BYTES;
+        int kv_start = (first + step) * BLOCK_KV;
+        load_tile<BLOCK_KV, HEAD_DIM>(stage, K, p.k, kv_start, keys);
+        load_tile<BLOCK_KV, HEAD_DIM_V>(stage + K_BYTES, V, p.v, kv_start, keys);
+      }
+      end_of_group();
+    };
+
+    __syncthreads();
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
+    load_dO(dO_smem, p, sequence, head, q_start, queries);
+    load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
+    load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
+
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (STAGES == 1) {
+        __syncthreads();
+        load(step);
+      }
+      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+      __syncthreads();
+      if constexpr (STAGES > 1) load(step + STAGES - 1);
+
+      unsigned int K_smem = KV_smem + step % STAGES * STAGE_BYTES, V_smem = K_smem + K_BYTES;
+      int kv_start = (first + step) * BLOCK_KV;
+      float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
+      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, K_smem);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, row, V_smem);
+      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        differentiate<false, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+      else
+        differentiate<true, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+      unsigned int dS_rmem[M][N / 2][4];
+      round_fragments(dS_rmem, dP_rmem);
+      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem);
+    }
+
+    wait_for_copies<0>();  // of Q and dO, where there was no key
+    __syncthreads();
+    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
+    __syncthreads();
+    store_tile<BLOCK_Q, HEAD_DIM>(sequence.queries<element>(p.dq, head), p.dq, smem, q_start, sequence.q_rows);
+  }
+}

@@ -1,0 +1,25 @@
+// Backward, dQ from the sums that the blocks of backward_kv have added up: a warp for each square of 16 x 16. grid
+// (tiles of BLOCK_Q queries, heads, sequences)
+#include "../dq_sums.cuh"
+#include "steps.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ Params p) {
+  constexpr int COLUMNS = DqSums::COLUMNS / 16, SQUARES = BLOCK_Q / 16 * COLUMNS;
+  int head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  DqSums sums(p, sequence, head);
+  element* dQ = sequence.queries<element>(p.dq, head);
+  for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q)
+    for (int n = threadIdx.x / WARP; n < SQUARES * 2; n += THREADS / WARP) {
+      int row = q_start + n / 2 / COLUMNS * 16, column = n / 2 % COLUMNS * 16, half = n % 2;
+      // No block has cleared or added to what lies past the queries that count.
+      float4 x = row < sequence.q_len ? *(const float4*)sums.of_lane(row, column, half) : make_float4(0, 0, 0, 0);
+      float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        int i = row + row_of(0, e), d = column + column_of(half, e);
+        if (i < sequence.q_rows && d < HEAD_DIM)
+          store(dQ + i * p.dq.row + d, i < sequence.q_len ? numbers[e] * (float)p.scale : 0);
+      }
+    }
+}

@@ -1,0 +1,186 @@
+// Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
+#include "steps.cuh"
+
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
+constexpr int N = BLOCK_KV / 8;              // fragments of scores in a row
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+
+// What a query does not see becomes -inf; MODIFIED: products to scores.
+template <bool MASKED>
+__device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band, int q_start, int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = q_start + row_of(m, 2 * half);
+      int2 keys = band.keys(i);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          int j = kv_start + column_of(n, e);
+          bool seen = !MASKED || (j >= keys.x && j < keys.y);
+          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+          float slope_of_cap;
+          if constexpr (MODIFIED)
+            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, slope_of_cap) : -infinity();
+          else
+            S[m][n][e] = seen ? S[m][n][e] : -infinity();
+        }
+    }
+}
+
+// Scores to probabilities; row sums and, when a maximum has outgrown its reference, O.
+__device__ void update(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float (&O)[M][fragments_of(HEAD_DIM_V)][4],
+                       float unit) {
+  float largest[M][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[m][half] = -infinity();
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
+      outgrown |= softmax[m][half].outgrown(largest[m][half], unit);
+    }
+  if (__any_sync(0xFFFFFFFF, outgrown)) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float factor = softmax[m][half].move(row_max(largest[m][half]), unit);
+#pragma unroll
+        for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n) O[m][n][2 * half] *= factor, O[m][n][2 * half + 1] *= factor;
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], unit);
+        softmax[m][e / 2].l += S[m][n][e];
+      }
+}
+
+__device__ void drop(float (&P)[M][N][4], const Dropout& dropout, int q_start, int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      Bits bits;
+      bits.draw(dropout, q_start + row_of(m, 0), kv_start + column_of(n, 0));
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (bits(e / 4, e % 4) < dropout.drop_below) P[m][n + e / 4][e % 4] = 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  unsigned char* smem = (unsigned char*)shared;
+  // Q [BLOCK_Q][HEAD_DIM], then STAGES times K [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. Where Q lives in
+  // registers, it passes through the place of the first stages. O leaves through the place of all.
+  unsigned int Q_smem = shared_address(smem);
+  unsigned int KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  const element* Q = sequence.queries<element>(p.q, head);
+  const element* K = sequence.keys<element>(p.k, kv_head);
+  const element* V = sequence.keys<element>(p.v, kv_head);
+  element* O = sequence.queries<element>(p.out, head);
+  float* lse = sequence.queries<float>(p.lse, head);
+  float unit = unit_of(p);
+  int row = row_warp() * M * 16;
+
+  // The last tiles see most keys under a causal mask, so they go first.
+  int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
+    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
+    int first = keys.begin / BLOCK_KV, steps = max((keys.end + BLOCK_KV - 1) / BLOCK_KV - first, 0);
+
+    // The last tile first: it is the one that a mask cuts through.
+    auto load = [&](int step) {
+      if (step < steps) {
+        unsigned int stage = KV_smem + step % STAGES * (K_BYTES + V_BYTES);
+        int kv_start = (first + steps - 1 - step) * BLOCK_KV;
+        load_tile<BLOCK_KV, HEAD_DIM>(stage, K, p.k, kv_start, keys);
+        load_tile<BLOCK_KV, HEAD_DIM_V>(stage + K_BYTES, V, p.v, kv_start, keys);
+      }
+      end_of_group();
+    };
+
+    __syncthreads();
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
+    unsigned int Q_rmem[M][padded(HEAD_DIM) / 16][4];
+    if constexpr (Q_IN_REGISTERS) {
+      end_of_group();
+      wait_for_copies<0>();
+      __syncthreads();
+      load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
+      __syncthreads();
+    }
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+
+    Softmax2 softmax[M][2];
+#pragma unroll
+    for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
+    float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (STAGES == 1) {
+        __syncthreads();
+        load(step);
+      }
+      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+      __syncthreads();
+      if constexpr (STAGES > 1) load(step + STAGES - 1);
+
+      unsigned int stage = KV_smem + step % STAGES * (K_BYTES + V_BYTES);
+      int kv_start = (first + steps - 1 - step) * BLOCK_KV;
+      float S_rmem[M][N][4] = {};
+      if constexpr (Q_IN_REGISTERS)
+        scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, stage);
+      else
+        scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, stage);
+      if (!band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        modify<true>(S_rmem, score, band, q_start + row, kv_start);
+      else if constexpr (MODIFIED || DENSE_MASK)
+        modify<false>(S_rmem, score, band, q_start + row, kv_start);
+      update(S_rmem, softmax, O_rmem, unit);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      unsigned int P_rmem[M][N / 2][4];
+      round_fragments(P_rmem, S_rmem);
+      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, stage + K_BYTES);
+    }
+
+    float factor[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int i = q_start + row + row_of(m, 2 * half);
+        softmax[m][half].l = row_sum(softmax[m][half].l);
+        Softmax2::Ending ending = softmax[m][half].end(unit, OF_PRODUCT ? (float)p.scale : 1.0f);
+        if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
+        factor[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+        if (column_warp() == 0 && lane_of() % 4 == 0 && i < sequence.q_rows)
+          lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
+      }
+    wait_for_copies<0>();  // of Q, where there was no key
+    __syncthreads();
+    store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factor[m][half]; });
+    __syncthreads();
+    store_tile<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, q_start, sequence.q_rows);
+  }
+}

@@ -1,0 +1,111 @@
+// Steps that the forward and the backward kernels of the mma engine share, element by element of their fragments.
+#pragma once
+#include "../dropout.cuh"
+#include "../mask.cuh"
+#include "../score.cuh"
+#include "../softmax2.cuh"
+#include "tile.cuh"
+
+// Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
+constexpr bool OF_PRODUCT = !MODIFIED;
+
+__device__ inline float unit_of(const Params& p) {
+  return OF_PRODUCT ? (float)p.scale * LOG2_E : LOG2_E;
+}
+
+// The 16 random bits of the elements of two fragments side by side, one Philox call for a lane: of the 16 x 16 block
+// that a fragment pair covers, a lane has the eight elements of one counter.
+struct Bits {
+  Philox bits;
+
+  __device__ void draw(const Dropout& dropout, int i, int j) { bits = dropout.bits(i, j); }
+  __device__ unsigned int operator()(int n, int e) const { return bits.half(8 * (e / 2), 8 * (n % 2) + e % 2); }
+};
+
+// Transposed, a lane has the elements of two counters, one of each of two columns, and its neighbour the other halves
+// of their words: each makes one, and they exchange.
+struct TransposedBits {
+  Philox own;
+  Philox other;
+  unsigned int odd;
+
+  __device__ void draw(const Dropout& dropout, int i, int j) {
+    odd = j & 1;
+    own = dropout.bits(i + odd, j);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) other.word[n] = __shfl_xor_sync(0xFFFFFFFF, own.word[n], 4);
+  }
+  __device__ unsigned int operator()(int n, int e) const {
+    unsigned int mine = own.word[2 * (n % 2) + e / 2], theirs = other.word[2 * (n % 2) + e / 2];
+    return (e % 2 == odd ? mine : theirs) >> 16 * odd & 0xFFFF;
+  }
+};
+
+template <bool FIRST, typename A, typename B>
+struct Choice {
+  using type = A;
+};
+template <typename A, typename B>
+struct Choice<false, A, B> {
+  using type = B;
+};
+
+// What the backward needs of a row that it walks over, by its place in the tile.
+struct Rows {
+  const float* lse2;
+  const float* delta;
+};
+
+// Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
+// OF_SCORE: dS is the gradient of the score that the softmax saw, else that of scale * q.k.
+template <bool MASKED, bool TRANSPOSED, bool OF_SCORE, int M, int N>
+__device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], const Score& score, const Band& band,
+                              const Dropout& dropout, float unit, Rows queries, int i0, int j0) {
+  using TheirBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
+  float keep_scale = dropout.keep_scale;
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    int2 seen_by[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = row_of(m, 2 * half);
+      seen_by[half] = TRANSPOSED ? band.queries(j0 + row) : band.keys(i0 + row);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      int row = row_of(m, 0), column = column_of(n, 0);
+      TheirBits bits;
+      if constexpr (DROPOUT) bits.draw(dropout, i0 + (TRANSPOSED ? column : row), j0 + (TRANSPOSED ? row : column));
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        int row = row_of(m, e % 4), column = column_of(n + e / 4, e % 4);
+        int query = TRANSPOSED ? column : row, i = i0 + query, j = j0 + (TRANSPOSED ? row : column);
+        float &s = S[m][n + e / 4][e % 4], &dp = dP[m][n + e / 4][e % 4];
+        int2 range = seen_by[e % 4 / 2];
+        bool seen = !MASKED || ((TRANSPOSED ? i : j) >= range.x && (TRANSPOSED ? i : j) < range.y);
+        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+        float slope_of_cap = 0;
+        if constexpr (MODIFIED)
+          s = seen ? score.apply(s, i, j, slope_of_cap) : -infinity();
+        else
+          s = seen ? s : -infinity();
+        float probability = exp2_fast(s * unit - queries.lse2[query]);
+        float factor = 1;
+        if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
+        float ds = probability * (dp * factor - queries.delta[query]);
+        s = probability * factor;
+        dp = OF_SCORE ? ds : score.gradient(ds, slope_of_cap);
+      }
+    }
+  }
+}
+
+// dO of the queries of a tile that are in `queries`. A row that sees nothing passes no gradient, whatever it is: with
+// positions alone to go by, no such row is in `queries`; else lse tells.
+__device__ inline void load_dO(unsigned int dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
+                               Range queries) {
+  const element* dO = sequence.queries<element>(p.dout, head);
+  const float* lse = sequence.queries<float>(p.lse, head);
+  auto sees_any = [&](int i) { return queries(i) && (!(DENSE_MASK || BIAS) || lse[i * p.lse.row] != -infinity()); };
+  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start, sees_any);
+}

@@ -1,0 +1,267 @@
+// Tiles of the mma engine: 16-bit numbers in shared memory, fragments in registers, and the two products.
+//
+//   load_tile      rows of a tensor -> shared memory, zeros where there is nothing, without waiting
+//   scores         C += A B^T    rows of two tiles that both have DIM columns
+//   accumulate     C += P X      fragments of P in registers, the rows of tile X, its columns of this warp
+//
+// A tile is ROWS x DIM, a row is DIM / 8 chunks of 16 bytes. A warp that reads 16 x 16 of it reads 8 rows of one chunk
+// at a time, which must lie in different banks: chunk c of row r lies at place c ^ twist(r).
+#pragma once
+#include "../ptx.cuh"
+#include "../sequence.cuh"
+
+constexpr int WARP = 32;
+constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps one below the other
+
+__device__ constexpr int round_up(int n, int multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+// Columns of a tile: whole fragments for every warp.
+__device__ constexpr int padded(int dim) {
+  return round_up(dim, 16 * COLUMN_WARPS);
+}
+
+// A position of this thread's warp among the others, and of the thread in its warp.
+__device__ inline int lane_of() {
+  return threadIdx.x % WARP;
+}
+__device__ inline int row_warp() {
+  return threadIdx.x / WARP / COLUMN_WARPS;
+}
+__device__ inline int column_warp() {
+  return COLUMN_WARPS == 1 ? 0 : threadIdx.x / WARP % COLUMN_WARPS;
+}
+
+// Element e of fragment (m, n) of C: its row and column among those of the warp.
+__device__ inline int row_of(int m, int e) {
+  return 16 * m + 8 * (e / 2) + lane_of() / 4;
+}
+__device__ inline int column_of(int n, int e) {
+  return 8 * n + 2 * (lane_of() % 4) + e % 2;
+}
+
+// Reductions over the four lanes that share a row.
+__device__ inline float row_max(float x) {
+  x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+  return max(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+}
+__device__ inline float row_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
+}
+
+struct Range {
+  int begin;
+  int end;
+
+  __device__ bool operator()(int row) const { return row >= begin && row < end; }
+};
+
+// The layout of DIM numbers in a row.
+template <int DIM>
+struct Tile {
+  static constexpr int CHUNKS = padded(DIM) / 8;
+  static constexpr int ROW = 16 * CHUNKS;  // bytes
+  // Chunks of a row change places within groups of 8, or as many as divide the row: rows that are not a multiple of
+  // all banks apart are twisted less.
+  static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
+
+  __device__ static int twist(int row) { return row / (8 / GROUP) % GROUP; }
+  __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ twist(row)) << 4); }
+
+  // Bytes from the start of the tile to 16 x 16 numbers of it, as one lane reads them: row and chunk of the lane are
+  // worked out once, those of the numbers are known to the compiler.
+  struct Lane {
+    unsigned int start;
+    unsigned int place;
+
+    __device__ Lane(int row, int chunk)
+        : start(row * ROW + (chunk / GROUP * GROUP << 4)), place(chunk % GROUP ^ twist(row)) {}
+    // `row` is a multiple of 8, and `chunk` shares no bit with the lane's.
+    __device__ unsigned int at(int row, int chunk) const {
+      return start + row * ROW + ((chunk % GROUP ^ place) + chunk / GROUP * GROUP << 4);
+    }
+  };
+
+  // The lane's part of 16 rows of A, of 16 rows of B, and of 16 rows of X in the columns of this warp.
+  __device__ static Lane rows_of_a(int row) { return Lane(row + lane_of() % 16, lane_of() / 16); }
+  __device__ static Lane rows_of_b() { return Lane(lane_of() % 8 + lane_of() / 16 * 8, lane_of() / 8 % 2); }
+  __device__ static Lane rows_of_x() { return Lane(lane_of() % 16, 2 * column_warp() + lane_of() / 16); }
+};
+
+// Columns of C that a warp has of DIM: blocks of 16, the warps in turn.
+__device__ constexpr int fragments_of(int dim) {
+  return padded(dim) / 8 / COLUMN_WARPS;
+}
+// The first of fragment n's 8 columns among all DIM.
+__device__ inline int first_column(int n) {
+  return 16 * (n / 2 * COLUMN_WARPS + column_warp()) + n % 2 * 8;
+}
+
+// Chunk `chunk` of row `row` if it is wanted, else zeros. Rows whose addresses are no multiples of 16 bytes are read
+// number by number.
+template <int DIM>
+__device__ void load_chunk(unsigned int to, const element* row, const Operand& x, int chunk, bool wanted) {
+  int numbers = wanted ? 8 : 0;
+  if constexpr (DIM != padded(DIM)) numbers = wanted ? min(max(DIM - 8 * chunk, 0), 8) : 0;
+  const element* from = row + (numbers ? 8 * chunk : 0);
+  if (x.aligned == 8) {
+    copy_async<16>(to, from, 2 * numbers);
+    return;
+  }
+  unsigned int words[4] = {};
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+    if (n < numbers) words[n / 2] |= (unsigned int)from[n].bits << 16 * (n % 2);
+  store_shared(to, words);
+}
+
+// Rows [first, first + ROWS) of a tensor; zeros for those that are not `read(row)`, whatever is there.
+template <int ROWS, int DIM, typename Read>
+__device__ void load_tile(unsigned int tile, const element* rows, const Operand& x, int first, Read read) {
+  using T = Tile<DIM>;
+  if constexpr (THREADS % T::CHUNKS == 0 && THREADS / T::CHUNKS % 8 == 0 && ROWS % (THREADS / T::CHUNKS) == 0) {
+    // A thread keeps its chunk, and its rows their twist.
+    constexpr int STEP = THREADS / T::CHUNKS;
+    int row = threadIdx.x / T::CHUNKS, chunk = threadIdx.x % T::CHUNKS;
+    const element* from = rows + (long long)(first + row) * x.row;
+    unsigned int to = tile + T::at(row, chunk);
+#pragma unroll
+    for (int n = 0; n < ROWS / STEP; ++n) {
+      bool wanted = read(first + row + n * STEP);
+      load_chunk<DIM>(to + n * STEP * T::ROW, wanted ? from : rows, x, chunk, wanted);
+      from += STEP * x.row;
+    }
+  } else {
+    for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
+      int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
+      bool wanted = read(first + row);
+      const element* from = rows + (wanted ? (long long)(first + row) * x.row : 0);
+      load_chunk<DIM>(tile + T::at(row, chunk), from, x, chunk, wanted);
+    }
+  }
+}
+
+// Numbers [first, first + COUNT) of a row array such as lse; zeros for those that are not `read(row)`.
+template <int COUNT, typename Read>
+__device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
+  for (int n = threadIdx.x; n < COUNT; n += THREADS) {
+    bool wanted = read(first + n);
+    copy_async<4>(to + 4 * n, numbers + (wanted ? (long long)(first + n) * x.row : 0), wanted ? 4 : 0);
+  }
+}
+
+// A (M x 16 rows from `row` of tile A) times the N x 8 rows of tile B, transposed.
+template <int M, int N, int DIM>
+__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, int row, unsigned int B_smem) {
+  unsigned int a[M][4], b[4];
+  auto of_a = Tile<DIM>::rows_of_a(row);
+  auto of_b = Tile<DIM>::rows_of_b();
+#pragma unroll
+  for (int k = 0; k < padded(DIM) / 16; ++k) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) load_matrices(a[m], A_smem + of_a.at(16 * m, 2 * k));
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply<element>(C[m][n], a[m], b[0], b[1]);
+        multiply<element>(C[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Fragments of A that stay in registers: all DIM columns of M x 16 rows from `row` of a tile.
+template <int M, int DIM>
+__device__ void load_fragments(unsigned int (&A)[M][padded(DIM) / 16][4], unsigned int A_smem, int row) {
+  auto of_a = Tile<DIM>::rows_of_a(row);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int k = 0; k < padded(DIM) / 16; ++k) load_matrices(A[m][k], A_smem + of_a.at(16 * m, 2 * k));
+}
+
+template <int M, int N, int DIM>
+__device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[M][padded(DIM) / 16][4], unsigned int B_smem) {
+  unsigned int b[4];
+  auto of_b = Tile<DIM>::rows_of_b();
+#pragma unroll
+  for (int k = 0; k < padded(DIM) / 16; ++k)
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply<element>(C[m][n], A[m][k], b[0], b[1]);
+        multiply<element>(C[m][n + 1], A[m][k], b[2], b[3]);
+      }
+    }
+}
+
+// C, rounded, as the left factor of the next product.
+template <int M, int N>
+__device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      A[m][n / 2][n % 2 * 2] = pack<element>(C[m][n][0], C[m][n][1]);
+      A[m][n / 2][n % 2 * 2 + 1] = pack<element>(C[m][n][2], C[m][n][3]);
+    }
+}
+
+// P (M x 16 rows, K x 16 columns) times the K x 16 rows of tile X: the columns of this warp.
+template <int M, int K, int DIM>
+__device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem) {
+  unsigned int b[4];
+  auto of_x = Tile<DIM>::rows_of_x();
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int n = 0; n < fragments_of(DIM); n += 2) {
+      load_transposed(b, X_smem + of_x.at(16 * k, n * COLUMN_WARPS));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply<element>(C[m][n], P[m][k], b[0], b[1]);
+        multiply<element>(C[m][n + 1], P[m][k], b[2], b[3]);
+      }
+    }
+}
+
+// C times `factor(m, half)` of each row, rounded, into rows of a tile that this warp has for itself.
+template <int M, int DIM, typename Factor>
+__device__ void store_fragments(unsigned char* smem, const float (&C)[M][fragments_of(DIM)][4], int row,
+                                Factor factor) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < fragments_of(DIM); ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float by = factor(m, half);
+        unsigned int at = Tile<DIM>::at(row + row_of(m, 2 * half), first_column(n) / 8) + lane_of() % 4 * 4;
+        *(unsigned int*)(smem + at) = pack<element>(C[m][n][2 * half] * by, C[m][n][2 * half + 1] * by);
+      }
+}
+
+// Rows [first, end) of a tensor from a tile, 16 bytes at once where they may be.
+template <int ROWS, int DIM>
+__device__ void store_tile(element* rows, const Operand& x, const unsigned char* smem, int first, int end) {
+  using T = Tile<DIM>;
+  constexpr int CHUNKS = round_up(DIM, 8) / 8;
+  for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
+    int row = n / CHUNKS, chunk = n % CHUNKS;
+    if (first + row >= end) continue;
+    uint4 numbers = *(const uint4*)(smem + T::at(row, chunk));
+    element* to = rows + (long long)(first + row) * x.row + 8 * chunk;
+    if (x.aligned == 8) {
+      *(uint4*)to = numbers;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (8 * chunk + e < DIM) to[e].bits = ((unsigned int*)&numbers)[e / 2] >> 16 * (e % 2);
+    }
+  }
+}

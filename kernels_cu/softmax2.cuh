@@ -1,0 +1,55 @@
+// The online softmax in powers of two, for scores in the fragments of matrix instructions: one FFMA and one ex2 make a
+// probability. `unit` is what turns a score into an exponent of two: log2(e), or scale * log2(e) for the bare q.k.
+#pragma once
+#include "ptx.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// One row, as the lanes that share it keep it.
+struct Softmax2 {
+  float m;          // the largest score when the reference last moved; -inf: none was seen
+  float reference;  // unit * m, or 0
+  float l;          // this lane's part of the sum of 2^(unit * s - reference)
+
+  __device__ void init() {
+    m = -infinity();
+    reference = l = 0;
+  }
+
+  // A probability may grow to 2^RESCALE_ABOVE before the reference moves: the result is the same number, and O is
+  // multiplied once or twice in a row, not at every tile. Fragments of P in fp16 end at 2^16.
+  __device__ bool outgrown(float largest, float unit) const { return largest > m + RESCALE_ABOVE / unit; }
+
+  // The reference moves to the largest score of the row; the factor that brings along what was summed so far.
+  __device__ float move(float row_max, float unit) {
+    float previous = reference;
+    bool first = m == -infinity();
+    m = max(m, row_max);
+    reference = m == -infinity() ? 0 : m * unit;
+    float factor = first ? 0 : exp2_fast(previous - reference);
+    l *= factor;
+    return factor;
+  }
+
+  __device__ float probability(float s, float unit) const { return exp2_fast(s * unit - reference); }
+
+  // What the row ends with, once `l` is the sum over all its lanes. `scale` is unit / log2(e).
+  struct Ending {
+    float lse;     // natural; what `reference` was rounded by is taken back
+    float factor;  // of what was summed
+
+    // A sink is one more key, of score `sink` and value 0.
+    __device__ void add_sink(float sink) {
+      float top = max(lse, sink);
+      if (top == -infinity()) return;
+      float share = expf(lse - top), sum = share + expf(sink - top);
+      factor *= share / sum;
+      lse = top + logf(sum);
+    }
+  };
+  __device__ Ending end(float unit, float scale) const {
+    if (l == 0) return {-infinity(), 0};
+    return {fmaf(m, scale, LN_2 * (log2f(l) - fmaf(m, unit, -reference))), 1 / l};
+  }
+};

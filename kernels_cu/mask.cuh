@@ -19,14 +19,12 @@ struct Band {
 
   __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
 
-  // The keys [x, y) that query i sees.
-  __device__ int2 keys(int i) const {
-    return i < q_len ? make_int2(max(i + low, 0), min(i + high, kv_len - 1) + 1) : make_int2(0, 0);
+  // The keys that query i sees, and the queries that see key j.
+  __device__ Range keys(int i) const {
+    return i < q_len ? Range{max(i + low, 0), min(i + high, kv_len - 1) + 1} : Range{0, 0};
   }
-
-  // The queries [x, y) that see key j.
-  __device__ int2 queries(int j) const {
-    return j < kv_len ? make_int2(max(j - high, 0), min(j - low, q_len - 1) + 1) : make_int2(0, 0);
+  __device__ Range queries(int j) const {
+    return j < kv_len ? Range{max(j - high, 0), min(j - low, q_len - 1) + 1} : Range{0, 0};
   }
 
   // Keys [start, stop) that a query of [q_start, q_stop) sees; queries that see a key of [kv_start, kv_stop).
@@ -35,6 +33,14 @@ struct Band {
   __device__ int q_begin(int kv_start) const { return min(max(kv_start - high, 0), q_len); }
   __device__ int q_end(int kv_stop) const { return max(min(kv_stop - low, q_len), 0); }
 
+  // The keys that every query of the tile sees, all of its queries inside the sequence.
+  __device__ Range sees_all(int q_start, int q_stop) const {
+    return q_stop <= q_len ? Range{q_stop - 1 + low, min(q_start + high + 1, kv_len)} : Range{0, 0};
+  }
+  // The queries that see every key of the tile, all of its keys inside the sequence.
+  __device__ Range seen_by_all(int kv_start, int kv_stop) const {
+    return kv_stop <= kv_len ? Range{kv_stop - 1 - high, min(kv_start - low + 1, q_len)} : Range{0, 0};
+  }
   // Whether every query of the tile sees every key of it, all of them inside the sequence: nothing to mask.
   __device__ bool sees_all(int q_start, int q_stop, int kv_start, int kv_stop) const {
     return q_stop - 1 + low <= kv_start && kv_stop - 1 <= q_start + high && q_stop <= q_len && kv_stop <= kv_len;

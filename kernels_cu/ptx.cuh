@@ -38,39 +38,42 @@ __device__ inline unsigned int pack<bfloat16>(float low, float high) {
 }
 #endif
 
-// C (16 x 8) += A (16 x 16) B (16 x 8). With g = lane / 4 and t = lane % 4, a lane holds
+// D (16 x 8) = A (16 x 16) B (16 x 8) + C. With g = lane / 4 and t = lane % 4, a lane holds
 //     A  rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), 8 further (a[2], a[3])
 //     B  column g, rows 2t and 2t + 1 (b0), 8 further (b1)
-//     C  row g, columns 2t and 2t + 1 (c[0], c[1]); row g + 8 (c[2], c[3])
-// so the C of two products side by side, rounded, is the A of the next: {c0 c1} {c2 c3} of the left, then of the right.
+//     C  row g, columns 2t and 2t + 1 (c[0], c[1]); row g + 8 (c[2], c[3]); D as C
+// so the D of two products side by side, rounded, is the A of the next: {d0 d1} {d2 d3} of the left, then of the right.
 template <typename T>
-__device__ void multiply(float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1);
+__device__ void multiply(float (&d)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1,
+                         const float (&c)[4]);
 template <>
-__device__ inline void multiply<half16>(float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
+__device__ inline void multiply<half16>(float (&d)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1,
+                                        const float (&c)[4]) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #else
   // Turing multiplies half of the depth at a time; its fragments are the halves of these.
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b0));
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
 #if __CUDA_ARCH__ >= 800
 template <>
-__device__ inline void multiply<bfloat16>(float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
+__device__ inline void multiply<bfloat16>(float (&d)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1,
+                                          const float (&c)[4]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 #endif
 

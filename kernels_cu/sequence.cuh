@@ -3,6 +3,13 @@
 #include "number.cuh"
 #include "params.cuh"
 
+struct Range {
+  int begin;
+  int end;
+
+  __device__ bool operator()(int n) const { return n >= begin && n < end; }
+};
+
 struct Sequence {
   int batch;
   int q_len;  // queries and keys that count

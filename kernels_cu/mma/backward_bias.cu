@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row, lse2 + BLOCK_Q + row};
   float* dS_smem = (float*)smem;
+  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b();
+  auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
   float unit = unit_of(p);
 
   bool all_batches = p.dbias.batch == 0, all_heads = p.dbias.head == 0;
@@ -57,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
           end_of_group();
           wait_for_copies<0>();
           __syncthreads();
-          float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
-          scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, K_smem);
-          scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, row, V_smem);
+          float S_rmem[M][N][4], dP_rmem[M][N][4];
+          scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
+          scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
           differentiate<true, false, true>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
 #pragma unroll
           for (int m = 0; m < M; ++m)

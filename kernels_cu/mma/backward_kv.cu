@@ -42,8 +42,8 @@ __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_
 #pragma unroll
       for (int n = 0; n < EACH; ++n) {
         load_transposed(b, K_smem + of_K.at(16 * k, 2 * min(column + n * SIDE_BY_SIDE, COLUMNS - 1)));
-        multiply<element>(dQ[n][0], a, b[0], b[1]);
-        multiply<element>(dQ[n][1], a, b[2], b[3]);
+        multiply<element>(dQ[n][0], a, b[0], b[1], dQ[n][0]);
+        multiply<element>(dQ[n][1], a, b[2], b[3], dQ[n][1]);
       }
     }
 #pragma unroll
@@ -62,32 +62,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q] and delta [BLOCK_Q]; ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. dK and dV leave
   // through the places of K and V.
   unsigned int K_smem = shared_address(smem), V_smem = K_smem + K_BYTES;
-  unsigned char* stages = smem + K_BYTES + V_BYTES;
-  unsigned char* dS_smem = stages + STAGES * STAGE_BYTES;
+  unsigned int stages_smem = V_smem + V_BYTES;
+  unsigned char* dS_smem = smem + K_BYTES + V_BYTES + STAGES * STAGE_BYTES;
 
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
+  auto of_K = Tile<HEAD_DIM>::rows_of_a(row), of_Q = Tile<HEAD_DIM>::rows_of_b(), of_QT = Tile<HEAD_DIM>::rows_of_x();
+  auto of_V = Tile<HEAD_DIM_V>::rows_of_a(row), of_dO = Tile<HEAD_DIM_V>::rows_of_b(),
+       of_dOT = Tile<HEAD_DIM_V>::rows_of_x();
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
     Range queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
-    int first = queries.begin / BLOCK_Q, tiles = max((queries.end + BLOCK_Q - 1) / BLOCK_Q - first, 0);
-    int steps = tiles * p.group;
+    int q_first = queries.begin / BLOCK_Q * BLOCK_Q;
+    Range unmasked = band.seen_by_all(kv_start, kv_start + BLOCK_KV);
+    Pipeline<STAGES, STAGE_BYTES> stages(stages_smem);
 
-    auto load = [&](int step) {
-      if (step < steps) {
-        int head = kv_head * p.group + step / tiles, q_start = (first + step % tiles) * BLOCK_Q;
-        unsigned int Q_smem = shared_address(stages + step % STAGES * STAGE_BYTES), dO_smem = Q_smem + Q_BYTES;
+    // Tiles of queries, the next to load and the next to use: from the first to the last of a head, head after head.
+    struct Step {
+      int head;
+      int q_start;
+
+      __device__ void advance(int first, int end) {
+        q_start += BLOCK_Q;
+        if (q_start >= end) q_start = first, ++head;
+      }
+    };
+    int head_end = queries.begin < queries.end ? (kv_head + 1) * p.group : 0;
+    Step loaded = {kv_head * p.group, q_first}, step = loaded;
+
+    auto load = [&] {
+      if (loaded.head < head_end) {
+        int head = loaded.head, q_start = loaded.q_start;
+        unsigned int Q_smem = stages.next(), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
         load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
         load_dO(dO_smem, p, sequence, head, q_start, queries);
-        load_numbers<BLOCK_Q>(dO_smem + dO_BYTES, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
-        load_numbers<BLOCK_Q>(dO_smem + dO_BYTES + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta,
-                              q_start, queries);
+        load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
+        load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
+                              queries);
+        loaded.advance(q_first, queries.end);
       }
-      end_of_group();
+      stages.commit();
     };
 
     __syncthreads();
@@ -95,42 +113,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
                                   Range{0, sequence.kv_len});
     load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start,
                                     Range{0, sequence.kv_len});
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
-    for (int step = 0; step < steps; ++step) {
+    for (; step.head < head_end; step.advance(q_first, queries.end)) {
       if constexpr (STAGES == 1) {
         __syncthreads();
-        load(step);
+        load();
       }
-      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
-      __syncthreads();
-      if constexpr (STAGES > 1) load(step + STAGES - 1);
+      unsigned int Q_smem = stages.wait(), dO_smem = Q_smem + Q_BYTES;
+      if constexpr (STAGES > 1) load();
 
-      int head = kv_head * p.group + step / tiles, q_start = (first + step % tiles) * BLOCK_Q;
-      Score score(p, sequence, head);
-      Dropout dropout(p, sequence.batch, head);
-      unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
-      unsigned int Q_smem = shared_address(stage), dO_smem = Q_smem + Q_BYTES;
-      const float* lse2 = (const float*)(stage + Q_BYTES + dO_BYTES);
+      int q_start = step.q_start;
+      Score score(p, sequence, step.head);
+      Dropout dropout(p, sequence.batch, step.head);
+      const float* lse2 = (const float*)(smem + (dO_smem + dO_BYTES - shared_address(smem)));
       Rows rows = {lse2, lse2 + BLOCK_Q};
-      float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
-      scores<M, N, HEAD_DIM>(S_rmem, K_smem, row, Q_smem);
-      scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, row, dO_smem);
-      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
-        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
-      else
+      float S_rmem[M][N][4], dP_rmem[M][N][4];
+      scores<M, N, HEAD_DIM>(S_rmem, K_smem, of_K, Q_smem, of_Q);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, of_V, dO_smem, of_dO);
+      if (q_start < unmasked.begin || q_start + BLOCK_Q > unmasked.end)
         differentiate<true, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
-      unsigned int P_rmem[M][N / 2][4];
+      else
+        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
+      unsigned int P_rmem[M][N / 2][4], dS_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
-      accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem);
-      unsigned int dS_rmem[M][N / 2][4];
+      accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem, of_dOT);
       round_fragments(dS_rmem, dP_rmem);
       if constexpr (ADD_DQ) share(dS_smem, dS_rmem, row);
-      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem);
+      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem, of_QT);
       if constexpr (ADD_DQ) {
         __syncthreads();
-        add_dQ(DqSums(p, sequence, head), shared_address(dS_smem), K_smem, q_start, sequence.q_len);
+        add_dQ(DqSums(p, sequence, step.head), shared_address(dS_smem), K_smem, q_start, sequence.q_len);
       }
     }
 

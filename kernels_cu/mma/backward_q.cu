@@ -24,10 +24,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  const element* K = sequence.keys<element>(p.k, kv_head);
-  const element* V = sequence.keys<element>(p.v, kv_head);
+  Loader<BLOCK_KV, HEAD_DIM> K(sequence.keys<element>(p.k, kv_head), p.k);
+  Loader<BLOCK_KV, HEAD_DIM_V> V(sequence.keys<element>(p.v, kv_head), p.v);
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
+  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b(), of_KT = Tile<HEAD_DIM>::rows_of_x();
+  auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
 
   // The last tiles see most keys under a causal mask, so they go first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
@@ -35,16 +37,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
     Range queries = {0, keys.begin < keys.end ? sequence.q_len : 0};
-    int first = keys.begin / BLOCK_KV, steps = max((keys.end + BLOCK_KV - 1) / BLOCK_KV - first, 0);
+    int kv_first = keys.begin / BLOCK_KV * BLOCK_KV;
+    Range unmasked = band.sees_all(q_start, q_start + BLOCK_Q);
+    Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
 
-    auto load = [&](int step) {
-      if (step < steps) {
-        unsigned int stage = KV_smem + step % STAGES * STAGE_BYTES;
-        int kv_start = (first + step) * BLOCK_KV;
-        load_tile<BLOCK_KV, HEAD_DIM>(stage, K, p.k, kv_start, keys);
-        load_tile<BLOCK_KV, HEAD_DIM_V>(stage + K_BYTES, V, p.v, kv_start, keys);
+    auto load = [&](int kv_start) {
+      if (kv_start < keys.end) {
+        K.load(stages.next(), kv_start, keys);
+        V.load(stages.next() + K_BYTES, kv_start, keys);
       }
-      end_of_group();
+      stages.commit();
     };
 
     __syncthreads();
@@ -52,30 +54,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
     load_dO(dO_smem, p, sequence, head, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load(kv_first + stage * BLOCK_KV);
     float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
 
-    for (int step = 0; step < steps; ++step) {
+    for (int kv_start = kv_first; kv_start < keys.end; kv_start += BLOCK_KV) {
       if constexpr (STAGES == 1) {
         __syncthreads();
-        load(step);
+        load(kv_start);
       }
-      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
-      __syncthreads();
-      if constexpr (STAGES > 1) load(step + STAGES - 1);
+      unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
+      if constexpr (STAGES > 1) load(kv_start + (STAGES - 1) * BLOCK_KV);
 
-      unsigned int K_smem = KV_smem + step % STAGES * STAGE_BYTES, V_smem = K_smem + K_BYTES;
-      int kv_start = (first + step) * BLOCK_KV;
-      float S_rmem[M][N][4] = {}, dP_rmem[M][N][4] = {};
-      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, K_smem);
-      scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, row, V_smem);
-      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
-        differentiate<false, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
-      else
+      float S_rmem[M][N][4], dP_rmem[M][N][4];
+      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
+      if (kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
         differentiate<true, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+      else
+        differentiate<false, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
       unsigned int dS_rmem[M][N / 2][4];
       round_fragments(dS_rmem, dP_rmem);
-      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem);
+      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, of_KT);
     }
 
     wait_for_copies<0>();  // of Q and dO, where there was no key

@@ -15,13 +15,13 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = q_start + row_of(m, 2 * half);
-      int2 keys = band.keys(i);
+      Range keys = band.keys(i);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
-          bool seen = !MASKED || (j >= keys.x && j < keys.y);
+          bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
           float slope_of_cap;
           if constexpr (MODIFIED)
@@ -94,35 +94,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  const element* Q = sequence.queries<element>(p.q, head);
-  const element* K = sequence.keys<element>(p.k, kv_head);
-  const element* V = sequence.keys<element>(p.v, kv_head);
+  Loader<BLOCK_Q, HEAD_DIM> Q(sequence.queries<element>(p.q, head), p.q);
+  auto K = Loader<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.k, kv_head), p.k).kept();
+  auto V = Loader<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.v, kv_head), p.v).kept();
   element* O = sequence.queries<element>(p.out, head);
   float* lse = sequence.queries<float>(p.lse, head);
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
+  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row).kept(), of_K = Tile<HEAD_DIM>::rows_of_b().kept();
+  auto of_V = Tile<HEAD_DIM_V>::rows_of_x().kept();
 
   // The last tiles see most keys under a causal mask, so they go first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    int first = keys.begin / BLOCK_KV, steps = max((keys.end + BLOCK_KV - 1) / BLOCK_KV - first, 0);
+    // From the last tile of keys, through which a mask cuts, to the first.
+    int kv_first = keep(keys.begin / BLOCK_KV * BLOCK_KV);
+    int kv_last = keys.begin < keys.end ? (keys.end - 1) / BLOCK_KV * BLOCK_KV : kv_first - BLOCK_KV;
+    Range unmasked = band.sees_all(q_start, q_start + BLOCK_Q);
+    unmasked = {keep(unmasked.begin), keep(unmasked.end)};
+    Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
 
-    // The last tile first: it is the one that a mask cuts through.
-    auto load = [&](int step) {
-      if (step < steps) {
-        unsigned int stage = KV_smem + step % STAGES * (K_BYTES + V_BYTES);
-        int kv_start = (first + steps - 1 - step) * BLOCK_KV;
-        load_tile<BLOCK_KV, HEAD_DIM>(stage, K, p.k, kv_start, keys);
-        load_tile<BLOCK_KV, HEAD_DIM_V>(stage + K_BYTES, V, p.v, kv_start, keys);
+    auto load = [&](int kv_start) {
+      if (kv_start >= kv_first) {
+        K.load(stages.next(), kv_start, keys);
+        V.load(stages.next() + K_BYTES, kv_start, keys);
       }
-      end_of_group();
+      stages.commit();
     };
 
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
-    unsigned int Q_rmem[M][padded(HEAD_DIM) / 16][4];
+    Q.load(Q_smem, q_start, Range{0, sequence.q_len});
+    unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     if constexpr (Q_IN_REGISTERS) {
       end_of_group();
       wait_for_copies<0>();
@@ -130,30 +134,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
       __syncthreads();
     }
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load(kv_last - stage * BLOCK_KV);
 
     Softmax2 softmax[M][2];
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
-    for (int step = 0; step < steps; ++step) {
+    for (int kv_start = kv_last; kv_start >= kv_first; kv_start -= BLOCK_KV) {
       if constexpr (STAGES == 1) {
         __syncthreads();
-        load(step);
+        load(kv_start);
       }
-      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
-      __syncthreads();
-      if constexpr (STAGES > 1) load(step + STAGES - 1);
+      unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
+      if constexpr (STAGES > 1) load(kv_start - (STAGES - 1) * BLOCK_KV);
 
-      unsigned int stage = KV_smem + step % STAGES * (K_BYTES + V_BYTES);
-      int kv_start = (first + steps - 1 - step) * BLOCK_KV;
-      float S_rmem[M][N][4] = {};
+      float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
-        scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, stage);
+        scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, of_K);
       else
-        scores<M, N, HEAD_DIM>(S_rmem, Q_smem, row, stage);
-      if (!band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
+        scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
+      if (kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
       else if constexpr (MODIFIED || DENSE_MASK)
         modify<false>(S_rmem, score, band, q_start + row, kv_start);
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
-      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, stage + K_BYTES);
+      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, of_V);
     }
 
     float factor[M][2];

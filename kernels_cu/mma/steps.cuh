@@ -65,7 +65,7 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], const S
   float keep_scale = dropout.keep_scale;
 #pragma unroll
   for (int m = 0; m < M; ++m) {
-    int2 seen_by[2];
+    Range seen_by[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = row_of(m, 2 * half);
@@ -81,8 +81,7 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], const S
         int row = row_of(m, e % 4), column = column_of(n + e / 4, e % 4);
         int query = TRANSPOSED ? column : row, i = i0 + query, j = j0 + (TRANSPOSED ? row : column);
         float &s = S[m][n + e / 4][e % 4], &dp = dP[m][n + e / 4][e % 4];
-        int2 range = seen_by[e % 4 / 2];
-        bool seen = !MASKED || ((TRANSPOSED ? i : j) >= range.x && (TRANSPOSED ? i : j) < range.y);
+        bool seen = !MASKED || seen_by[e % 4 / 2](TRANSPOSED ? i : j);
         if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
         float slope_of_cap = 0;
         if constexpr (MODIFIED)
@@ -106,6 +105,10 @@ __device__ inline void load_dO(unsigned int dO_smem, const Params& p, const Sequ
                                Range queries) {
   const element* dO = sequence.queries<element>(p.dout, head);
   const float* lse = sequence.queries<float>(p.lse, head);
-  auto sees_any = [&](int i) { return queries(i) && (!(DENSE_MASK || BIAS) || lse[i * p.lse.row] != -infinity()); };
-  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start, sees_any);
+  if constexpr (DENSE_MASK || BIAS)
+    Loader<BLOCK_Q, HEAD_DIM_V>(dO, p.dout).load(dO_smem, q_start, false, [&](int i) {
+      return queries(i) && lse[i * p.lse.row] != -infinity();
+    });
+  else
+    load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start, queries);
 }

@@ -32,6 +32,13 @@ __device__ inline int column_warp() {
   return COLUMN_WARPS == 1 ? 0 : threadIdx.x / WARP % COLUMN_WARPS;
 }
 
+// x, from an instruction that the compiler does not see through: it keeps the result in a register, where it would work
+// out x again at every step of a loop. Whole warps only.
+template <typename T>
+__device__ T keep(T x) {
+  return __shfl_sync(0xFFFFFFFF, x, threadIdx.x % WARP);
+}
+
 // Element e of fragment (m, n) of C: its row and column among those of the warp.
 __device__ inline int row_of(int m, int e) {
   return 16 * m + 8 * (e / 2) + lane_of() / 4;
@@ -50,13 +57,6 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-struct Range {
-  int begin;
-  int end;
-
-  __device__ bool operator()(int row) const { return row >= begin && row < end; }
-};
-
 // The layout of DIM numbers in a row.
 template <int DIM>
 struct Tile {
@@ -69,17 +69,24 @@ struct Tile {
   __device__ static int twist(int row) { return row / (8 / GROUP) % GROUP; }
   __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ twist(row)) << 4); }
 
-  // Bytes from the start of the tile to 16 x 16 numbers of it, as one lane reads them: row and chunk of the lane are
-  // worked out once, those of the numbers are known to the compiler.
+  // Bytes from the start of the tile to 16 x 16 numbers of it, as one lane reads them.
   struct Lane {
-    unsigned int start;
-    unsigned int place;
+    unsigned int offset[GROUP / 2];  // of chunks 0, 2 .. of the first group, as the lane's row twists them
 
-    __device__ Lane(int row, int chunk)
-        : start(row * ROW + (chunk / GROUP * GROUP << 4)), place(chunk % GROUP ^ twist(row)) {}
+    __device__ Lane(int row, int chunk) {
+#pragma unroll
+      for (int n = 0; n < GROUP / 2; ++n)
+        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ twist(row)) + chunk / GROUP * GROUP) << 4);
+    }
+    __device__ Lane kept() const {
+      Lane lane = *this;
+#pragma unroll
+      for (int n = 0; n < GROUP / 2; ++n) lane.offset[n] = keep(offset[n]);
+      return lane;
+    }
     // `row` is a multiple of 8, and `chunk` shares no bit with the lane's.
     __device__ unsigned int at(int row, int chunk) const {
-      return start + row * ROW + ((chunk % GROUP ^ place) + chunk / GROUP * GROUP << 4);
+      return offset[chunk % GROUP / 2] + row * ROW + (chunk / GROUP * GROUP << 4);
     }
   };
 
@@ -98,49 +105,113 @@ __device__ inline int first_column(int n) {
   return 16 * (n / 2 * COLUMN_WARPS + column_warp()) + n % 2 * 8;
 }
 
-// Chunk `chunk` of row `row` if it is wanted, else zeros. Rows whose addresses are no multiples of 16 bytes are read
-// number by number.
+// Chunk `chunk` of a row that may begin anywhere, number by number, waiting for each.
 template <int DIM>
-__device__ void load_chunk(unsigned int to, const element* row, const Operand& x, int chunk, bool wanted) {
-  int numbers = wanted ? 8 : 0;
-  if constexpr (DIM != padded(DIM)) numbers = wanted ? min(max(DIM - 8 * chunk, 0), 8) : 0;
-  const element* from = row + (numbers ? 8 * chunk : 0);
-  if (x.aligned == 8) {
-    copy_async<16>(to, from, 2 * numbers);
-    return;
-  }
+__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool wanted) {
   unsigned int words[4] = {};
 #pragma unroll
   for (int n = 0; n < 8; ++n)
-    if (n < numbers) words[n / 2] |= (unsigned int)from[n].bits << 16 * (n % 2);
+    if (wanted && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
   store_shared(to, words);
 }
 
-// Rows [first, first + ROWS) of a tensor; zeros for those that are not `read(row)`, whatever is there.
-template <int ROWS, int DIM, typename Read>
-__device__ void load_tile(unsigned int tile, const element* rows, const Operand& x, int first, Read read) {
+// Brings ROWS rows of a tensor at a time to shared memory, zeros for those that are not asked for, whatever is there.
+// Where a thread's share of every tile is alike, its addresses are worked out once.
+template <int ROWS, int DIM>
+struct Loader {
   using T = Tile<DIM>;
-  if constexpr (THREADS % T::CHUNKS == 0 && THREADS / T::CHUNKS % 8 == 0 && ROWS % (THREADS / T::CHUNKS) == 0) {
-    // A thread keeps its chunk, and its rows their twist.
-    constexpr int STEP = THREADS / T::CHUNKS;
-    int row = threadIdx.x / T::CHUNKS, chunk = threadIdx.x % T::CHUNKS;
-    const element* from = rows + (long long)(first + row) * x.row;
-    unsigned int to = tile + T::at(row, chunk);
+  static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads bring at once
+  static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
+
+  const element* rows;
+  const Operand& x;
+  // REGULAR: from the first number of a tile to this thread's chunk of its first row, in the tensor and in the tile.
+  long long from;
+  unsigned int to;
+
+  __device__ Loader(const element* rows, const Operand& x) : rows(rows), x(x) {
+    int row = threadIdx.x / T::CHUNKS;
+    from = row * x.row + (bytes(chunk()) ? 8 * chunk() : 0);
+    to = T::at(row, chunk());
+  }
+  __device__ Loader kept() const {
+    Loader loader = *this;
+    loader.from = keep(from), loader.to = keep(to);
+    return loader;
+  }
+  __device__ static int chunk() { return threadIdx.x % T::CHUNKS; }
+  // Of a chunk, 16 but at the end of a row.
+  __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
+
+  // Rows [first, first + ROWS) that are `read(row)`; `whole`: all are.
+  template <typename Read>
+  __device__ void load(unsigned int tile, int first, bool whole, Read read) const {
+    if (x.aligned < 8) {
+#pragma unroll 1
+      for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
+        int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
+        load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows + (long long)(first + row) * x.row, chunk,
+                                   read(first + row));
+      }
+    } else if constexpr (REGULAR) {
+      const element* next = rows + first * x.row + from;
+      if (whole) {
 #pragma unroll
-    for (int n = 0; n < ROWS / STEP; ++n) {
-      bool wanted = read(first + row + n * STEP);
-      load_chunk<DIM>(to + n * STEP * T::ROW, wanted ? from : rows, x, chunk, wanted);
-      from += STEP * x.row;
-    }
-  } else {
-    for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
-      int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
-      bool wanted = read(first + row);
-      const element* from = rows + (wanted ? (long long)(first + row) * x.row : 0);
-      load_chunk<DIM>(tile + T::at(row, chunk), from, x, chunk, wanted);
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row)
+          copy_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
+      } else {
+#pragma unroll 1
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row) {
+          bool wanted = read(first + threadIdx.x / T::CHUNKS + n * STEP);
+          copy_async<16>(tile + to + n * STEP * T::ROW, wanted ? next : rows, wanted ? bytes(chunk()) : 0);
+        }
+      }
+    } else {
+      for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
+        int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
+        int size = read(first + row) ? bytes(chunk) : 0;
+        copy_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0),
+                       size);
+      }
     }
   }
+  __device__ void load(unsigned int tile, int first, Range range) const {
+    load(tile, first, first >= range.begin && first + ROWS <= range.end, range);
+  }
+};
+
+template <int ROWS, int DIM>
+__device__ void load_tile(unsigned int tile, const element* rows, const Operand& x, int first, Range range) {
+  Loader<ROWS, DIM>(rows, x).load(tile, first, range);
 }
+
+// A ring of places in shared memory: STAGES - 1 are on their way while one is used. With one place, what is loaded is
+// waited for.
+template <int STAGES, int BYTES>
+struct Pipeline {
+  unsigned int start;
+  unsigned int loading;  // bytes from start to the place that is loaded next
+  unsigned int used;     // and to the one that is used next
+
+  __device__ Pipeline(unsigned int start) : start(start), loading(0), used(0) {}
+  __device__ static unsigned int after(unsigned int place) {
+    return STAGES == 1 ? 0 : STAGES == 2 ? place ^ BYTES : place == (STAGES - 1) * BYTES ? 0 : place + BYTES;
+  }
+  __device__ unsigned int next() const { return start + loading; }
+  // One place has been asked for, or none was left to ask for.
+  __device__ void commit() {
+    end_of_group();
+    loading = after(loading);
+  }
+  // Until the place that is used next is there; all warps have left the one before.
+  __device__ unsigned int wait() {
+    wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+    __syncthreads();
+    unsigned int place = start + used;
+    used = after(used);
+    return place;
+  }
+};
 
 // Numbers [first, first + COUNT) of a row array such as lse; zeros for those that are not `read(row)`.
 template <int COUNT, typename Read>
@@ -151,53 +222,55 @@ __device__ void load_numbers(unsigned int to, const float* numbers, const Operan
   }
 }
 
-// A (M x 16 rows from `row` of tile A) times the N x 8 rows of tile B, transposed.
+// The part of C = A B^T that columns [16 k, 16 k + 16) make; the first begins the sum.
 template <int M, int N, int DIM>
-__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, int row, unsigned int B_smem) {
-  unsigned int a[M][4], b[4];
-  auto of_a = Tile<DIM>::rows_of_a(row);
-  auto of_b = Tile<DIM>::rows_of_b();
+__device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
+                            const typename Tile<DIM>::Lane& of_b, int k) {
+  unsigned int b[4];
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int right = 0; right < 2; ++right) {
+        // Zeros that the compiler knows cost no register and no instruction.
+        const float zeros[4] = {};
+        if (k == 0)
+          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
+        else
+          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
+      }
+  }
+}
+
+// C = A B^T, for M x 16 rows of tile A and the N x 8 rows of tile B, and the lane's part of both.
+template <int M, int N, int DIM>
+__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& of_a,
+                       unsigned int B_smem, const typename Tile<DIM>::Lane& of_b) {
+  unsigned int a[M][4];
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
     for (int m = 0; m < M; ++m) load_matrices(a[m], A_smem + of_a.at(16 * m, 2 * k));
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        multiply<element>(C[m][n], a[m], b[0], b[1]);
-        multiply<element>(C[m][n + 1], a[m], b[2], b[3]);
-      }
-    }
+    add_product<M, N, DIM>(C, a, B_smem, of_b, k);
   }
 }
 
 // Fragments of A that stay in registers: all DIM columns of M x 16 rows from `row` of a tile.
 template <int M, int DIM>
-__device__ void load_fragments(unsigned int (&A)[M][padded(DIM) / 16][4], unsigned int A_smem, int row) {
+__device__ void load_fragments(unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int A_smem, int row) {
   auto of_a = Tile<DIM>::rows_of_a(row);
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int k = 0; k < padded(DIM) / 16; ++k) load_matrices(A[m][k], A_smem + of_a.at(16 * m, 2 * k));
-}
-
-template <int M, int N, int DIM>
-__device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[M][padded(DIM) / 16][4], unsigned int B_smem) {
-  unsigned int b[4];
-  auto of_b = Tile<DIM>::rows_of_b();
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k)
 #pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+    for (int m = 0; m < M; ++m) load_matrices(A[k][m], A_smem + of_a.at(16 * m, 2 * k));
+}
+template <int M, int N, int DIM>
+__device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int B_smem,
+                       const typename Tile<DIM>::Lane& of_b) {
 #pragma unroll
-      for (int m = 0; m < M; ++m) {
-        multiply<element>(C[m][n], A[m][k], b[0], b[1]);
-        multiply<element>(C[m][n + 1], A[m][k], b[2], b[3]);
-      }
-    }
+  for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, of_b, k);
 }
 
 // C, rounded, as the left factor of the next product.
@@ -214,9 +287,9 @@ __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)
 
 // P (M x 16 rows, K x 16 columns) times the K x 16 rows of tile X: the columns of this warp.
 template <int M, int K, int DIM>
-__device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem) {
+__device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem,
+                           const typename Tile<DIM>::Lane& of_x) {
   unsigned int b[4];
-  auto of_x = Tile<DIM>::rows_of_x();
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
@@ -224,8 +297,8 @@ __device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned i
       load_transposed(b, X_smem + of_x.at(16 * k, n * COLUMN_WARPS));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply<element>(C[m][n], P[m][k], b[0], b[1]);
-        multiply<element>(C[m][n + 1], P[m][k], b[2], b[3]);
+        multiply<element>(C[m][n], P[m][k], b[0], b[1], C[m][n]);
+        multiply<element>(C[m][n + 1], P[m][k], b[2], b[3], C[m][n + 1]);
       }
     }
 }

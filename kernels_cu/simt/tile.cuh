@@ -48,13 +48,6 @@ __device__ inline real row_sum(real x) {
   return x;
 }
 
-struct Range {
-  int begin;
-  int end;
-
-  __device__ bool operator()(int row) const { return row >= begin && row < end; }
-};
-
 // Rows [first, first + ROWS) of a tensor; zeros for those that are not `read(row)`, whatever is there.
 template <int ROWS, int DIM, typename Read>
 __device__ void load_tile(real* X_smem, const element* rows, const Operand& x, int first, Read read) {

@@ -1,4 +1,4 @@
-"""The static gate: what the compiler and the simulator say of every kernel that a plan may choose. No GPU is needed.
+"""The static gate: what compiler, disassembler and simulator say of every kernel a plan may choose. No GPU is needed.
 
 Compiled is every tile that plans choose at some length (`plan.launches_at_any_length`), of problems that stand for
 all: small and large head dimensions, both accumulations, no option and every option at once. The gate is open when no
@@ -25,12 +25,12 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
-from cupy_flash.engines import simt
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.problem import Operands, Options, Saved, pose
 from cupy_flash.source import assemble
 
+from . import sass
 from .report import NOTHING, Table
 from .run import Progress
 
@@ -45,13 +45,25 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp32 D 128": dict(dtype="float32", head_dim=128),
     "fp32 D 256": dict(dtype="float32", head_dim=256),
     "fp64 D 64": dict(dtype="float64", head_dim=64),
-    "bf16 D 64": dict(dtype="bfloat16", head_dim=64),
-    "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64) | EVERY_OPTION,
-    "fp16 D 64 all options": dict(dtype="float16", head_dim=64) | EVERY_OPTION,
+    "bf16 D 64": dict(dtype="bfloat16", head_dim=64, engine="simt"),
+    "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64, engine="simt") | EVERY_OPTION,
     "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
+    # Tensor cores; bf16 differs in two instructions, which Turing does not have.
+    "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
+    "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),
+    "fp16 D 128": dict(dtype="float16", head_dim=128, engine="mma"),
+    "fp16 D 192/128": dict(dtype="float16", head_dim=192, head_dim_v=128, engine="mma"),
+    "fp16 D 256": dict(dtype="float16", head_dim=256, engine="mma"),
+    "fp16 D 64 all options": dict(dtype="float16", head_dim=64, engine="mma") | EVERY_OPTION,
+    "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
 }
 # Where registers are scarcest: what --all compiles, which is for every architecture and more than one compiler.
-SCARCE = ("fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options")
+SCARCE = (
+    "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 64", "fp16 D 96", "fp16 D 128",
+    "fp16 D 192/128", "fp16 D 256", "fp16 D 64 all options",
+)  # fmt: skip
+STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tiles are counted
+TILE_CONSTANTS = ("THREADS", "BLOCK_Q", "BLOCK_KV", "COLUMN_WARPS", "STAGES", "Q_IN_REGISTERS", "ADD_DQ")
 LIMIT = 1.10  # bytes moved over the least that the tiles need
 
 
@@ -78,10 +90,11 @@ class Step:
 
     problem: str
     kernel: str
-    tile: simt.Tile
+    tile: tuple[int, int, int]
     per_score: dict[str, float]  # instructions of a thread by class, for one score
     bank_conflicts: int  # wavefronts beyond the least, of the launch
     bytes_over_least: float | None  # of the launch, global memory; None where options add arrays of their own
+    sass: dict[str, float] | None  # instructions of the steady loop by class, for one score; None without products
 
 
 def compile_all(
@@ -131,65 +144,84 @@ def _release() -> str:
 
 
 def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[Step]:
-    """The tile steps of the largest tile that plans choose on `arch` for each problem, on the simulator."""
+    """The tile steps of the tiles that plans choose on `arch` for a long problem of each kind, on the simulator."""
     found = []
     for name in problems:
         progress(name)
-        words = PROBLEMS[name]
-        launches = ahead.launches(device.named(arch, "cuda"), **words)
-        for kernel in ("simt/forward", "simt/backward_q"):
-            tile = max(simt.Tile(*launch.tile) for launch in launches if launch.kernel == kernel and launch.tile)
-            found += _count(name, words, tile, kernel != "simt/forward", arch)
+        for backward in (False, True):
+            for launch in _chosen(PROBLEMS[name], backward, arch):
+                if launch.function in ("forward", "backward_q", "backward_kv"):
+                    found.append(_count(name, launch, backward, arch))
     return found
 
 
-def _count(name: str, words: dict[str, Any], tile: simt.Tile, backward: bool, arch: str) -> list[Step]:
+def _chosen(words: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, ...]:
+    """The launches of the plan of a long problem."""
+    (problem,) = {
+        replace(problem, q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
+        for problem in ahead.problems(**words)
+        if problem.backward == backward and not problem.dlse
+    }
+    return plan(problem, device.named(arch, "cuda")).launches
+
+
+def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     """A launch of 2 x 2 tiles, and what one more tile adds: of keys, or for the kernel whose blocks are keys, of
     queries."""
-    base, wide, tall = (_run(words, tile, backward, arch, shape) for shape in ((2, 2), (2, 3), (3, 2)))
-    steps = []
-    for kernel, counters in base.items():
-        if kernel in ("delta", "dsink", "simt/backward_bias"):
-            continue
-        longer = (tall if kernel == "simt/backward_kv" else wide)[kernel]
-        added = {key: longer.by_class()[key] - counters.by_class().get(key, 0) for key in longer.by_class()}
-        scores = 2 * tile.block_q * tile.block_kv
-        per_score = {key: 32 * count / scores for key, count in added.items()}
-        # Lanes that read one address cost one; of a sector that several instructions share each counts its part.
-        moved = sum(min(32 * access.sectors, access.bytes) for access in counters.global_.values())
-        least = None if "mask" in words else _least_bytes(kernel, words, tile)
-        over = None if least is None else moved / least
-        steps.append(Step(name, kernel, tile, per_score, counters.bank_conflicts, over))
-    return steps
+    words, tile = PROBLEMS[name], launch.tile
+    assert tile is not None
+    block_q, block_kv, threads = tile
+    by_key = launch.function == "backward_kv"
+    base, longer = (
+        _run(words, launch, backward, arch, ((2 + more * by_key) * block_q, (2 + more * (not by_key)) * block_kv))
+        for more in (0, 1)
+    )
+    added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
+    scores = 2 * block_q * block_kv
+    per_score = {key: 32 * count / scores for key, count in added.items()}
+    # Lanes that read one address cost one; of a sector that several instructions share each counts its part.
+    moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
+    least = None if "mask" in words else _least_bytes(launch.function, words, block_q, block_kv)
+    over = None if least is None else moved / least
+    return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
 
 
-def _least_bytes(kernel: str, words: dict[str, Any], tile: simt.Tile) -> int:
+def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
+    tile = launch.tile
+    if tile is None or not launch.kernel.startswith("mma/"):
+        return None
+    text = assemble(launch.kernel, dict(launch.constants))
+    block_q, block_kv, threads = tile
+    executed = sass.steady_loop(nvrtc.compile(text, launch.kernel, arch).code)
+    return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
+
+
+def _least_bytes(function: str, words: dict[str, Any], block_q: int, block_kv: int) -> int:
     """Of a launch of 2 x 2 tiles: what a block keeps once, what it visits once for every block."""
     dtype = np.dtype("uint16" if words["dtype"] == "bfloat16" else words["dtype"])
-    row = words["head_dim"] * dtype.itemsize
+    k, v = (dtype.itemsize * words.get(name, words["head_dim"]) for name in ("head_dim", "head_dim_v"))
     number = max(dtype.itemsize, 4)  # of lse and delta
-    queries, keys = 2 * tile.block_q, 2 * tile.block_kv
-    if kernel == "simt/forward":  # Q, O, lse; K and V
-        return queries * (2 * row + number) + 2 * keys * 2 * row
-    of_queries = queries * (2 * row + 2 * number)  # Q, dO, lse, delta
-    if kernel == "simt/backward_q":
-        return of_queries + queries * row + 2 * keys * 2 * row
-    return keys * 4 * row + 2 * of_queries  # K, V, dK, dV
+    queries, keys = 2 * block_q, 2 * block_kv
+    if function == "forward":  # Q, O, lse; K and V
+        return queries * (k + v + number) + 2 * keys * (k + v)
+    of_queries = queries * (k + v + 2 * number)  # Q, dO, lse, delta
+    if function == "backward_q":
+        return of_queries + queries * k + 2 * keys * (k + v)
+    return 2 * keys * (k + v) + 2 * of_queries  # K, V, dK, dV
 
 
-def _run(
-    words: dict[str, Any], tile: simt.Tile, backward: bool, arch: str, tiles: tuple[int, int]
-) -> dict[str, Counters]:
-    """The counters of each kernel on so many tiles of queries and keys, of one head."""
-    options = {key: value for key, value in words.items() if key not in ("dtype", "head_dim")}
-    q_len, kv_len = tiles[0] * tile.block_q, tiles[1] * tile.block_kv
+def _run(words: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
+    """The counters of a kernel on so many queries and keys, of one head."""
+    options = {key: value for key, value in words.items() if key not in ("dtype", "head_dim", "head_dim_v")}
+    (q_len, kv_len), dim = lengths, words["head_dim"]
     rng = np.random.default_rng(0)
     element = ahead.element_dtype(words["dtype"])
 
-    def array(rows: int) -> Any:
-        return rng.standard_normal((1, rows, 1, words["head_dim"])).astype(element)
+    def array(rows: int, dim: int) -> Any:
+        return rng.standard_normal((1, rows, 1, dim)).astype(element)
 
-    arrays = array(q_len), array(kv_len), array(kv_len)
+    dim_v = words.get("head_dim_v", dim)
+    arrays = array(q_len, dim), array(kv_len, dim), array(kv_len, dim_v)
     if "mask" in options:  # every option: as arrays, and nothing hidden but by the mask
         options |= dict(
             alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
@@ -197,22 +229,31 @@ def _run(
             q_lengths=np.array([q_len], np.int32), kv_lengths=np.array([kv_len], np.int32),
             causal=False, window=None,
         )  # fmt: skip
-    counted: list[Counters] = []
+    counted: dict[str, Counters] = {}
 
     def counting(work: kernels.Work) -> None:
-        counted[:] = start(work)
+        counted.update(zip((each.kernel for each in work.launches), start(work), strict=True))
 
     def planned(saved: Saved | None) -> tuple[Plan, Operands]:
         problem, operands = pose("static", arrays, Options(**options, backend="simulator"), None, saved)
         chosen = plan(problem, device.named(arch))
-        return replace(chosen, launches=simt.launches(problem, chosen.device, tile)), operands
+        # This kernel with the tile it is counted with, for the constants of the problem that is run.
+        launches = tuple(_with_tile(each, launch) if each.kernel == launch.kernel else each for each in chosen.launches)
+        return replace(chosen, launches=launches), operands
 
     chosen, operands = planned(None)
     out, lse = kernels.forward(chosen, operands, counting)
     if backward:
-        chosen, operands = planned(Saved(array(q_len), out.owner, lse.owner, lse.owner if "mask" in options else None))
-        kernels.backward(chosen, operands, counting)
-    return {launch.kernel: counters for launch, counters in zip(chosen.launches, counted, strict=True)}
+        saved = Saved(array(q_len, dim_v), out.owner, lse.owner, lse.owner if "mask" in options else None)
+        kernels.backward(*planned(saved), counting)
+    return counted[launch.kernel]
+
+
+def _with_tile(launch: Launch, other: Launch) -> Launch:
+    """A launch of up to 3 tiles in the tile of another of its kernel."""
+    tile = {name: value for name, value in other.constants if name in TILE_CONSTANTS}
+    constants = tuple((name, tile.get(name, value)) for name, value in launch.constants)
+    return replace(other, constants=constants, grid=(3, *launch.grid[1:]))
 
 
 def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
@@ -271,9 +312,7 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
     classes = list(dict.fromkeys(key for step in steps for key in step["per_score"]))
     rows = [
         [
-            step["problem"],
-            step["kernel"],
-            _size(step["tile"]),
+            *_named(step),
             *(f"{step['per_score'].get(key, 0):.1f}" for key in classes),
             str(step["bank_conflicts"]),
             NOTHING if step["bytes_over_least"] is None else f"{step['bytes_over_least']:.3f}",
@@ -281,7 +320,25 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
         for step in steps
     ]
     columns = ["problem", "kernel", "tile", *classes, "bank conflicts", "bytes over least"]
-    return [Table("One tile step on the simulator, instructions of a thread for one score", columns, rows)]
+    found = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
+    with_products = [step for step in steps if step["sass"] is not None]
+    if with_products:
+        classes = list(with_products[0]["sass"])
+        rows = [
+            [
+                *_named(step),
+                *(f"{step['sass'][key]:.2f}" for key in classes),
+                f"{sum(count for key, count in step['sass'].items() if key != 'products'):.2f}",
+            ]
+            for step in with_products
+        ]
+        columns = ["problem", "kernel", "tile", *classes, "all but products"]
+        found.append(Table("The steady loop as sm_80 executes it, SASS of a thread for one score", columns, rows))
+    return found
+
+
+def _named(step: dict[str, Any]) -> list[str]:
+    return [step["problem"], step["kernel"], _size(step["tile"])]
 
 
 def _size(tile: Sequence[int] | None) -> str:

@@ -34,8 +34,13 @@ def device_for(arch: str | None) -> Device:
         raise RuntimeError(f'there is no GPU to compile for; name one, as in arch="sm_90a" ({error})') from error
 
 
-def launches(
-    on: Device,
+def launches(on: Device, **words: Any) -> tuple[Launch, ...]:
+    """A launch of every kernel that calls with these words (`problems`) may need, each kernel once."""
+    every = [launch for problem in problems(**words) for launch in launches_at_any_length(problem, on)]
+    return tuple({(launch.kernel, launch.constants): launch for launch in every}.values())
+
+
+def problems(
     *,
     dtype: Any,
     head_dim: Any,
@@ -44,8 +49,8 @@ def launches(
     backward: bool = True,
     packed: bool = False,
     **options: Any,
-) -> tuple[Launch, ...]:
-    """A launch of every kernel that calls with these words may need, each kernel once.
+) -> list[Problem]:
+    """The kinds of problems of calls with these words, at the smallest size.
 
     The words are those of `cupy_flash.compile`; what is wrong with them is found as in a call.
     """
@@ -55,15 +60,13 @@ def launches(
             raise ValueError(f"compile: {name} must be at least 1, not {size}")
     asked = Options.of("compile", options)
     forward = _problem(asked, element_dtype(dtype), *sizes.values(), packed=packed)
-    problems = [forward]
-    if backward:
-        # Only who takes lse can give back its gradient.
-        problems += [
-            replace(forward, backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
-            for dlse in ((False, True) if asked.return_lse else (False,))
-        ]
-    every = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
-    return tuple({(launch.kernel, launch.constants): launch for launch in every}.values())
+    if not backward:
+        return [forward]
+    # Only who takes lse can give back its gradient.
+    return [forward] + [
+        replace(forward, backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
+        for dlse in ((False, True) if asked.return_lse else (False,))
+    ]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:

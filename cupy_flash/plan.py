@@ -45,6 +45,8 @@ class Plan:
             f"tiles      {self.tiles}",
             f"why        the smallest predicted time of all legal tiles: {self.cost * 1e3:.3g} ms",
         ]
+        if MODULES[self.engine].MEASURED is None:
+            lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(

@@ -18,6 +18,7 @@ class Engine(Protocol):
     block_kv."""
 
     BACKENDS: tuple[str, ...]  # where it runs
+    MEASURED: str | None  # the stored run that its cost was held against; None: no run yet
 
     def refusals(self, problem: Problem, device: Device) -> list[str]:
         """Why it does not serve the problem, beyond what is common to all engines; on any device, its own or not."""

@@ -9,6 +9,7 @@ from ..launch import Launch
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cpu",)
+MEASURED: str | None = "bench/results/cpu.json"
 
 # Nanoseconds on one core of a 2.6 GHz server, S 512 .. 2048, D 32 .. 128, float32 (python -m bench forward backward).
 # What counts is how they compare: on another machine all grow or shrink together. The second of two is the backward's.

@@ -9,6 +9,7 @@ from ..launch import Constant, Launch, grid_refusals, known_constants, of_someth
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+MEASURED: str | None = None
 
 LARGEST = 512  # head dimension
 RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
@@ -29,7 +30,10 @@ SHARED_BYTES = 128
 CACHE_BYTES = 32  # from the second-level cache
 ADDED_BYTES = 16  # to global memory
 INSTRUCTIONS = 4  # of 32 lanes
-INSTRUCTIONS_OF_SCORE = {"forward": 5, "backward_q": 7, "backward_kv": 7}  # beside products and loads
+# Instructions beside products and their loads, as the disassembler counts them (python -m bench static): of a thread
+# for a score, and of a warp for a step.
+INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "backward_q": 4.5, "backward_kv": 5}
+INSTRUCTIONS_OF_STEP = {"forward": 80, "backward_q": 120, "backward_kv": 200}
 LATENCY = 600  # clocks until what is loaded is there
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -271,6 +275,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         read += 2 * elements + 2 * elements * k // 32 * 2
     dims = scores * tile.column_warps + sums  # of the products of one score, in all warps of a row
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
+    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
     clocks = (  # of one step of one block, on each of what it uses
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,

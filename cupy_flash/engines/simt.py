@@ -9,6 +9,7 @@ from ..launch import Constant, Launch, grid_refusals, known_constants, of_someth
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+MEASURED: str | None = None
 
 LANES = 8  # columns of threads in a tile; tile.cuh's LANES
 # Accumulators of one thread, in 32-bit registers, for fp32 and fp64: the rest of 255 holds operands and addresses. Up

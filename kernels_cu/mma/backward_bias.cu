@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row, lse2 + BLOCK_Q + row};
   float* dS_smem = (float*)smem;
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
   auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b();
   auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
   float unit = unit_of(p);
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
           if (kv_start + BLOCK_KV <= keys.begin) continue;
           __syncthreads();
           load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
-          load_dO(dO_smem, p, sequence, head, q_start, queries);
+          load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
                                 queries);

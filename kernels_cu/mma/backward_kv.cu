@@ -70,6 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   Band band(p, sequence);
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
+  auto Q_loader = Loader<BLOCK_Q, HEAD_DIM>(p.q).kept();
+  auto dO_loader = Loader<BLOCK_Q, HEAD_DIM_V>(p.dout).kept();
   auto of_K = Tile<HEAD_DIM>::rows_of_a(row), of_Q = Tile<HEAD_DIM>::rows_of_b(), of_QT = Tile<HEAD_DIM>::rows_of_x();
   auto of_V = Tile<HEAD_DIM_V>::rows_of_a(row), of_dO = Tile<HEAD_DIM_V>::rows_of_b(),
        of_dOT = Tile<HEAD_DIM_V>::rows_of_x();
@@ -98,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       if (loaded.head < head_end) {
         int head = loaded.head, q_start = loaded.q_start;
         unsigned int Q_smem = stages.next(), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
-        load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
-        load_dO(dO_smem, p, sequence, head, q_start, queries);
+        Q_loader.load(Q_smem, sequence.queries<element>(p.q, head), q_start, queries);
+        load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
         load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
         load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
                               queries);

@@ -24,10 +24,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  Loader<BLOCK_KV, HEAD_DIM> K(sequence.keys<element>(p.k, kv_head), p.k);
-  Loader<BLOCK_KV, HEAD_DIM_V> V(sequence.keys<element>(p.v, kv_head), p.v);
+  const element* K = sequence.keys<element>(p.k, kv_head);
+  const element* V = sequence.keys<element>(p.v, kv_head);
+  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
+  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
   auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b(), of_KT = Tile<HEAD_DIM>::rows_of_x();
   auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
 
@@ -43,15 +46,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
 
     auto load = [&](int kv_start) {
       if (kv_start < keys.end) {
-        K.load(stages.next(), kv_start, keys);
-        V.load(stages.next() + K_BYTES, kv_start, keys);
+        K_loader.load(stages.next(), K, kv_start, keys);
+        V_loader.load(stages.next() + K_BYTES, V, kv_start, keys);
       }
       stages.commit();
     };
 
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
-    load_dO(dO_smem, p, sequence, head, q_start, queries);
+    load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);
     for (int stage = 0; stage < STAGES - 1; ++stage) load(kv_first + stage * BLOCK_KV);

@@ -94,9 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  Loader<BLOCK_Q, HEAD_DIM> Q(sequence.queries<element>(p.q, head), p.q);
-  auto K = Loader<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.k, kv_head), p.k).kept();
-  auto V = Loader<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.v, kv_head), p.v).kept();
+  const element* Q = sequence.queries<element>(p.q, head);
+  const element* K = sequence.keys<element>(p.k, kv_head);
+  const element* V = sequence.keys<element>(p.v, kv_head);
+  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
+  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   element* O = sequence.queries<element>(p.out, head);
   float* lse = sequence.queries<float>(p.lse, head);
   float unit = unit_of(p);
@@ -118,14 +120,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     auto load = [&](int kv_start) {
       if (kv_start >= kv_first) {
-        K.load(stages.next(), kv_start, keys);
-        V.load(stages.next() + K_BYTES, kv_start, keys);
+        K_loader.load(stages.next(), K, kv_start, keys);
+        V_loader.load(stages.next() + K_BYTES, V, kv_start, keys);
       }
       stages.commit();
     };
 
     __syncthreads();
-    Q.load(Q_smem, q_start, Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     if constexpr (Q_IN_REGISTERS) {
       end_of_group();

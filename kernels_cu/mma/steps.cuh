@@ -101,14 +101,13 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], const S
 
 // dO of the queries of a tile that are in `queries`. A row that sees nothing passes no gradient, whatever it is: with
 // positions alone to go by, no such row is in `queries`; else lse tells.
-__device__ inline void load_dO(unsigned int dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
-                               Range queries) {
+__device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
+                               const Sequence& sequence, int head, int q_start, Range queries) {
   const element* dO = sequence.queries<element>(p.dout, head);
-  const float* lse = sequence.queries<float>(p.lse, head);
-  if constexpr (DENSE_MASK || BIAS)
-    Loader<BLOCK_Q, HEAD_DIM_V>(dO, p.dout).load(dO_smem, q_start, false, [&](int i) {
-      return queries(i) && lse[i * p.lse.row] != -infinity();
-    });
-  else
-    load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start, queries);
+  if constexpr (DENSE_MASK || BIAS) {
+    const float* lse = sequence.queries<float>(p.lse, head);
+    loader.load(dO_smem, dO, q_start, false, [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
+  } else {
+    loader.load(dO_smem, dO, q_start, queries);
+  }
 }

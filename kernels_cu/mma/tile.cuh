@@ -123,13 +123,12 @@ struct Loader {
   static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads bring at once
   static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
 
-  const element* rows;
   const Operand& x;
   // REGULAR: from the first number of a tile to this thread's chunk of its first row, in the tensor and in the tile.
   long long from;
   unsigned int to;
 
-  __device__ Loader(const element* rows, const Operand& x) : rows(rows), x(x) {
+  __device__ Loader(const Operand& x) : x(x) {
     int row = threadIdx.x / T::CHUNKS;
     from = row * x.row + (bytes(chunk()) ? 8 * chunk() : 0);
     to = T::at(row, chunk());
@@ -143,9 +142,9 @@ struct Loader {
   // Of a chunk, 16 but at the end of a row.
   __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
 
-  // Rows [first, first + ROWS) that are `read(row)`; `whole`: all are.
+  // Rows [first, first + ROWS) of those of one head that are `read(row)`; `whole`: all are.
   template <typename Read>
-  __device__ void load(unsigned int tile, int first, bool whole, Read read) const {
+  __device__ void load(unsigned int tile, const element* rows, int first, bool whole, Read read) const {
     if (x.aligned < 8) {
 #pragma unroll 1
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
@@ -175,14 +174,14 @@ struct Loader {
       }
     }
   }
-  __device__ void load(unsigned int tile, int first, Range range) const {
-    load(tile, first, first >= range.begin && first + ROWS <= range.end, range);
+  __device__ void load(unsigned int tile, const element* rows, int first, Range range) const {
+    load(tile, rows, first, first >= range.begin && first + ROWS <= range.end, range);
   }
 };
 
 template <int ROWS, int DIM>
 __device__ void load_tile(unsigned int tile, const element* rows, const Operand& x, int first, Range range) {
-  Loader<ROWS, DIM>(rows, x).load(tile, first, range);
+  Loader<ROWS, DIM>(x).load(tile, rows, first, range);
 }
 
 // A ring of places in shared memory: STAGES - 1 are on their way while one is used. With one place, what is loaded is
@@ -216,10 +215,11 @@ struct Pipeline {
 // Numbers [first, first + COUNT) of a row array such as lse; zeros for those that are not `read(row)`.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
-  for (int n = threadIdx.x; n < COUNT; n += THREADS) {
-    bool wanted = read(first + n);
-    copy_async<4>(to + 4 * n, numbers + (wanted ? (long long)(first + n) * x.row : 0), wanted ? 4 : 0);
-  }
+  static_assert(COUNT <= THREADS, "one each");
+  int n = threadIdx.x;
+  if (n >= COUNT) return;
+  bool wanted = read(first + n);
+  copy_async<4>(to + 4 * n, numbers + (wanted ? (first + n) * x.row : 0), wanted ? 4 : 0);
 }
 
 // The part of C = A B^T that columns [16 k, 16 k + 16) make; the first begins the sum.

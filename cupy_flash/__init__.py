@@ -1,5 +1,6 @@
 """Exact attention on every Python array, forward and backward, with memory linear in the sequence length."""
 
+from . import memory
 from .api import (
     attention,
     attention_backward,
@@ -24,5 +25,6 @@ __all__ = [
     "attention_vjp",
     "compile",
     "explain",
+    "memory",
     "merge",
 ]

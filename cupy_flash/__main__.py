@@ -5,12 +5,14 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import __version__, ahead, cache, device, environment, nvrtc, source
+from . import __version__, ahead, cache, device, environment, memory, nvrtc, source
 from .problem import DTYPES
 
 # Looked up in the metadata of what is installed, never imported.
@@ -23,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("info", help="what is installed and which engines serve this machine").set_defaults(run=info)
     add_compile(commands)
+    add_memory(commands)
     kept = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
         required=True, metavar="ACTION"
     )
@@ -70,6 +73,83 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
         seconds = time.perf_counter() - begin
         print(f"{number}/{len(launches)} {launch.kernel}{tile}: {registers} registers, {seconds:.2f} s", flush=True)
     return cache_size()
+
+
+def add_memory(commands: Any) -> None:
+    """The command memory: the words of cupy_flash.memory.Training."""
+    command = commands.add_parser("memory", help="how much memory training takes, with standard and flash attention")
+    command.set_defaults(run=estimate_memory)
+    command.add_argument(
+        "--model", required=True, help=f"{', '.join(memory.PRESETS)}, or the path of a transformers config.json"
+    )
+    command.add_argument("--batch", type=int, default=1, help="default: 1")
+    command.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence; default: the model's context")
+    command.add_argument(
+        "--checkpoint",
+        choices=list(memory.KEPT),
+        default="none",
+        help="what the backward computes again; default: none",
+    )
+    command.add_argument("--precision", choices=list(memory.ITEMSIZE), default="mixed", help="default: mixed")
+    command.add_argument("--fsdp", type=int, default=1, metavar="GPUS", help="that share parameters and optimizer")
+    command.add_argument("--tensor", type=int, default=1, metavar="GPUS", help="that share the matrices of a layer")
+    command.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
+    command.add_argument("--ring", type=int, default=1, metavar="GPUS", help="that share a sequence")
+    command.add_argument("--gb", type=float, metavar="N", help="also: what fits into N GB (10^9 bytes)")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="also: draw it, as PNG or SVG; needs matplotlib")
+
+
+def estimate_memory(model: str, seq: int | None, gb: float | None, plot: Path | None, **words: Any) -> int:
+    """Prints where the bytes of one GPU go, and what fits; what is wrong with the words goes to stderr."""
+    limit = None if gb is None else gb * memory.GB
+    try:
+        sizes = memory.load(model)
+        training = memory.Training(seqlen=sizes.context if seq is None else seq, **words)
+        title = f"{model}, {sizes.parameters / 1e9:.3g}e9 parameters: {describe(training)}"
+        rows = estimate_rows(sizes, training, limit)
+        if plot is not None:
+            memory.plot(sizes, training, plot, limit, title)
+    except (ImportError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{title}, checkpoint {training.checkpoint}")
+    for label, *cells in rows:
+        print(f"{label:<42}", *(f"{cell:>10}" for cell in cells))
+    return 0
+
+
+def estimate_rows(
+    sizes: memory.Transformer, training: memory.Training, limit: float | None
+) -> list[tuple[str | int, ...]]:
+    """A table with a column per attention; `limit` in bytes adds what fits into it."""
+    # Ring attention never has all scores in one place.
+    attentions = memory.ATTENTIONS if training.ring == 1 else ("flash",)
+    columns = [replace(training, attention=attention) for attention in attentions]
+    parts = [memory.estimate(sizes, column) for column in columns]
+    rows: list[tuple[str | int, ...]] = [("GB on one GPU", *attentions)]
+    for part, label in (memory.PARTS | {"total": "total"}).items():
+        rows.append((label, *(f"{getattr(column, part) / memory.GB:.2f}" for column in parts)))
+    for letter in ("alpha", "beta"):
+        values = [getattr(memory.coefficients(sizes, column), letter) for column in columns]
+        rows.append((f"{letter} of a block", *(f"{value:.4g}" for value in values)))
+    if limit is None:
+        return rows
+    for checkpoint in memory.KEPT:
+        choices = [replace(column, checkpoint=checkpoint) for column in columns]
+        batches = [memory.largest_batch(sizes, choice, limit) for choice in choices]
+        lengths = [memory.longest_sequence(sizes, choice, limit) for choice in choices]
+        rows.append((f"fits into {limit / memory.GB:g} GB, checkpoint {checkpoint}", *attentions))
+        rows.append((f"largest batch of {training.seqlen} tokens", *batches))
+        rows.append((f"longest sequence in a batch of {training.batch}", *lengths))
+    return rows
+
+
+def describe(training: memory.Training) -> str:
+    """Size, precision and shares of a training in a line."""
+    shares = [f"{name} {getattr(training, name)}" for name in ("fsdp", "tensor", "ring") if getattr(training, name) > 1]
+    if training.tensor > 1 and not training.sequence_parallel:
+        shares.append("no sequence parallelism")
+    return ", ".join([f"b = {training.batch}", f"s = {training.seqlen}", training.precision, *shares])
 
 
 def info() -> int:

@@ -2,11 +2,13 @@
 
     python examples/train_gpt.py                                       # a minute on two CPU cores
     python examples/train_gpt.py --attention sdpa                      # the same run with torch's own attention
-    python examples/train_gpt.py --steps 2000 --checkpoint gpt.pt      # stop it when you like; run it again, it goes on
+    python examples/train_gpt.py --steps 2000 --save gpt.pt            # stop it when you like; run it again, it goes on
+    python examples/train_gpt.py --checkpoint --context 1024           # less memory: blocks keep their input alone
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp        # two processes share parameters and batch
 
 One seed gives one run: the same batches and first weights, and with either attention the same losses but for rounding,
 unless there is dropout, for which the two draw other random bits. Written to be read from top to bottom and copied: the
-text, the model, the checkpoint, the loop.
+text, the model, the processes, the saved state, the loop.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -22,13 +25,14 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cupy_flash.adapters.torch import attention
 
@@ -51,7 +55,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout and samples [%(default)s]")
     parser.add_argument("--device", default="cpu", help="a torch device that the attention serves [%(default)s]")
-    parser.add_argument("--checkpoint", type=Path, help="file to save to, and to go on from where it exists")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="keep the input of a block alone; its backward reruns it"
+    )
+    parser.add_argument("--fsdp", action="store_true", help="share parameters and batch with the processes of torchrun")
+    parser.add_argument("--save", type=Path, help="file to save to, and to go on from where it exists")
     parser.add_argument("--save-every", type=int, default=100, help="steps; also saved at the end [%(default)s]")
     parser.add_argument("--sample-every", type=int, default=100, help="steps; also at the end [%(default)s]")
     parser.add_argument("--prompt", default="def ", help="what samples begin with [%(default)r]")
@@ -59,6 +67,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.embed % arguments.heads:
         parser.error(f"--embed {arguments.embed} is not a multiple of --heads {arguments.heads}")
+    if arguments.fsdp and arguments.save:
+        parser.error("--save is for one process: with --fsdp each has a part of the parameters")
+    if arguments.fsdp and not distributed.is_torchelastic_launched():
+        parser.error("--fsdp needs torchrun: torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp")
     return arguments
 
 
@@ -81,8 +93,13 @@ def read_text() -> tuple[Tensor, Tensor]:
 
 
 def draw_batch(text: Tensor, arguments: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(tokens, the tokens that follow each), (batch, context) each, int64, from random places of the text."""
+    """(tokens, the tokens that follow each), (batch, context) each, int64, from random places of the text.
+
+    All processes draw the same places, and each takes its share of them.
+    """
     starts = torch.randint(len(text) - arguments.context, (arguments.batch, 1), generator=generator)
+    rank, processes = rank_and_processes()
+    starts = starts[rank::processes]
     windows = text[starts + torch.arange(arguments.context + 1)].long().to(arguments.device)
     return windows[:, :-1], windows[:, 1:]
 
@@ -132,7 +149,7 @@ class GPT(nn.Module):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
-        self.context, self.dropout = arguments.context, arguments.dropout
+        self.context, self.dropout, self.checkpoint = arguments.context, arguments.dropout, arguments.checkpoint
         self.tokens = nn.Embedding(VOCABULARY, arguments.embed)
         self.positions = nn.Embedding(arguments.context, arguments.embed)
         self.blocks = nn.ModuleList(Block(arguments) for _ in range(arguments.layers))
@@ -149,7 +166,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
         return F.linear(self.norm(x), self.tokens.weight)
 
 
@@ -162,9 +179,9 @@ def validation_loss(model: GPT, text: Tensor, arguments: argparse.Namespace) -> 
     """The mean over the same few batches every time, without dropout."""
     generator = torch.Generator().manual_seed(arguments.seed)
     model.eval()
-    losses = [loss_of(model, *draw_batch(text, arguments, generator)).item() for _ in range(VALIDATION_BATCHES)]
+    losses = [loss_of(model, *draw_batch(text, arguments, generator)) for _ in range(VALIDATION_BATCHES)]
     model.train()
-    return sum(losses) / len(losses)
+    return sum(map(mean_of_processes, losses)) / len(losses)
 
 
 @torch.no_grad()
@@ -180,11 +197,39 @@ def sample(model: GPT, arguments: argparse.Namespace) -> str:
     return "".join(chr(byte) if 32 <= byte < 127 or byte == ord("\n") else "?" for byte in text)
 
 
-# ---------------------------------------------------------------------------------------------------- the checkpoint
+# ----------------------------------------------------------------------------------------------------- the processes
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Atomic: whenever the process or the machine stops, `path` is the old checkpoint or the new one."""
+def rank_and_processes() -> tuple[int, int]:
+    """Which process this is, of how many."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def mean_of_processes(loss: Tensor) -> float:
+    loss = loss.detach().clone()
+    if distributed.is_initialized():
+        distributed.all_reduce(loss)
+    return loss.item() / rank_and_processes()[1]
+
+
+def shard(model: GPT, arguments: argparse.Namespace) -> None:
+    """FSDP2: of every parameter a process keeps its part; a block's are gathered when it runs, forward and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, processes = rank_and_processes()
+    mesh = init_device_mesh(torch.device(arguments.device).type, (processes,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(arguments.seed + rank)  # the weights were the same; what dropout drops is not
+
+
+# --------------------------------------------------------------------------------------------------- the saved state
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Atomic: whenever the process or the machine stops, `path` is the old state or the new one."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -193,13 +238,13 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """The saved state, if it is of the model and the text that `expected` describes."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     pairs = [(name, state.get(name), value) for name, value in expected.items()]
     different = [f"{name} is {there} there, {here} here" for name, there, here in pairs if there != here]
     if different:
-        raise SystemExit(f"{path} is a checkpoint of another run: {'; '.join(different)}")
+        raise SystemExit(f"{path} is of another run: {'; '.join(different)}")
     return state
 
 
@@ -226,15 +271,16 @@ def progress_bar(step: int, steps: int) -> Any:
     return bar
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
-    steps, checkpoint = arguments.steps, arguments.checkpoint
+def train(arguments: argparse.Namespace) -> None:
+    steps, saved = arguments.steps, arguments.save
     training, validation = read_text()
     described = {name: getattr(arguments, name) for name in ("layers", "heads", "embed", "context")}
     described["text"] = hashlib.sha256(training.numpy()).hexdigest()[:16]
 
     torch.manual_seed(arguments.seed)
     model = GPT(arguments).to(arguments.device)
+    if arguments.fsdp:
+        shard(model, arguments)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -244,9 +290,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, {len(training):,} bytes of text")
 
     first = 0
-    resumed = checkpoint is not None and checkpoint.exists()
+    resumed = saved is not None and saved.exists()
     if resumed:
-        state = load_checkpoint(checkpoint, described)
+        state = load_state(saved, described)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         batches.set_state(state["batches"])
@@ -254,7 +300,7 @@ def main(argv: list[str] | None = None) -> None:
         if on_cuda and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         first = state["step"]
-        print(f"{checkpoint} goes on from step {first}")
+        print(f"{saved} goes on from step {first}")
 
     # What was logged after the last save is logged again when the run goes on, with the same numbers.
     log = arguments.log.open("a" if resumed else "w", buffering=1) if arguments.log else None
@@ -271,16 +317,16 @@ def main(argv: list[str] | None = None) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
-            line = {"step": done, "loss": loss.item()}
+            line = {"step": done, "loss": mean_of_processes(loss)}
             if done % VALIDATE_EVERY == 0 or done == steps:
                 held_out = line["validation_loss"] = validation_loss(model, validation, arguments)
             if log:
                 log.write(json.dumps(line) + "\n")
-            if checkpoint and (done % arguments.save_every == 0 or done == steps):
+            if saved and (done % arguments.save_every == 0 or done == steps):
                 state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), **described}
                 state |= {"batches": batches.get_state(), "rng": torch.get_rng_state()}
                 state["cuda_rng"] = torch.cuda.get_rng_state_all() if on_cuda else []
-                save_checkpoint(checkpoint, state)
+                save_state(saved, state)
 
             per_step = (time.perf_counter() - began) / (done - first)
             rate = arguments.batch * arguments.context / per_step
@@ -293,6 +339,26 @@ def main(argv: list[str] | None = None) -> None:
             if done % arguments.sample_every == 0 and done < steps:
                 print(f"--- sample after {done} steps\n{sample(model, arguments)}\n---")
     print(f"--- sample after {max(first, steps)} steps\n{sample(model, arguments)}\n---")
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if not arguments.fsdp:
+        train(arguments)
+        return
+    if torch.device(arguments.device).type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group()
+    try:
+        rank, processes = rank_and_processes()
+        if arguments.batch % processes:
+            raise SystemExit(f"--batch {arguments.batch} is not a multiple of {processes} processes")
+        if rank > 0:  # the first speaks for all
+            arguments.log = None
+        with redirect_stdout(io.StringIO()) if rank > 0 else nullcontext():
+            train(arguments)
+    finally:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Finds tensors that outlive a backward: what autograd saved, what hangs on the nodes, what Python still holds.
+"""Finds tensors that outlive a backward: what autograd saved, what Python still holds, what is allocated at all.
 
-A node lives as long as anything holds the graph (the loss is enough). Autograd drops what a node has saved once it has
-run, but nothing drops what else hangs on it: every layer then keeps its activations.
+What a graph holds cupy_flash.memory.find_retained finds.
 """
 
 from __future__ import annotations
 
 import gc
-import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Box:
@@ -72,57 +72,26 @@ class Kept:
         return [tensor for tensor in _tensors_of_python() if _address(tensor) not in known]
 
 
-def tensors_on_nodes(root: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor that can be reached from the attributes of a node of root's graph."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for node in _nodes(root):
-        seen: set[int] = set()
-        for name, value in getattr(node, "__dict__", {}).items():
-            _search(value, f"{node.name()}.{name}", seen, found)
-        for name in dir(node):
-            if name == "saved_tensors" or name.startswith("_saved_"):
-                try:
-                    value = getattr(node, name)
-                except RuntimeError:  # freed, as it should be
-                    continue
-                _search(value, f"{node.name()}.{name}", seen, found)
-    return found
+class Allocated(TorchDispatchMode):
+    """Context that knows the memory of all tensors made in it, whoever holds them: Python, a graph, or C++."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-def _nodes(root: torch.Tensor) -> Iterator[Node]:
-    waiting, seen = [root.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(it, DTensor) for it in types):
+            return NotImplemented  # it comes back as operations on the shards
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if type(tensor) is torch.Tensor:
+                self.storages.add(tensor.untyped_storage())
+        return results
 
-
-def _search(value: Any, path: str, seen: set[int], found: list[tuple[str, torch.Tensor]]) -> None:
-    """Looks into containers, closures and the attributes of plain objects."""
-    if id(value) in seen or isinstance(value, (type, types.ModuleType, torch.nn.Module)):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        found.append((path, value))
-        return
-    parts: dict[Any, Any] = {}
-    if isinstance(value, dict):
-        parts = {f"[{key!r}]": part for key, part in value.items()}
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = {f"[{index}]": part for index, part in enumerate(value)}
-    elif isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        parts = {f".{name}": cell.cell_contents for name, cell in cells}
-    elif isinstance(value, types.MethodType):
-        parts = {".__self__": value.__self__}
-    else:
-        slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
-        parts = {f".{name}": getattr(value, name, None) for name in slots}
-        parts |= {f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}
-    for name, part in parts.items():
-        _search(part, path + name, seen, found)
+    @property
+    def bytes(self) -> int:
+        gc.collect()
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 def _tensors_of_python() -> list[torch.Tensor]:

@@ -5,13 +5,18 @@ import importlib.util
 import io
 import json
 import math
+import os
+import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from cupy_flash import memory
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = 30
@@ -78,14 +83,14 @@ def test_loss_falls(example, tmp_path):
 def test_resumed_run_is_bitwise_the_whole_one(example, tmp_path, monkeypatch, attention):
     options = ("--attention", attention, "--dropout", 0.1, "--save-every", 15)
     # Samples are not part of the run: taking one draws no number that training would have drawn.
-    whole = train(example, tmp_path / "whole.log", *options, "--checkpoint", tmp_path / "whole.pt", "--sample-every", 8)
+    whole = train(example, tmp_path / "whole.log", *options, "--save", tmp_path / "whole.pt", "--sample-every", 8)
 
     with monkeypatch.context() as patch:
         patch.setattr(example, "learning_rate", functools.partial(stop_at, 20, example.learning_rate))
         with pytest.raises(KeyboardInterrupt):
-            train(example, tmp_path / "resumed.log", *options, "--checkpoint", tmp_path / "resumed.pt")
+            train(example, tmp_path / "resumed.log", *options, "--save", tmp_path / "resumed.pt")
     torch.manual_seed(12345)
-    resumed = train(example, tmp_path / "resumed.log", *options, "--checkpoint", tmp_path / "resumed.pt")
+    resumed = train(example, tmp_path / "resumed.log", *options, "--save", tmp_path / "resumed.pt")
 
     assert [line["step"] for line in resumed] == [*range(1, 20), *range(16, STEPS + 1)]
     assert resumed == [*whole[:19], *whole[15:]]
@@ -98,7 +103,7 @@ def stop_at(last, learning_rate, step, arguments):
     return learning_rate(step, arguments)
 
 
-def assert_same(a, b, where="checkpoint"):
+def assert_same(a, b, where="state"):
     """Equal nested dicts and lists, tensors bitwise."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
@@ -114,7 +119,7 @@ def assert_same(a, b, where="checkpoint"):
 
 
 def test_finished_run_only_samples(example, tmp_path, capsys):
-    options = [*TINY, "--steps", "2", "--checkpoint", str(tmp_path / "gpt.pt")]
+    options = [*TINY, "--steps", "2", "--save", str(tmp_path / "gpt.pt")]
     example.main(options)
     first = capsys.readouterr().out.splitlines()
     saved = (tmp_path / "gpt.pt").read_bytes()
@@ -126,27 +131,29 @@ def test_finished_run_only_samples(example, tmp_path, capsys):
     assert (tmp_path / "gpt.pt").read_bytes() == saved
 
 
-def test_broken_save_keeps_the_old_checkpoint(example, tmp_path, monkeypatch):
+def test_broken_save_keeps_the_old_state(example, tmp_path, monkeypatch):
     path = tmp_path / "gpt.pt"
-    example.save_checkpoint(path, {"step": 15})
+    example.save_state(path, {"step": 15})
 
     def disk_full(state, file):
-        file.write(b"half a checkpoint")
+        file.write(b"half a state")
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
         patch.setattr(torch, "save", disk_full)
-        example.save_checkpoint(path, {"step": 30})
-    assert example.load_checkpoint(path, {"step": 15}) == {"step": 15}
-    example.save_checkpoint(path, {"step": 30})
-    assert example.load_checkpoint(path, {"step": 30}) == {"step": 30}
+        example.save_state(path, {"step": 30})
+    assert example.load_state(path, {"step": 15}) == {"step": 15}
+    example.save_state(path, {"step": 30})
+    assert example.load_state(path, {"step": 30}) == {"step": 30}
 
 
-def test_checkpoint_of_another_run_is_refused(example, tmp_path, monkeypatch):
+def test_state_of_another_run_is_refused(example, tmp_path, monkeypatch):
     path = tmp_path / "gpt.pt"
-    options = [*TINY, "--steps", "1", "--checkpoint", str(path)]
+    options = [*TINY, "--steps", "1", "--save", str(path)]
     example.main(options)
-    with pytest.raises(SystemExit, match=r"gpt\.pt .* another run: layers is 2 there, 3 here; embed is 32 there, 48 "):
+    with pytest.raises(
+        SystemExit, match=r"gpt\.pt is of another run: layers is 2 there, 3 here; embed is 32 there, 48 "
+    ):
         example.main([*options, "--layers", "3", "--embed", "48"])
     training, validation = example.read_text()
     monkeypatch.setattr(example, "read_text", lambda: (training[1:], validation))
@@ -204,11 +211,69 @@ def test_text_is_the_same_each_time_and_split_by_file(example):
     assert validation[:2000] not in training
 
 
+def test_checkpointed_run_is_bitwise_the_same(example, tmp_path):
+    options = ("--steps", 6, "--dropout", 0.1)
+    plain, checkpointed = (train(example, tmp_path / "log", *options, *more) for more in ((), ("--checkpoint",)))
+    assert checkpointed == plain
+
+
+def test_checkpoint_keeps_the_input_of_every_block(example):
+    kept = {}
+    for more in ((), ("--checkpoint",)):
+        arguments = example.parse_arguments([*TINY, *more])
+        tokens = torch.zeros(arguments.batch, arguments.context, dtype=torch.int64)
+        measured = memory.measure(example.GPT(arguments), tokens)
+        inside = [name for name in measured if re.match(r"blocks\.\d+\.", name)]
+        kept[more] = sum(measured.values())
+        assert bool(inside) == (not more)
+    sizes = memory.Transformer(2, 32, 4, 256, 128, dropout=False)
+    for more, checkpoint in (((), "none"), (("--checkpoint",), "full")):
+        training = memory.Training(4, 128, checkpoint=checkpoint, precision="float32")
+        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # of the softmax, and targets: the loss is not measured here
+        modelled = memory.estimate(sizes, training)
+        assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
+
+
+def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
+    """Two processes on halves of every batch, blocks checkpointed, to the losses of one, but for rounding."""
+    monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
+    options = ["--steps", "8", "--sample-every", "4"]
+    alone, other = (train(example, tmp_path / "log", *options, "--attention", it) for it in ("cupy_flash", "formula"))
+    log = tmp_path / "fsdp.log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    command += [EXAMPLES / "train_gpt.py", *TINY, *options, "--fsdp", "--checkpoint", "--log", log]
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("--- sample after 8 steps") == 1  # one process speaks
+
+    shared = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in shared] == [*range(1, 9)]
+    rounding = np.abs(losses_of(other) - losses_of(alone)).max() + np.finfo(np.float32).eps * losses_of(alone).max()
+    assert np.abs(losses_of(shared) - losses_of(alone)).max() <= 4 * rounding
+    assert shared[-1]["validation_loss"] == pytest.approx(alone[-1]["validation_loss"], abs=4 * rounding)
+
+
+def test_fsdp_needs_torchrun_and_saves_nothing(example, capsys):
+    for options, message in (
+        (["--fsdp"], "--fsdp needs torchrun: torchrun --nproc-per-node 2"),
+        (["--fsdp", "--save", "gpt.pt"], "--save is for one process"),
+    ):
+        with pytest.raises(SystemExit):
+            example.main([*TINY, *options])
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("document", ["README.md", "train_gpt.py"])
-def test_documented_commands_are_valid(example, document):
+def test_documented_commands_are_valid(example, document, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
     lines = (EXAMPLES / document).read_text(encoding="utf-8").splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("    python examples/")]
+    commands = [
+        shlex.split(line, comments=True) for line in lines if line.startswith(("    python examples/", "    torchrun "))
+    ]
     assert len(commands) >= 3
     for command in commands:
-        assert command[:2] == ["python", "examples/train_gpt.py"]
-        example.parse_arguments(command[2:])
+        script = command.index("examples/train_gpt.py")
+        assert command[:script] in (["python"], ["torchrun", "--nproc-per-node", "2", "--"])
+        example.parse_arguments(command[script + 1 :])

@@ -1,13 +1,16 @@
 """What a call saves for its backward, to the byte, and that nothing of it outlives the backward."""
 
+from datetime import timedelta
+
 import pytest
 import torch
-from leaks import Kept, SavedTensors, tensors_on_nodes
+from leaks import Allocated, Kept, SavedTensors
 from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
 from cupy_flash.adapters import torch as adapter
 from cupy_flash.adapters.torch import module
+from cupy_flash.memory import find_retained
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V, LAYERS = 2, 6, 4, 2, 8, 4, 3
 
@@ -90,7 +93,7 @@ def test_nothing_hangs_on_the_node(function):
     assert saved.alive > 0
     loss.backward()
     assert saved.alive == 0
-    assert not tensors_on_nodes(loss)
+    assert not find_retained(loss)
 
 
 class Block(torch.nn.Module):
@@ -122,17 +125,17 @@ def step(reentrant):
 
 
 def findings(reentrant):
-    """Tensors beyond parameters and gradients while the loss is alive: (saved, paths on the graph, held by Python)."""
+    """Tensors beyond parameters and gradients while the loss is alive: (saved, retained by the graph, held by Python).
+
+    torch's own reentrant checkpoint keeps the state of the generator, bytes, on every node of its kind.
+    """
     with Kept() as kept:
         model, x, loss, saved = step(reentrant)
         own = [x, loss, *model.parameters()]
         own += [tensor.grad for tensor in own if tensor.is_leaf]
-        on_nodes = tensors_on_nodes(loss)
-        # torch's own reentrant checkpoint keeps the state of the generator, on every node of its kind.
-        own += [tensor for path, tensor in on_nodes if path == "CheckpointFunctionBackward.fwd_cpu_state"]
-        paths = [path for path, tensor in on_nodes if all(tensor is not mine for mine in own)]
-        del on_nodes
-        return saved.alive, paths, len(kept.beyond(*own))
+        retained = [it for it in find_retained(loss) if it.path != "CheckpointFunctionBackward.fwd_cpu_state"]
+        held = [tensor for tensor in kept.beyond(*own) if tensor.dtype != torch.uint8]
+        return saved.alive, retained, len(held)
 
 
 CHECKPOINTS = [
@@ -174,9 +177,12 @@ class LeakyAttention(torch.autograd.Function):
 @pytest.mark.parametrize("reentrant", [None, False], ids=["no-checkpoint", "checkpoint"])
 def test_detector_catches_a_planted_leak(reentrant, monkeypatch):
     monkeypatch.setattr(module, "attention", lambda q, k, v, **_: LeakyAttention.apply(q, k, v))
-    _, on_nodes, kept = findings(reentrant)
-    assert len(on_nodes) == 5 * LAYERS
-    assert set(on_nodes) == {f"LeakyAttentionBackward.shells[{index}].tensor" for index in range(5)}
+    _, retained, kept = findings(reentrant)
+    assert sorted((it.module, it.path) for it in retained) == [
+        (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")
+        for layer in range(LAYERS)
+        for index in range(5)
+    ]
     assert kept > 0
 
 
@@ -187,3 +193,133 @@ def test_detector_catches_a_tensor_kept_elsewhere(monkeypatch):
     )
     _, _, held = findings(None)
     assert held == LAYERS
+
+
+def test_retained_says_what_it_is(monkeypatch):
+    monkeypatch.setattr(module, "attention", lambda q, k, v, **_: LeakyAttention.apply(q, k, v))
+    layer = module.CausalSelfAttention(HEADS * HEAD_DIM, HEADS)
+    loss = layer(torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM)).sum()
+    loss.backward()
+    out = find_retained(loss)[3]
+    assert out == ("qkv", "LeakyAttentionBackward.shells[3].tensor", (2, 6, 4, 8), torch.float32, 4 * 2 * 6 * 4 * 8)
+    assert str(out) == "qkv: LeakyAttentionBackward.shells[3].tensor: 2 x 6 x 4 x 8 torch.float32, 1,536 bytes"
+
+
+def test_retained_before_the_backward_is_what_autograd_saved():
+    q, k, v = inputs()
+    weights = torch.nn.Parameter(torch.randn(HEAD_DIM_V, HEAD_DIM_V))
+    loss = (adapter.attention(q, k, v) @ weights).exp().sum()
+    lse = "GeneratedBackwardFor_cupy_flash_attention_forward_defaultBackward.saved_tensors"
+    retained = find_retained(loss)
+    assert {it.bytes for it in retained if it.path.startswith(lse)} == {OUT, LSE}  # q, k, v are leaves
+    assert any(it.path == "ExpBackward0._saved_result" for it in retained)
+    assert not any(it.shape == tuple(weights.shape) for it in retained)
+    loss.backward(retain_graph=True)
+    assert find_retained(loss) == retained
+    loss.backward()
+    assert not find_retained(loss)
+
+
+class LeakyScale(torch.autograd.Function):
+    """Hides a tensor in a closure in a list in a dict."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scaled = 2 * x
+        ctx.table = {"closure": [lambda: scaled]}
+        return scaled.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return 2 * dout
+
+
+def test_retained_needs_no_module_and_no_graph():
+    x = torch.randn(3, requires_grad=True)
+    y = LeakyScale.apply(x)
+    y.sum().backward()
+    assert [(it.module, it.path, it.shape) for it in find_retained(y)] == [
+        ("", "LeakyScaleBackward.table['closure'][0].scaled", (3,))
+    ]
+    assert find_retained(torch.zeros(2)) == []
+    with pytest.raises(TypeError, match=r"loss must be a torch\.Tensor, not <class 'float'>"):
+        find_retained(1.0)
+
+
+WORLD, STEPS = 2, 4
+
+
+def train_sharded():
+    """Steps of an FSDP2 model in bfloat16, every block checkpointed: after each, while the loss is alive, the bytes
+    allocated and what the graph retains."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = torch.nn.Sequential(*(Block(HEADS * HEAD_DIM) for _ in range(LAYERS)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM)
+    allocated, retained = [], []
+    with Allocated() as memory:
+        for _ in range(STEPS):
+            y = batch
+            for block in model:
+                y = checkpoint(block, y, use_reentrant=False)
+            loss = y.float().square().mean()
+            del y
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            allocated.append(memory.bytes)
+            retained.append([(it.module, it.path) for it in find_retained(loss)])
+    return allocated, retained
+
+
+def one_process(rank, rendezvous, reports):
+    """Trains with our attention, then with the leak."""
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    try:
+        ours = train_sharded()
+        module.attention = lambda q, k, v, **_: LeakyAttention.apply(q, k, v)
+        reports.put((rank, ours, train_sharded()))
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """(with our attention, with the leak) of each process."""
+    context = torch.multiprocessing.get_context("spawn")
+    reports = context.SimpleQueue()
+    rendezvous = f"file://{tmp_path_factory.mktemp('sharded') / 'rendezvous'}"
+    torch.multiprocessing.spawn(one_process, (rendezvous, reports), nprocs=WORLD)
+    return [report for _, *report in sorted(reports.get() for _ in range(WORLD))]
+
+
+def test_sharded_training_keeps_nothing(sharded):
+    """The public report of 20 GB too many: fused attention, FSDP, every block checkpointed. Ours keeps no byte."""
+    for (allocated, retained), _ in sharded:
+        assert allocated == [allocated[0]] * STEPS
+        assert retained == [[]] * STEPS
+
+
+def test_detector_catches_the_leak_of_sharded_training(sharded):
+    """The same with the tensors restored into objects on ctx: every layer's q, k, v, out and lse stay with the loss."""
+    leak = LAYERS * (2 * BATCH * LENGTH * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + LSE)
+    names = [
+        (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")
+        for layer in range(LAYERS)
+        for index in range(5)
+    ]
+    for (allocated, _), (leaky, retained) in sharded:
+        assert leaky[0] - allocated[0] == leak
+        assert [sorted(found) for found in retained] == [names] * STEPS

@@ -1,0 +1,511 @@
+"""How much memory training takes: a model of it, the measurement beside it, and what a graph keeps too long.
+
+A block of a transformer keeps m = alpha b s d + beta b h s^2 + gamma b s bytes from its forward to its backward: b
+sequences of s tokens, d the width, h heads of D = d / h dimensions, k of them for keys and values, f the width of the
+MLP. Activations of 2 bytes (fp16, bf16):
+
+    tensor that is kept                               elements    bytes  GPT-2 (f = 4 d)   Llama 2 7B (f = 2.6875 d)
+    input of the first norm                           b s d           2          2                 2
+    input of the projections to q, k, v               b s d           2          2                 2
+    q                                                 b s h D         2          2                 2
+    k and v                                           2 b s k D       2          4                 4
+    out, the input of the output projection           b s h D         2          2                 2
+    mask of the dropout after it                      b s d           1          1                 -
+    input of the second norm                          b s d           2          2                 2
+    input of the MLP                                  b s d           2          2                 2
+    input of the activation function (not for relu)   b s f           2          8                 5.375
+    its result and the factor of it (gated MLP)       2 b s f         2          -                10.75
+    input of the MLP's last projection                b s f           2          8                 5.375
+    mask of the dropout after it                      b s d           1          1                 -
+                                                                         alpha = 34        alpha = 37.5
+    standard attention alone:
+    probabilities                                     b h s^2         2          2                 2
+    mask of their dropout                             b h s^2         1          1                 -
+    probabilities after dropout                       b h s^2         2          2                 -
+                                                                          beta = 5          beta = 2
+    statistics of the two norms (rms norm: one each)  4 b s           4         16                 8
+    lse, flash attention alone                        b s h           4         4 h               4 h
+                                                                         gamma = 16 + 4 h  gamma = 8 + 4 h
+
+Flash attention has beta = 0. fp32 activations take twice as much but for masks and statistics. alpha and beta are those
+of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", who leave gamma out. What
+is assumed: residual stream, norms and softmax in the dtype of the activations; norms, dropout, activation functions and
+rotary embeddings that are one operator each; keys and values not repeated for the query heads. `measure` counts what a
+model really keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .adapters.torch.saved import Retained
+
+GB = 10**9
+ATTENTIONS = ("standard", "flash")
+ACTIVATIONS = ("gelu", "relu", "swiglu")
+ITEMSIZE = {"float32": 4, "mixed": 2}  # precision: bytes of an activation
+# What a block keeps under each kind of checkpointing; the rest of one block at a time is computed again.
+KEPT = {
+    "none": ("input", "channels", "statistics", "scores"),
+    "selective": ("input", "channels", "statistics"),
+    "full": ("input",),
+}
+
+
+def _refuse(where: str, wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError(f"{where}: {'; '.join(wrong)}")
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder-only language model by its dimensions, with the letters of the papers; the defaults are GPT-2's design.
+
+    Raises ValueError with every reason.
+    """
+
+    layers: int  # L
+    embed_dim: int  # d
+    heads: int  # h
+    vocab_size: int  # V
+    context: int  # tokens of a training sequence
+    kv_heads: int = 0  # k; 0: as many as heads
+    head_dim: int = 0  # D; 0: embed_dim // heads
+    mlp_dim: int = 0  # f; 0: 4 * embed_dim
+    activation: str = "gelu"  # "swiglu" is gated: a third matrix in the MLP
+    layer_norm: bool = True  # False: rms norm, with one vector and one statistic where layer norm has two
+    bias: bool = True  # of every projection in a block
+    learned_positions: bool = True  # False: rotary
+    tied: bool = True  # whether the head is the embedding
+    dropout: bool = True  # on embeddings, attention probabilities and the results of both halves of a block
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "kv_heads": self.heads,
+            "head_dim": self.embed_dim // max(self.heads, 1),
+            "mlp_dim": 4 * self.embed_dim,
+        }.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)
+        sizes = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
+        wrong = [f"{name} must be positive, not {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        if self.activation not in ACTIVATIONS:
+            wrong.append(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}")
+        _refuse("Transformer", wrong)
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        d, f, q, kv = self.embed_dim, self.mlp_dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = d * (q + 2 * kv) + q * d + (3 if self.activation == "swiglu" else 2) * d * f
+        biases = (q + 2 * kv) + d + f + d if self.bias else 0
+        return matrices + biases + 2 * self._norm_parameters
+
+    @property
+    def end_parameters(self) -> int:
+        """Of what is before the first block and after the last: embeddings, final norm, head."""
+        words = self.vocab_size * self.embed_dim
+        positions = self.context * self.embed_dim if self.learned_positions else 0
+        return words + positions + self._norm_parameters + (0 if self.tied else words)
+
+    @property
+    def parameters(self) -> int:
+        """N, of the whole model."""
+        return self.layers * self.block_parameters + self.end_parameters
+
+    @property
+    def _norm_parameters(self) -> int:
+        return (2 if self.layer_norm else 1) * self.embed_dim
+
+
+_LLAMA: dict[str, Any] = dict(
+    activation="swiglu", layer_norm=False, bias=False, learned_positions=False, tied=False, dropout=False
+)
+
+# By their authors' public dimensions.
+PRESETS = {
+    "gpt2": Transformer(12, 768, 12, 50257, 1024),
+    "llama2-7b": Transformer(32, 4096, 32, 32000, 4096, mlp_dim=11008, **_LLAMA),
+    "llama2-70b": Transformer(80, 8192, 64, 32000, 4096, kv_heads=8, mlp_dim=28672, **_LLAMA),
+    "llama3-8b": Transformer(32, 4096, 32, 128256, 8192, kv_heads=8, mlp_dim=14336, **_LLAMA),
+    "mt-530b": Transformer(105, 20480, 128, 51200, 2048),  # Megatron-Turing NLG
+}
+
+
+def load(name: str) -> Transformer:
+    """A model of PRESETS by its name, or the one that a transformers config.json describes by the path of that file.
+
+    Of config.json the model types gpt2, llama and mistral are read. Raises ValueError for any other and for a name that
+    is neither, and OSError for a file that cannot be read.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix != ".json":
+        raise ValueError(f"{name!r} is neither a config.json nor one of {', '.join(PRESETS)}")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kind = config.get("model_type")
+    try:
+        if kind == "gpt2":
+            return _gpt2(config)
+        if kind in ("llama", "mistral"):
+            return _llama(config)
+    except KeyError as missing:
+        raise ValueError(f"{path} has no {missing}") from missing
+    raise ValueError(f"{path} describes a model of type {kind!r}; gpt2, llama and mistral are known")
+
+
+def _gpt2(config: dict[str, Any]) -> Transformer:
+    drops = (config.get(name, 0.1) > 0 for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"))
+    return Transformer(
+        config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"], config["n_positions"],
+        mlp_dim=config.get("n_inner") or 0,
+        activation="relu" if config.get("activation_function") == "relu" else "gelu",
+        tied=config.get("tie_word_embeddings", True),
+        dropout=any(drops),
+    )  # fmt: skip
+
+
+def _llama(config: dict[str, Any]) -> Transformer:
+    return Transformer(
+        config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], config["vocab_size"],
+        config["max_position_embeddings"],
+        kv_heads=config.get("num_key_value_heads") or 0,
+        head_dim=config.get("head_dim") or 0,
+        mlp_dim=config["intermediate_size"],
+        **_LLAMA | {"tied": config.get("tie_word_embeddings", False)},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained. Raises ValueError with every reason.
+
+    batch and seqlen are those of one group of tensor * ring GPUs; with data parallelism every such group has its own.
+    """
+
+    batch: int  # b
+    seqlen: int  # s
+    attention: str = "flash"  # or "standard", which stores the probabilities
+    checkpoint: str = "none"  # "selective": the probabilities are computed again; "full": the whole block is
+    precision: str = "mixed"  # bf16 activations and weights beside fp32 weights; or "float32"
+    fsdp: int = 1  # GPUs that share parameters, gradients and optimizer (ZeRO 3)
+    tensor: int = 1  # GPUs that share the matrices of every layer
+    sequence_parallel: bool = True  # whether those also share what tensor parallelism alone leaves whole
+    ring: int = 1  # GPUs that share a sequence, by ring attention
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} must be positive, not {getattr(self, name)}"
+            for name in ("batch", "seqlen", "fsdp", "tensor", "ring")
+            if getattr(self, name) < 1
+        ]
+        for name, known in (("attention", ATTENTIONS), ("checkpoint", tuple(KEPT)), ("precision", tuple(ITEMSIZE))):
+            if getattr(self, name) not in known:
+                wrong.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.ring > 1 and self.attention == "standard":
+            wrong.append(f"ring {self.ring} needs flash attention: standard attention has all keys in one place")
+        _refuse("Training", wrong)
+
+
+class Saved(NamedTuple):
+    """A tensor that a block keeps for its backward: the part of it that is on one GPU."""
+
+    name: str
+    kind: str  # input: that of the block; channels: alpha; scores: beta; statistics: gamma
+    elements: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
+    """What one block keeps without checkpointing, on one GPU: the table at the top of this module.
+
+    Tensor parallelism divides what is between the projections, and with sequence_parallel the rest as well; ring
+    attention divides the sequence.
+    """
+    _check_shares(model, training)
+    size, t = ITEMSIZE[training.precision], training.tensor
+    tokens, rows = _tokens(training)
+    heads, kv_heads, f = model.heads // t, max(1, model.kv_heads // t), model.mlp_dim // t
+    width, q, kv = rows * model.embed_dim, tokens * heads * model.head_dim, tokens * kv_heads * model.head_dim
+    statistics = rows * (2 if model.layer_norm else 1)
+    mask = [Saved("mask of dropout", "channels", width, 1)] if model.dropout else []
+
+    if training.attention == "flash":
+        scores = [Saved("lse", "statistics", tokens * heads, 4)]
+    else:
+        scores = [Saved("probabilities", "scores", tokens * heads * training.seqlen, size)]
+        if model.dropout:
+            scores.append(Saved("mask of their dropout", "scores", scores[0].elements, 1))
+            scores.append(Saved("probabilities after dropout", "scores", scores[0].elements, size))
+    activation = {
+        "gelu": [Saved("input of gelu", "channels", tokens * f, size)],
+        "relu": [],  # its derivative is read off its result
+        "swiglu": [
+            Saved("input of silu", "channels", tokens * f, size),
+            Saved("silu", "channels", tokens * f, size),
+            Saved("factor of silu", "channels", tokens * f, size),
+        ],
+    }[model.activation]
+    return [
+        Saved("input of the first norm", "input", width, size),
+        Saved("statistics of the first norm", "statistics", statistics, 4),
+        Saved("input of q, k, v", "channels", width, size),
+        Saved("q", "channels", q, size),
+        Saved("k and v", "channels", 2 * kv, size),
+        *scores,
+        Saved("out", "channels", q, size),
+        *mask,
+        Saved("input of the second norm", "channels", width, size),
+        Saved("statistics of the second norm", "statistics", statistics, 4),
+        Saved("input of the MLP", "channels", width, size),
+        *activation,
+        Saved("input of the last projection", "channels", tokens * f, size),
+        *mask,
+    ]
+
+
+class Coefficients(NamedTuple):
+    """m = alpha b s d + beta b h s^2 + gamma b s, in bytes on one GPU, of b, s, d and h of the whole."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+def coefficients(model: Transformer, training: Training) -> Coefficients:
+    """The coefficients of what one block keeps under `training.checkpoint`.
+
+    >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
+    Coefficients(alpha=34.0, beta=5.0, gamma=16.0)
+    """
+    kept = dict.fromkeys(KEPT["none"], 0)
+    for tensor in saved_by_block(model, training):
+        kept[tensor.kind] += tensor.bytes if tensor.kind in KEPT[training.checkpoint] else 0
+    b, s, d, h = training.batch, training.seqlen, model.embed_dim, model.heads
+    return Coefficients(
+        (kept["input"] + kept["channels"]) / (b * s * d), kept["scores"] / (b * h * s**2), kept["statistics"] / (b * s)
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. What operators need while they run and what an allocator wastes comes on top."""
+
+    parameters: int  # in fp32
+    working: int  # copies of them that the matrix products read; with FSDP also their gradients before the exchange
+    gradients: int
+    optimizer: int
+    blocks: int  # kept by all blocks
+    recomputed: int  # of the one block that checkpointing computes again
+    ends: int  # kept by the embedding and the language-model head
+
+    @property
+    def states(self) -> int:
+        """What does not depend on batch and seqlen."""
+        return self.parameters + self.working + self.gradients + self.optimizer
+
+    @property
+    def activations(self) -> int:
+        return self.blocks + self.recomputed + self.ends
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations
+
+
+# The parts of a Memory, in words.
+PARTS = {
+    "parameters": "parameters",
+    "working": "copies of them in use",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "blocks": "kept by the blocks",
+    "recomputed": "one block, computed again",
+    "ends": "kept by embedding and head",
+}
+
+
+def estimate(model: Transformer, training: Training) -> Memory:
+    """The memory of one GPU when the backward begins.
+
+    States, for N parameters with Adam: 4 N bytes of parameters, 4 N of gradients and 8 N of optimizer, in fp32. Mixed
+    precision adds a bf16 copy, 2 N. Tensor parallelism divides N. FSDP divides all of it but the copy, which is then of
+    what is gathered at one moment: the embedding and the head, the block that runs and the next one; with the gradients
+    of the embedding, the head and one block.
+
+    Ends: the token ids (8 bytes each) and the mask of dropout on the embedding; then the final norm, the input of the
+    head, the targets, and the logarithm of the softmax over the vocabulary, in fp32.
+
+    The block that is computed again and the head are not there at the same moment; both are counted, in place of the
+    gradients of activations, which are not.
+
+    Raises ValueError where heads or mlp_dim cannot be shared by `training.tensor` GPUs.
+    """
+    saved = saved_by_block(model, training)
+    block = sum(tensor.bytes for tensor in saved)
+    kept = sum(tensor.bytes for tensor in saved if tensor.kind in KEPT[training.checkpoint])
+
+    size, t = ITEMSIZE[training.precision], training.tensor
+    tokens, rows = _tokens(training)
+    width = rows * model.embed_dim
+    embedding = 8 * tokens + (width if model.dropout else 0)
+    head = 2 * size * width + 4 * rows * (2 if model.layer_norm else 1) + 8 * tokens
+    logits = 4 * tokens * -(-model.vocab_size // t)
+
+    own = -(-model.parameters // (t * training.fsdp))
+    if training.fsdp > 1:
+        working = size * (2 * model.end_parameters + 3 * model.block_parameters) // t
+    else:
+        working = 2 * own if training.precision == "mixed" else 0
+    return Memory(
+        parameters=4 * own,
+        working=working,
+        gradients=4 * own,
+        optimizer=8 * own,
+        blocks=model.layers * kept,
+        recomputed=block - kept,
+        ends=embedding + head + logits,
+    )
+
+
+def largest_batch(model: Transformer, training: Training, memory: float) -> int:
+    """The largest batch whose `estimate` is at most `memory` bytes; 0 if there is none. Ignores `training`'s own."""
+    return _largest(lambda batch: estimate(model, replace(training, batch=batch)).total, memory)
+
+
+def longest_sequence(model: Transformer, training: Training, memory: float) -> int:
+    """The longest sequence whose `estimate` is at most `memory` bytes; 0 if there is none. Ignores `training`'s own."""
+    return _largest(lambda seqlen: estimate(model, replace(training, seqlen=seqlen)).total, memory)
+
+
+def _largest(total: Callable[[int], int], memory: float) -> int:
+    """The largest n >= 1 with total(n) <= memory, for a total that grows with n."""
+    if not math.isfinite(memory):
+        raise ValueError(f"memory must be a number of bytes, not {memory}")
+    below, above = 0, 1
+    while total(above) <= memory:
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if total(middle) <= memory else (below, middle)
+    return below
+
+
+def _tokens(training: Training) -> tuple[int, int]:
+    """Tokens of one GPU: where tensor parallelism divides the channels, and where it may divide the sequence."""
+    tokens = training.batch * -(-training.seqlen // training.ring)
+    return tokens, -(-tokens // training.tensor) if training.sequence_parallel else tokens
+
+
+def _check_shares(model: Transformer, training: Training) -> None:
+    t, wrong = training.tensor, []
+    for name in ("heads", "mlp_dim"):
+        if getattr(model, name) % t:
+            wrong.append(f"{name} {getattr(model, name)} must be a multiple of tensor {t}")
+    if model.kv_heads % t and t % model.kv_heads:
+        wrong.append(f"kv_heads {model.kv_heads} must be a multiple or a divisor of tensor {t}")
+    _refuse("estimate", wrong)
+
+
+def measure(model: Any, batch: Any) -> dict[str, int]:
+    """Bytes that the forward of a torch module keeps for its backward, by submodule.
+
+    Args:
+        model: a torch.nn.Module.
+        batch: what it is called with: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+
+    Returns:
+        {name of a submodule ("" is the model itself): bytes of the tensors that it was the first to save}. Tensors that
+        share memory count once; parameters and buffers do not count, and the input does if anything saves it. What is
+        inside a checkpoint counts as checkpointing keeps it. Works on tensors of any device, without contents too.
+
+    The forward runs once, with gradients, and nothing of it is kept.
+    """
+    from .adapters.torch import saved
+
+    return saved.measure(model, batch)
+
+
+def find_retained(loss: Any) -> list[Retained]:
+    """Tensors that the graph of a torch tensor still holds, each with the module that it belongs to.
+
+    To be called after the backward, when a graph should hold none. A graph lives as long as anything refers to it: the
+    loss, an output, a hook. Autograd drops what a node saved once it has run, but nothing drops a tensor that a
+    torch.autograd.Function puts on its ctx, or restores into an object that hangs there: every layer then keeps its
+    activations, with checkpointing too.
+
+    Args:
+        loss: any tensor of the graph from which the nodes can be reached.
+
+    Returns:
+        Retained(module, path, shape, dtype, bytes) per tensor. `module` is the one whose parameters are nearest before
+        the node, by its name in the whole model; "" where no living module has any. `path` leads from the node to the
+        tensor. Parameters, leaves, their gradients and `loss` itself are not listed.
+
+    Before the backward, or with retain_graph=True, what autograd saved is still there and is listed.
+    """
+    from .adapters.torch import saved
+
+    return saved.find_retained(loss)
+
+
+def plot(model: Transformer, training: Training, path: Path, memory: float | None = None, title: str = "") -> None:
+    """Draws the memory of one GPU over the sequence length and, for `training.seqlen`, where it goes; as PNG or SVG.
+
+    Needs matplotlib. `memory` in bytes is drawn as a line.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    lengths_axes, parts_axes = figure.subplots(1, 2)
+    attentions = ATTENTIONS if training.ring == 1 else ("flash",)
+    setups = [
+        replace(training, attention=attention, checkpoint=checkpoint)
+        for attention in attentions
+        for checkpoint in KEPT
+        if (attention, checkpoint) != ("flash", "selective")  # flash attention has no scores to compute again
+    ]
+    names = [f"{it.attention}, checkpoint {it.checkpoint}" for it in setups]
+
+    lengths = sorted({max(1, int(training.seqlen * 2.0**power)) for power in range(-3, 4)})
+    for setup, name in zip(setups, names, strict=True):
+        totals = [estimate(model, replace(setup, seqlen=length)).total / GB for length in lengths]
+        lengths_axes.plot(
+            lengths, totals, marker="o", linestyle="--" if setup.attention == "standard" else "-", label=name
+        )
+    lengths_axes.axhline(estimate(model, training).states / GB, color="grey", label="states alone")
+    lengths_axes.set(xlabel="sequence length s", ylabel="GB per GPU", xscale="log", yscale="log")
+    lengths_axes.set_xticks(lengths, [str(length) for length in lengths])
+    lengths_axes.minorticks_off()
+
+    parts = [estimate(model, setup) for setup in setups]
+    left = [0.0] * len(parts)
+    for part, label in PARTS.items():
+        sizes = [getattr(it, part) / GB for it in parts]
+        parts_axes.barh(names, sizes, left=left, label=label)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    parts_axes.invert_yaxis()
+    parts_axes.set(xlabel=f"GB per GPU at s = {training.seqlen}")
+    if memory is not None:
+        lengths_axes.axhline(memory / GB, color="black", linestyle=":", label=f"{memory / GB:g} GB")
+        parts_axes.axvline(memory / GB, color="black", linestyle=":")
+    for axes in (lengths_axes, parts_axes):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,37 @@
+"""The memory model on a real GPU, where torch's own dropout, norms and attention keep what the model says."""
+
+from __future__ import annotations
+
+import pytest
+import test_memory
+import torch
+from torch.nn import functional as F
+
+from cupy_flash import memory
+from cupy_flash.adapters.torch import attention
+
+
+def ours(q, k, v, drop):
+    return attention(q, k, v, causal=True, dropout=0.1 if drop else 0.0)
+
+
+def torch_flash(q, k, v, drop):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=0.1 if drop else 0.0, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("function", [ours, torch_flash])
+@pytest.mark.parametrize("family", test_memory.BLOCKS)
+def test_block_is_measured_as_modelled(family, function, monkeypatch) -> None:
+    monkeypatch.setattr(test_memory, "dropout", lambda x: F.dropout(x, 0.1))
+    monkeypatch.setattr(test_memory, "RMSNorm", torch.nn.RMSNorm)
+    monkeypatch.setitem(test_memory.ATTENTION, "flash", function)
+    with torch.device("cuda"):
+        measured = test_memory.measure_block(family, "flash", "mixed", 2, 64)
+    sizes = test_memory.BLOCKS[family][1]
+    modelled = sum(it.bytes for it in memory.saved_by_block(sizes, memory.Training(2, 64)))
+    assert measured == pytest.approx(modelled, rel=test_memory.WITHIN)

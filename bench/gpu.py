@@ -1,4 +1,4 @@
-"""On a GPU: torch.matmul, every peer, and ours where it serves: python -m bench.gpu peers|simt.
+"""On a GPU: torch.matmul, every peer, and ours where it serves: python -m bench.gpu peers|simt|mma.
 
 Interleaved, L2 flushed before each sample, random normal data, CUDA events, medians; SM clock and power beside every
 case. A file that exists is continued: its finished cases are kept, so that a run which was cut off can go on.
@@ -74,6 +74,19 @@ REGIMES = {
         for causal in (False, True)
         for backward in (False, True)
     ],
+    # The engine that plans choose for 16-bit numbers.
+    "mma": [
+        BF16(dim, seqlen, causal, backward)
+        for seqlen in (4096, 1024)
+        for dim in (128, 64, 256)
+        for causal in (False, True)
+        for backward in (False, True)
+    ] + [BF16(192, 4096, True, head_dim_v=128), Regime("float16", 128, 4096, False), BF16(96, 4096, True)],
+    "sweep of mma": [
+        BF16(dim, 4096, causal, backward)
+        for dim in (128, 64, 256) for causal in (False, True) for backward in (False, True)
+    ],
+    "sweep of simt": [Regime("float32", 64, 2048, False, backward, tokens=4096) for backward in (False, True)],
 }  # fmt: skip
 SAMPLES, WARM_UP = 15, 3
 SECONDS_OF_ONE = 2.0  # a peer that has been measured for this long in one regime sits out the rest of its samples
@@ -232,7 +245,7 @@ def summary(lines: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="ours and every peer on this GPU")
-    parser.add_argument("what", choices=list(REGIMES))
+    parser.add_argument("what", choices=[name for name in REGIMES if "sweep" not in name])
     parser.add_argument("--ours", action="store_true", help="cupy_flash among the peers")
     parser.add_argument("--seconds", type=float, default=400, help="begin no further regime after so long")
     parser.add_argument("--out", type=Path, required=True, help="the JSON; continued where it exists")

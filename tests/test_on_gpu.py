@@ -61,6 +61,8 @@ def test_every_part_runs_once(machine):
         "behaviour",
         "simt",
         "overhead",
+        "mma",
+        "sweep",
         "memcheck",
         "synccheck",
     ]

@@ -1,15 +1,16 @@
-"""The static gate: the kernels that plans choose neither spill nor warn, waste no bank and no byte."""
+"""The static gate: no spill, no warning, no wasted bank or byte in the kernels that plans choose; what they execute."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from bench import static
+from bench import sass, static, sweep
 from bench.__main__ import main
 from bench.results import ROOT
 from bench.tables import block
 from cupy_flash import ahead, device
+from cupy_flash.plan import plan
 
 
 def unseen(_):
@@ -18,13 +19,13 @@ def unseen(_):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One problem where registers are scarce, on the three; python -m bench static has them all."""
-    return static.compile_all(["fp64 D 64"], static.ARCHS, [None], 2, unseen)
+    """Problems where registers are scarce, on the three; python -m bench static has them all."""
+    return static.compile_all(["fp64 D 64", "fp16 D 128"], static.ARCHS, [None], 2, unseen)
 
 
 @pytest.fixture(scope="module")
 def steps():
-    return static.count_steps(["fp32 D 64"], "sm_80", unseen)
+    return static.count_steps(["fp32 D 64", "fp16 D 64"], "sm_80", unseen)
 
 
 def test_gate(compiled, steps):
@@ -35,16 +36,68 @@ def test_gate(compiled, steps):
 
 def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled):
     for arch in static.ARCHS:
-        launches = ahead.launches(device.named(arch, "cuda"), **static.PROBLEMS["fp64 D 64"])
-        there = {(it.kernel, it.tile) for it in compiled if it.arch == arch}
-        assert there == {(launch.kernel, launch.tile) for launch in launches}
+        for problem in ("fp64 D 64", "fp16 D 128"):
+            launches = ahead.launches(device.named(arch, "cuda"), **static.PROBLEMS[problem])
+            there = {(it.kernel, it.tile) for it in compiled if (it.arch, it.problem) == (arch, problem)}
+            assert there == {(launch.kernel, launch.tile) for launch in launches}
 
 
 def test_a_tile_step_is_its_products(steps):
     """D products and D for the values; the backward of keys has twice two, that of queries one less."""
-    fma = {step.kernel: step.per_score["fma"] for step in steps}
+    fma = {step.kernel: step.per_score["fma"] for step in steps if step.sass is None}
     for kernel, products in {"simt/forward": 2, "simt/backward_kv": 4, "simt/backward_q": 3}.items():
         assert 64 * products <= fma[kernel] < 64 * products * 1.05
+
+
+def test_the_steady_loop_is_its_products(steps):
+    """Of 16 x 8 x 16: D products of a score and D for the values are D / 32 instructions of a warp for 32 scores. One
+    exponential for each score, and at D 64 no more beside the products than the marks say."""
+    sass = {step.kernel: step.sass for step in steps if step.sass is not None}
+    for kernel, products, most in (("mma/forward", 2, 9.0), ("mma/backward_kv", 4, 16.0), ("mma/backward_q", 3, 13.0)):
+        assert sass[kernel]["products"] == 64 * products / 64
+        assert sass[kernel]["exp"] == 1
+        assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
+
+
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   ISETP.GT.AND P0, PT, R2, R3, PT ;
+        /*0020*/              @P0 BRA `(.L_x_2) ;
+        /*0030*/                   LDGSTS.E.128 [R4], [R6.64] ;
+.L_x_2:
+        /*0040*/                   HMMA.16816.F32 R8, R12, R16, R8 ;
+        /*0050*/             @!P1 BRA `(.L_x_3) ;
+        /*0060*/                   FMUL R20, R20, R21 ;
+        /*0070*/                   FMUL R22, R22, R21 ;
+.L_x_3:
+        /*0080*/                   MUFU.EX2 R24, R24 ;
+        /*0090*/              @P2 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_the_way_round_a_loop():
+    """With the copy, which costs an instruction, and without the rescaling, which is optional."""
+    instructions, labels = sass.parse(LISTING)
+    assert sass.loops(instructions, labels) == [(1, 9)]
+    executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 9)]
+    assert executed == ["ISETP", "BRA", "LDGSTS", "HMMA", "BRA", "MUFU", "BRA"]
+
+
+def test_a_sweep_has_every_tile_and_the_plans_first():
+    for problem in ahead.problems(dtype="float16", head_dim=128, causal=True):
+        chosen = plan(problem, device.named("sm_90a", "cuda"))
+        candidates = sweep.candidates(chosen, "mma")
+        assert [its.cost for _, its in candidates] == sorted(its.cost for _, its in candidates)
+        assert candidates[0][1] == chosen and len(candidates) > 3
+        assert {launch for _, its in candidates for launch in its.launches} >= set(chosen.launches)
+    rows = [
+        dict(tile=f"tile {n}", predicted_ms=1.0 + n, milliseconds=[took]) for n, took in enumerate((3.0, 1.5, 2.0, 6.0))
+    ]
+    lines = sweep.lines(dict(regime="a regime", tiles=rows))
+    assert lines[1].strip().startswith("1.500 ms, 1.00, predicted 2.000: tile 1")
+    assert lines[3].endswith("tile 0  <- the plan's") and "2.00" in lines[3] and len(lines) == 4
 
 
 @pytest.mark.parametrize(

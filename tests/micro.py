@@ -3,19 +3,20 @@
 import struct
 
 from cupy_flash.backends.simulator import Memory, launch
+from cupy_flash.tensor_map import encode_for_simulator
 
 HEADER = """
 .version 8.1
-.target sm_90
+.target {target}
 .address_size 64
 {variables}
-.visible .entry micro({parameters})
+.visible .entry micro({parameters}) {directives}
 {{
     .reg .pred %q<8>;
     .reg .b16 %h<16>;
     .reg .b32 %t, %block, %r<64>;
-    .reg .b64 %p<8>, %d<32>;
-    .reg .f32 %f<64>;
+    .reg .b64 %p<8>, %m<4>, %d<32>;
+    .reg .f32 %f<192>;
     .reg .f64 %e<8>;
     {shared}
     mov.u32 %t, %tid.x;
@@ -27,30 +28,44 @@ HEADER = """
 """
 
 
-def source(body, arrays, *, shared="", variables=""):
-    """The text: array i is at %pi, the thread index in %t, the block index in %block."""
+def source(body, arrays, *, shared="", variables="", maps=0, target="sm_90", directives=""):
+    """The text: array i is at %pi, tensor map i at %mi, the thread index in %t, the block index in %block."""
+    parameters = [f".param .u64 a{i}" for i in range(len(arrays))]
+    parameters += [f".param .align 64 .b8 map{i}[128]" for i in range(maps)]
+    pointers = [f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))]
+    pointers += [f"mov.b64 %m{i}, map{i}; cvta.param.u64 %m{i}, %m{i};" for i in range(maps)]
     return HEADER.format(
+        target=target,
+        directives=directives,
         variables=variables,
         shared=shared,
-        parameters=", ".join(f".param .u64 a{i}" for i in range(len(arrays))),
-        pointers=" ".join(f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))),
+        parameters=", ".join(parameters),
+        pointers=" ".join(pointers),
         body=body,
     )
 
 
-def run(body, *arrays, threads=32, blocks=1, shared="", variables="", dynamic=0, outputs=(), constant=(), **options):
-    """Run a body; `outputs` and `constant` are indices of arrays that start uninitialised, that are read-only."""
+def run(
+    body, *arrays, threads=32, blocks=1, shared="", variables="", dynamic=0, outputs=(), constant=(), maps=(),
+    target="sm_90", directives="", **options,
+):  # fmt: skip
+    """Run a body; `outputs` and `constant` are indices of arrays that start uninitialised, that are read-only; `maps`:
+    (index of an array, tensor map of an address) pairs."""
     memory = Memory()
     pointers = [
         memory.add(array, f"array {i}", initialised=i not in outputs, writable=i not in constant)
         for i, array in enumerate(arrays)
     ]
+    parameters = struct.pack(f"{len(arrays)}Q", *pointers)
+    for index, tensor_map in maps:
+        parameters = parameters.ljust(-(-len(parameters) // 64) * 64, b"\0")
+        parameters += encode_for_simulator(tensor_map(pointers[index]))
     return launch(
-        source(body, arrays, shared=shared, variables=variables),
+        source(body, arrays, shared=shared, variables=variables, maps=len(maps), target=target, directives=directives),
         "micro",
         (blocks, 1, 1),
         threads if isinstance(threads, tuple) else (threads, 1, 1),
-        struct.pack(f"{len(arrays)}Q", *pointers),
+        parameters,
         memory=memory,
         dynamic_shared=dynamic,
         **options,

@@ -327,6 +327,40 @@ def test_warp_that_arrives_twice_before_a_barrier_completes():
         run("bar.arrive 1, 128; bar.arrive 1, 128;", threads=64)
 
 
+def test_two_warps_take_turns():
+    """Each waits for its turn at its own barrier and hands the turn on; the first gives itself its first turn."""
+    body = """
+        mov.u32 %r0, words;
+        shr.u32 %r1, %t, 5;
+        add.u32 %r2, %r1, 1;
+        sub.u32 %r3, 2, %r1;
+        mov.u32 %r4, 0;
+        setp.ne.u32 %q0, %r1, 0;
+        @%q0 bra LOOP;
+        st.shared.b32 [%r0], 0;
+        bar.arrive 1, 64;
+    LOOP:
+        bar.sync %r2, 64;
+        ld.shared.b32 %r5, [%r0];
+        bar.warp.sync -1;
+        add.u32 %r6, %r5, 1;
+        st.shared.b32 [%r0], %r6;
+        mad.lo.u32 %r7, %r5, 32, 0;
+        and.b32 %r8, %t, 31;
+        add.u32 %r7, %r7, %r8;
+        mad.wide.u32 %d0, %r7, 4, %p0;
+        st.global.b32 [%d0], %r1;
+        bar.arrive %r3, 64;
+        add.u32 %r4, %r4, 1;
+        setp.lt.u32 %q1, %r4, 3;
+        @%q1 bra LOOP;
+    """
+    for order in ("early", "late", "random"):
+        out = np.zeros((6, 32), np.uint32)
+        run(body, out, shared=WORDS, threads=64, order=order)
+        assert np.array_equal(out, np.arange(6)[:, None] % 2 + np.zeros((1, 32)))
+
+
 def test_deadlock_says_who_waits_where():
     body = """
         setp.lt.u32 %q0, %t, 32;

@@ -7,8 +7,9 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from conformance import on_gpu
+from conformance import hopper, on_gpu
 from conformance.kernels import BY_NAME, THREADS, WARP_CASES
+from micro import run
 
 from cupy_flash.backends.simulator import Memory, launch
 
@@ -27,6 +28,13 @@ def simulate(ptx, inputs, out, threads, counted):
     block = THREADS if counted else 32
     launch(ptx, "micro", (-(-threads // block), 1, 1), (block, 1, 1), parameters, memory=memory)
     return result
+
+
+def simulate_hopper(case):
+    """What conformance.on_gpu.run_hopper does, on the simulator."""
+    out = case.out.copy()
+    run(case.body, *case.inputs, out, threads=case.threads, blocks=case.blocks, maps=case.maps, **case.options)
+    return out
 
 
 def agree(actual, expected, relative=None):
@@ -51,6 +59,10 @@ def disagreements(path):
             if on_gpu.key(name) in stored:
                 actual = simulate(ptx, inputs, out, threads, not name.startswith("mma."))
                 found += [] if agree(actual, stored[on_gpu.key(name)], RELATIVE.get(name)) else [name]
+        for case in hopper.CASES:
+            if on_gpu.key(case.name) in stored:
+                same = np.array_equal(simulate_hopper(case), stored[on_gpu.key(case.name)])
+                found += [] if same else [case.name]
     return found
 
 
@@ -64,16 +76,17 @@ def test_a_single_bit_is_seen(tmp_path):
         if name in ("add.f32", "add.u32", "ex2.approx.ftz.f32", "mma.m16n8k16-f16"):
             results[on_gpu.key(name)] = simulate(ptx, inputs, out, threads, not name.startswith("mma."))
     assert len(results) == 4
+    results["wgmma_bf16-n8"] = simulate_hopper(hopper.BY_NAME["wgmma.bf16-n8"])
     np.savez(tmp_path / "same.npz", **results)
     assert disagreements(tmp_path / "same.npz") == []
     for wrong in results.values():
         wrong.view(np.uint32).flat[-1] ^= 1
     np.savez(tmp_path / "other.npz", **results)
     # One bit of an approximation is inside its promise.
-    assert disagreements(tmp_path / "other.npz") == ["add.u32", "add.f32"]
+    assert disagreements(tmp_path / "other.npz") == ["add.u32", "add.f32", "wgmma.bf16-n8"]
 
 
 def test_the_runner_knows_every_kernel():
-    names = [name for name, *_ in on_gpu.every_kernel()]
+    names = [name for name, *_ in on_gpu.every_kernel()] + [case.name for case in hopper.CASES]
     assert set(BY_NAME) | {case.name for case in WARP_CASES} <= set(names)
     assert len(set(map(on_gpu.key, names))) == len(names)

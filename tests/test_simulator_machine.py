@@ -112,6 +112,21 @@ def test_lanes_at_a_collective_go_on_when_those_they_wait_for_exit():
     assert np.array_equal(result(body), np.where(LANES < 16, 0xFFFF, 0))
 
 
+def test_complete_warps_at_a_collective_do_not_wait_for_others():
+    # Warp 1 is complete; half of warp 0 comes from behind.
+    body = """
+        setp.lt.u32 %q0, %t, 16;
+        @%q0 bra BEHIND;
+    MEET:
+        vote.sync.ballot.b32 %r1, 1, -1;
+        bra DONE;
+    BEHIND:
+        bra MEET;
+    DONE:
+    """
+    assert np.array_equal(result(body, 64), np.full(64, 0xFFFFFFFF))
+
+
 def test_block_that_fills_no_whole_warp():
     body = "vote.sync.ballot.b32 %r1, 1, -1;"
     assert np.array_equal(result(body, 40), np.where(np.arange(40) < 32, 0xFFFFFFFF, 0xFF))
@@ -596,7 +611,8 @@ def test_unknown_opcode_names_the_line():
 @pytest.mark.parametrize(
     "text",
     ["add.u32 %r0, %nosuch, 1;", "mma.sync.aligned.m16n8k99.row.col.f32.f16.f16.f32 {%f0}, {%r0}, {%r1}, {%f0};",
-     "cp.async.bulk.commit_group;", "fence.proxy.async;", "add.rz.f64 %e0, %e0, %e0;", "mov.u32 %r0, nowhere;",
+     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r0], [%r1], 16, [%r2];",
+     "fence.proxy.alias;", "add.rz.f64 %e0, %e0, %e0;", "mov.u32 %r0, nowhere;",
      "bra NOWHERE;"],
     ids=["register", "shape", "bulk", "proxy", "rounding", "symbol", "label"],
 )  # fmt: skip

@@ -1,7 +1,7 @@
 // Tiles of the mma engine: 16-bit numbers in shared memory, fragments in registers, and the two products.
 //
 //   load_tile      rows of a tensor -> shared memory, zeros where there is nothing, without waiting
-//   scores         C += A B^T    rows of two tiles that both have DIM columns
+//   scores         C = A B^T     rows of two tiles that both have DIM columns
 //   accumulate     C += P X      fragments of P in registers, the rows of tile X, its columns of this warp
 //
 // A tile is ROWS x DIM, a row is DIM / 8 chunks of 16 bytes. A warp that reads 16 x 16 of it reads 8 rows of one chunk

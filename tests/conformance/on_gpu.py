@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.tensor_map import encode_for_gpu
+
+from . import hopper
 from .kernels import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, mma_body
 
 MMA_SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
@@ -65,6 +68,23 @@ def run(ptx: str, inputs: list[np.ndarray[Any, Any]], out: np.ndarray[Any, Any],
     return cupy.asnumpy(arrays[-1])
 
 
+def run_hopper(case: hopper.HopperCase) -> Any:
+    """The output of one of Hopper's micro-kernels on the GPU."""
+    import cupy
+    from micro import source
+
+    module = cupy.cuda.Module()
+    text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
+    module.load(text.encode() + b"\0")
+    arrays = [cupy.asarray(x) for x in (*case.inputs, case.out)]
+    maps = [encode_for_gpu(tensor_map(arrays[i].data.ptr)) for i, tensor_map in case.maps]
+    # CuPy passes a NumPy array of one element by value.
+    by_value = [np.frombuffer(encoded, f"V{len(encoded)}").reshape(()) for encoded in maps]
+    arguments = (*(np.uint64(x.data.ptr) for x in arrays), *by_value)
+    module.get_function("micro")((case.blocks, 1, 1), (case.threads, 1, 1), arguments)
+    return cupy.asnumpy(arrays[-1])
+
+
 def main(folder: Path) -> int:
     import cupy
 
@@ -78,6 +98,11 @@ def main(folder: Path) -> int:
             results[key(name)] = run(ptx, inputs, out, threads, not name.startswith("mma."))
         except Exception as error:  # the others' results are worth having; the exit status tells
             failures.append(f"{name}: {error}")
+    for case in hopper.CASES if capability == 90 else ():
+        try:
+            results[key(case.name)] = run_hopper(case)
+        except Exception as error:  # as above
+            failures.append(f"{case.name}: {error}")
     path = folder / f"sm_{capability}.npz"
     np.savez_compressed(path, **results)
     print(f"{len(results)} micro-kernels ran: {path}")

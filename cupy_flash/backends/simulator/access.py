@@ -326,10 +326,10 @@ def _stacked(group: Group, sources: list[Any], access: Access) -> Array:
 
 # ---- atom and red
 
-_ATOMIC = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
+ATOMIC = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
 
 
-def _atomic_function(operation: str, type_: str) -> Callable[..., Any]:
+def atomic_function(operation: str, type_: str) -> Callable[..., Any]:
     if type_ in ("f16", "bf16", "f16x2", "bf16x2"):
         return _half_function(operation, type_)
     one = DTYPES[type_](1)
@@ -364,7 +364,7 @@ def _half_function(operation: str, type_: str) -> Callable[..., Any]:
 
 def _atomic(instruction: Instruction, context: Context) -> Step:
     access = describe(instruction, context, writes=True)
-    operation = next((m for m in instruction.modifiers if m in _ATOMIC), None)
+    operation = next((m for m in instruction.modifiers if m in ATOMIC), None)
     if operation is None:
         raise Unsupported(f"unknown atomic: {instruction.where}")
     returns = instruction.opcode == "atom"
@@ -380,7 +380,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     # sources[operand][component]
     sources = [[context.source(item, type_, instruction) for item in _components(v, access)] for v in values]
     address_of = addresses(target, context, instruction)
-    function, dtype = _atomic_function(operation, type_), np.dtype(DTYPES[type_])
+    function, dtype = atomic_function(operation, type_), np.dtype(DTYPES[type_])
     in_place = isinstance(function, np.ufunc) and not returns
 
     def step(group: Group) -> None:

@@ -48,7 +48,8 @@ class Barriers:
                 f"barrier {barrier} is used with {_words(count)} by {context.thread_name(row, 0)} and with "
                 f"{_words(other)} by an earlier warp: {instruction.where}"
             )
-        again = (self.waiting[barrier] | self.passed[barrier])[group.rows]
+        # To arrive and then to wait is two arrivals of one warp: who takes turns begins so.
+        again = (self.waiting[barrier] | (self.passed[barrier] & (not waits)))[group.rows]
         if again.any():
             row = int(group.rows[np.flatnonzero(again)[0]])
             raise BarrierMisuse(

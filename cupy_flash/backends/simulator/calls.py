@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .errors import Unsupported
-from .ptx import Address, Function, Immediate, Instruction, Not, Operand, Pair, Register, Symbol, Vector
+from .ptx import Address, Function, Immediate, Instruction, Not, Operand, Pair, Register, Symbol, TensorAddress, Vector
 
 
 def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
@@ -19,6 +19,10 @@ def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
             inner = _renamed(base, names, suffix)
             assert isinstance(inner, Register | Symbol | Immediate)
             return Address(inner, offset)
+        case TensorAddress(map_, coordinates):
+            address, vector = _renamed(map_, names, suffix), _renamed(coordinates, names, suffix)
+            assert isinstance(address, Address) and isinstance(vector, Vector)
+            return TensorAddress(address, vector)
         case Vector(items):
             return Vector(tuple(_renamed(item, names, suffix) for item in items))
         case Pair(first, second):

@@ -3,26 +3,32 @@
 Every warp counts its synchronisations; a barrier makes each participant know what all others had done. An access races
 with an earlier one by another warp if the accessor does not yet know that warp's clock at the time, and with one by
 another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write.
+
+Asynchronous instructions access memory from their issue to their wait, in the name of an agent of their own
+(clocks.py): whoever does not know of the wait races with them. They see ordinary writes only through a
+fence.proxy.async.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import PendingCopy, Race, Uninitialised
+from .clocks import AGENTS, Agent, Clocks
+from .errors import MissingFence, PendingCopy, Race, Uninitialised
 from .lanes import Context, Group
 from .memory import Store
 from .ptx import Instruction
 
 Indices = npt.NDArray[np.int64]
 
-_CLOCK, _CODE, _WARP = 32, 10, 5  # a tag: clock, instruction number, warp, lane
+_CLOCK, _CODE, _AGENT = 32, 13, 5  # a tag: clock, instruction number, agent, lane
 _LOG_LIMIT = 512
+_MORE_READERS = 8
 
 
 @dataclass(slots=True)
@@ -36,6 +42,15 @@ class _Read:
     clocks: npt.NDArray[np.uint64]
 
 
+class Issue(NamedTuple):
+    """Asynchronous accesses, one per issuing warp or warpgroup (n): for whom, and what the issuers know."""
+
+    number: int  # of the instruction
+    issuers: Any  # (n, warps each) rows
+    agents: Indices  # (n,) in whose name
+    clocks: Indices  # (n,) that tell of their end
+
+
 class Checks:
     """The state of the checks for one set of resident blocks."""
 
@@ -43,9 +58,7 @@ class Checks:
         """`unit`: bytes per tracked word, the smallest access to shared memory (at most 4)."""
         self.context, self.unit = context, unit
         self.code = context.program.function.instructions
-        warps = context.warps_per_block
-        self.known = np.zeros((context.blocks, warps, warps), np.uint64)  # known[block, warp, other warp's clock]
-        self.known[:, np.arange(warps), np.arange(warps)] = 1
+        self.clocks = Clocks(context)
         units = len(context.shared.data) // unit
         self.writers = np.zeros(units, np.uint64)
         self.readers: npt.NDArray[np.uint64] | None = None
@@ -56,38 +69,30 @@ class Checks:
         self.written = False
         self.read = False
         self.log: list[_Read] = []
-        self.published: dict[int, npt.NDArray[np.uint64]] = {}  # barrier -> (blocks, warps) clocks
+        # Columns of `readers`: the warps of a block, then what else reads; and the agent of each by the block's rank.
+        self._columns: dict[Agent, int] = {}
+        self._agents = np.arange(self.clocks.warps).reshape(context.cluster, -1)
+        if context.program.asynchronous:
+            self._agents = np.pad(self._agents, ((0, 0), (0, _MORE_READERS)))
 
     # ---- time
 
-    def _own_clocks(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        block, warp = self.context.block_of_row[rows], self.context.warp_of_row[rows]
-        return self.known[block, warp, warp]
-
-    def _tick(self, rows: npt.NDArray[np.int64]) -> None:
-        block, warp = self.context.block_of_row[rows], self.context.warp_of_row[rows]
-        self.known[block, warp, warp] += np.uint64(1)
-
     def warp_barrier(self, group: Group) -> None:
         """The lanes of each warp are ordered."""
-        self._tick(group.rows)
+        self.clocks.tick(group.rows)
 
     def arrives(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
         """Warps publish at a barrier what they and, by hearsay, others have done so far."""
-        block, warp = self.context.block_of_row[rows], self.context.warp_of_row[rows]
-        if barrier not in self.published:
-            self.published[barrier] = np.zeros(self.known.shape[:2], np.uint64)
-        np.maximum.at(self.published[barrier], block, self.known[block, warp])
-        self._tick(rows)
+        self.clocks.publish(("barrier", barrier), rows, self.context.block_of_row[rows])
 
     def completes(self, barrier: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.bool_]) -> None:
         """The waiting warps `rows` learn what was published at the barrier in `blocks`."""
         context = self.context
-        block, warp = context.block_of_row[rows], context.warp_of_row[rows]
-        self.known[block, warp] = np.maximum(self.known[block, warp], self.published[barrier][block])
-        self.published[barrier][blocks] = 0
-        # Warps that have exited count too: what they wrote before is still to be ordered.
-        if len(rows) == context.warps:
+        self.clocks.learn(("barrier", barrier), rows, context.block_of_row[rows])
+        self.clocks.forget(("barrier", barrier), blocks)
+        # Warps that have exited count too: what they wrote before is still to be ordered. So is what others than warps
+        # do.
+        if len(rows) == context.warps and not context.program.asynchronous:
             self.written = self.read = False
             self.log.clear()
 
@@ -100,16 +105,16 @@ class Checks:
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
     def _who(self, group: Group) -> tuple[Indices, Indices, Indices]:
-        """(row, block, warp) of each active lane."""
+        """(row, cluster, warp in it) of each active lane."""
         rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
-        return rows, self.context.block_of_row[rows], self.context.warp_of_row[rows]
+        return rows, self.context.cluster_of_row[rows], self.context.warp_in_cluster[rows]
 
     def _lane(self, group: Group) -> Indices:
         return group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))
 
     def _tags(self, group: Group, clocks: npt.NDArray[np.uint64], number: int) -> npt.NDArray[np.uint64]:
-        warp = self.context.warp_of_row[group.rows].astype(np.uint64)
-        base = (clocks << np.uint64(_CLOCK)) | np.uint64(number << _CODE) | (warp << np.uint64(_WARP))
+        warp = self.context.warp_in_cluster[group.rows].astype(np.uint64)
+        base = (clocks << np.uint64(_CLOCK)) | np.uint64(number << _CODE) | (warp << np.uint64(_AGENT))
         return group.active(base[:, None] | np.arange(32, dtype=np.uint64))
 
     def _against(
@@ -119,12 +124,12 @@ class Checks:
         found = tags[units]
         if not found.any():
             return
-        _, block, warp = self._who(group)
+        _, cluster, warp = self._who(group)
         clock = found >> np.uint64(_CLOCK)
-        other = ((found >> np.uint64(_WARP)) & np.uint64(31)).astype(np.int64)
+        other = ((found >> np.uint64(_AGENT)) & np.uint64(AGENTS - 1)).astype(np.int64)
         lane = (found & np.uint64(31)).astype(np.int64)
-        warps = self.context.warps_per_block
-        known = self.known.reshape(-1)[((block * warps + warp) * warps)[:, None] + other]
+        everything = self.clocks.known
+        known = everything.reshape(-1)[((cluster * self.clocks.warps + warp) * everything.shape[-1])[:, None] + other]
         own = other == warp[:, None]
         bad = (clock > known) | (own & (clock == known) & (lane != self._lane(group)[:, None]))
         if bad.any():
@@ -132,13 +137,23 @@ class Checks:
             self._report(group, i, int(units[i, j]), int(found[i, j]), instruction, what)
 
     def _report(self, group: Group, access: int, unit: int, tag: int, instruction: Instruction, what: str) -> NoReturn:
-        rows, _, warp = self._who(group)
+        rows, cluster, warp = self._who(group)
         me = self.context.thread_name(int(rows[access]), int(self._lane(group)[access]))
-        number, other, lane = (tag >> _CODE) & 0x3FFFFF, (tag >> _WARP) & 31, tag & 31
-        remedy = "__syncwarp" if other == warp[access] else "barrier"
+        self._complain(tag, unit, int(cluster[access]), int(warp[access]), f"{me}: {instruction.where}", what)
+
+    def _complain(self, tag: int, unit: int, cluster: int, warp: int, second: str, what: str) -> NoReturn:
+        number, agent, lane = (tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1), (tag >> _AGENT) & (AGENTS - 1), tag & 31
+        place, first = self.context.name_shared(unit * self.unit), self.code[number].where
+        if agent >= self.clocks.warps:
+            doing = {"mbarrier": "fills", "wgmma": "multiplies", "bulk": "copies"}[self.clocks.name(agent)[0]]
+            raise PendingCopy(
+                f"{what} of shared byte {place} without a wait for the instruction that {doing} it\n"
+                f"  first:  {first}\n  second: {second}"
+            )
+        remedy = "__syncwarp" if agent == warp else "barrier"
         raise Race(
-            f"{what} of shared byte {self.context.name_shared(unit * self.unit)} without a {remedy} between\n"
-            f"  first:  warp {other}, lane {lane}: {self.code[number].where}\n  second: {me}: {instruction.where}"
+            f"{what} of shared byte {place} without a {remedy} between\n"
+            f"  first:  {self.context.warp_name(cluster, agent)}, lane {lane}: {first}\n  second: {second}"
         )
 
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
@@ -151,19 +166,19 @@ class Checks:
                 self._against(self.writers, group, units, instruction, "write, then read")
             if self.atomics is not None:
                 self._against(self.atomics, group, units, instruction, "atomic write, then plain read")
-        self.log.append(_Read(group, index, width, number, self._own_clocks(group.rows)))
+        self.log.append(_Read(group, index, width, number, self.clocks.own(group.rows)))
         if len(self.log) > _LOG_LIMIT:
             self._flush_log()
 
     def _flush_log(self) -> None:
         if not self.log:
             return
-        if self.readers is None:
-            self.readers = np.zeros((len(self.writers), self.context.warps_per_block), np.uint64)
+        readers = self._all_readers()
         for read in self.log:
-            _, _, warp = self._who(read.group)
+            rows, _, _ = self._who(read.group)
             units = self._units(read.index, read.width)
-            self.readers[units, warp[:, None]] = self._tags(read.group, read.clocks, read.number)[:, None]
+            column = self.context.warp_of_row[rows][:, None]
+            readers[units, column] = self._tags(read.group, read.clocks, read.number)[:, None]
         self.log.clear()
         self.read = True
 
@@ -178,17 +193,19 @@ class Checks:
         if self.atomics is not None:
             self._against(self.atomics, group, units, instruction, "atomic access, then plain write")
         if record:
-            self.writers[units] = self._tags(group, self._own_clocks(group.rows), number)[:, None]
+            self.writers[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
             self.written = True
 
     def _against_readers(self, group: Group, units: Indices, instruction: Instruction) -> None:
         self._flush_log()
         if not self.read or self.readers is None:
             return
-        _, block, warp = self._who(group)
-        found = self.readers[units]  # (accesses, units, warps)
-        late = (found >> np.uint64(_CLOCK)) > self.known[block, warp][:, None, :]
-        late[np.arange(len(warp)), :, warp] = False  # a warp's own reads come before its later writes
+        rows, cluster, warp = self._who(group)
+        known = self.clocks.known[cluster, warp]
+        if self._agents.shape != (1, known.shape[1]):
+            known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
+        found = self.readers[units]  # (accesses, units, columns)
+        late = (found >> np.uint64(_CLOCK)) > known[:, None, :]
         if late.any():
             i, j, k = (int(x) for x in np.argwhere(late)[0])
             self._report(group, i, int(units[i, j]), int(found[i, j, k]), instruction, "read, then write")
@@ -203,13 +220,122 @@ class Checks:
         self._against_readers(group, units, instruction)
         if self.atomics is None:
             self.atomics = np.zeros_like(self.writers)
-        self.atomics[units] = self._tags(group, self._own_clocks(group.rows), number)[:, None]
+        self.atomics[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
 
     def different_values(self, group: Group, position: int, name: str, instruction: Instruction) -> NoReturn:
         """Two lanes wrote different values to one place in one instruction."""
         rows, _, _ = self._who(group)
         thread = self.context.thread_name(int(rows[position]), int(self._lane(group)[position]))
         raise Race(f"two threads write different values to {name} in one instruction\n  {thread}: {instruction.where}")
+
+    # ---- accesses of the asynchronous proxy
+
+    def async_read(self, issue: Issue, index: Indices, reader: Agent) -> None:
+        """Matrix instructions or copies begin to read 16-byte pieces at index (n, pieces); `reader`: its block's name
+        for whom."""
+        units = self._pieces(index)
+        self._async_not_pending(issue, units)
+        if self.written:
+            self._async_against(self.writers, issue, units, "write, then asynchronous read")
+        if self.atomics is not None:
+            self._async_against(self.atomics, issue, units, "atomic write, then asynchronous read")
+        undefined = self.context.shared.undefined(index, 16)
+        if undefined.any():
+            i, j = (int(x) for x in np.argwhere(undefined)[0])
+            raise Uninitialised(
+                f"asynchronous read of shared byte {self.context.name_shared(int(index[i, j]))}, which nobody has "
+                f"written\n  {self._issuer(issue, i)}"
+            )
+        column = self._column(reader)
+        self._all_readers()[units, column] = self._async_tags(issue)[:, None]
+        self.read = True
+
+    def async_write(self, issue: Issue, index: Indices) -> None:
+        """Copies begin to write 16-byte pieces at index (n, pieces)."""
+        units = self._pieces(index)
+        self._async_not_pending(issue, units)
+        if self.written:
+            self._async_against(self.writers, issue, units, "write, then asynchronous write")
+        if self.atomics is not None:
+            self._async_against(self.atomics, issue, units, "atomic access, then asynchronous write")
+        self._flush_log()
+        if self.read and self.readers is not None:
+            known = self.clocks.known[self._issuers(issue)].min(1)
+            rank = index[:, 0] // self.context.shared_stride % self.context.cluster
+            found = self.readers[units]
+            late = (found >> np.uint64(_CLOCK)) > np.take_along_axis(known, self._agents[rank], 1)[:, None, :]
+            if late.any():
+                i, j, k = (int(x) for x in np.argwhere(late)[0])
+                self._async_complain(issue, i, units[i, j], found[i, j, k], "read, then asynchronous write")
+        self.writers[units] = self._async_tags(issue)[:, None]
+        self.written = True
+
+    def _async_not_pending(self, issue: Issue, units: Indices) -> None:
+        if self.any_pending and self.pending[units].any():
+            i, j = (int(x) for x in np.argwhere(self.pending[units])[0])
+            raise PendingCopy(
+                f"shared byte {self.context.name_shared(int(units[i, j]) * self.unit)} is used before the wait for the "
+                f"copy that fills it\n  copy: {self.code[int(self.pending[units[i, j]]) - 1].where}\n  "
+                f"{self._issuer(issue, i)}"
+            )
+
+    def _pieces(self, index: Indices) -> Indices:
+        return ((index // self.unit)[:, :, None] + np.arange(16 // self.unit)).reshape(len(index), -1)
+
+    def _issuers(self, issue: Issue) -> tuple[Indices, Indices]:
+        """(cluster, warp in it) of the issuing warps, (n, warps each)."""
+        return self.context.cluster_of_row[issue.issuers], self.context.warp_in_cluster[issue.issuers]
+
+    def _async_tags(self, issue: Issue) -> npt.NDArray[np.uint64]:
+        base = (np.asarray(issue.clocks, np.uint64) << np.uint64(_CLOCK)) | np.uint64(issue.number << _CODE)
+        return base | (np.asarray(issue.agents, np.uint64) << np.uint64(_AGENT))
+
+    def _async_against(self, tags: npt.NDArray[np.uint64], issue: Issue, units: Indices, what: str) -> None:
+        """Raise unless every issuer knows of the last accesses and, of those by warps, of a proxy fence since."""
+        found = tags[units]
+        if not found.any():
+            return
+        issuers = self._issuers(issue)
+        agent = ((found >> np.uint64(_AGENT)) & np.uint64(AGENTS - 1)).astype(np.int64)
+        clock = found >> np.uint64(_CLOCK)
+        late = clock > np.take_along_axis(self.clocks.known[issuers].min(1), agent, 1)
+        if late.any():
+            i, j = (int(x) for x in np.argwhere(late)[0])
+            self._async_complain(issue, i, units[i, j], found[i, j], what)
+        fenced = np.take_along_axis(self.clocks.fenced[issuers].min(1), agent, 1)
+        unseen = (agent < self.clocks.warps) & (clock > fenced)
+        if unseen.any():
+            i, j = (int(x) for x in np.argwhere(unseen)[0])
+            number = (int(found[i, j]) >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)
+            raise MissingFence(
+                f"{what} of shared byte {self.context.name_shared(int(units[i, j]) * self.unit)} without a "
+                f"fence.proxy.async between\n  first:  {self.code[number].where}\n  second: {self._issuer(issue, i)}"
+            )
+
+    def _issuer(self, issue: Issue, i: int) -> str:
+        name = self.context.thread_name(int(np.atleast_1d(issue.issuers[i])[0]), 0)
+        return f"{name[: name.index(', lane')]}]{name[name.index(']') + 1 :]}: {self.code[issue.number].where}"
+
+    def _async_complain(self, issue: Issue, i: int, unit: Any, tag: Any, what: str) -> NoReturn:
+        cluster, warp = (int(x[i].flat[0]) for x in self._issuers(issue))
+        self._complain(int(tag), int(unit), cluster, warp, self._issuer(issue, i), what)
+
+    def _all_readers(self) -> npt.NDArray[np.uint64]:
+        if self.readers is None:
+            self.readers = np.zeros((len(self.writers), self._agents.shape[1]), np.uint64)
+        return self.readers
+
+    def _column(self, reader: Agent) -> int:
+        if reader not in self._columns:
+            column = self.context.warps_per_block + len(self._columns)
+            if column == self._agents.shape[1]:
+                # Columns without a reader are in the name of agent 0, who has read nothing there.
+                self._agents = np.pad(self._agents, ((0, 0), (0, _MORE_READERS)))
+                if self.readers is not None:
+                    self.readers = np.pad(self.readers, ((0, 0), (0, _MORE_READERS)))
+            self._columns[reader] = column
+            self._agents[:, column] = [self.clocks.agent((*reader, rank)) for rank in range(self.context.cluster)]
+        return self._columns[reader]
 
     # ---- asynchronous copies
 
@@ -223,7 +349,7 @@ class Checks:
         units = self._units(index, width)
         self.pending[units] = 0
         self.any_pending = bool(self.pending.any())
-        self.writers[units] = self._tags(group, self._own_clocks(group.rows), number)[:, None]
+        self.writers[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
         self.written = True
 
     def _not_pending(self, group: Group, units: Indices, instruction: Instruction) -> None:

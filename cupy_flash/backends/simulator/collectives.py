@@ -10,6 +10,7 @@ import numpy as np
 from .closures import Compiler, unsupported
 from .errors import BarrierMisuse
 from .lanes import Context, Group, Mask, Step
+from .program import is_warp_barrier
 from .ptx import Instruction, Pair
 
 _LANES = np.arange(32)
@@ -18,7 +19,7 @@ _WEIGHTS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 def member_operand(instruction: Instruction) -> Any:
     """The operand with the member mask, or None where all lanes of the warp must come."""
-    if instruction.opcode in ("bar", "barrier"):
+    if is_warp_barrier(instruction):
         return instruction.operands[0]
     if instruction.opcode in ("shfl", "vote", "match", "redux", "elect"):
         return instruction.operands[-1]
@@ -160,7 +161,7 @@ def _reduce(instruction: Instruction, context: Context) -> Step:
 
 
 def _elect(instruction: Instruction, context: Context) -> Step:
-    """elect.sync d|p: one lane of the members, here the lowest."""
+    """elect.sync d|p: one lane of the members, always the same: the first from Context.elected on."""
     target = instruction.operands[0]
     if not isinstance(target, Pair):
         raise unsupported(instruction)
@@ -168,7 +169,8 @@ def _elect(instruction: Instruction, context: Context) -> Step:
     predicate = context.destination(target.second, "pred", instruction)
 
     def step(group: Group) -> None:
-        leader = group.lanes().argmax(1)[:, None]
+        first = context.elected
+        leader = ((np.roll(group.lanes(), -first, axis=1).argmax(1) + first) % 32)[:, None]
         group.write(result, leader.astype(np.uint32))
         group.write(predicate, leader == _LANES)
 

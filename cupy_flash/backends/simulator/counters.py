@@ -16,10 +16,10 @@ _CLASSES = {
     "mma": {"mma", "wgmma"},
     "memory": {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp", "prefetch"},
     "control": {"bra", "brx", "ret", "exit", "trap"},
-    "sync": {"bar", "barrier", "membar", "fence", "mbarrier", "nanosleep"},
+    "sync": {"bar", "barrier", "membar", "fence", "mbarrier", "nanosleep", "setmaxnreg"},
     "warp": {"shfl", "vote", "match", "redux", "elect", "activemask"},
     "convert": {"cvt"},
-    "move": {"mov", "cvta"},
+    "move": {"mov", "cvta", "mapa"},
 }
 
 
@@ -129,6 +129,17 @@ class Counters:
             self.global_bytes_written += lanes * width
         else:
             self.global_bytes_read += lanes * width
+
+    def count_bulk(self, number: int, addresses: npt.NDArray[Any], width: int, *, writes: bool) -> None:
+        """Count pieces of `width` bytes at the global addresses that bulk copies move."""
+        access = self.global_[number]
+        access.requests += 1
+        access.sectors += len(np.unique(addresses >> 5))
+        access.bytes += addresses.size * width
+        if writes:
+            self.global_bytes_written += addresses.size * width
+        else:
+            self.global_bytes_read += addresses.size * width
 
 
 def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None) -> int:

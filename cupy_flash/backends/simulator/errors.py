@@ -43,6 +43,14 @@ class PendingCopy(SimulationError):
     """Memory used while an asynchronous copy still reads or writes it."""
 
 
+class PendingRegister(SimulationError):
+    """A register touched while an asynchronous matrix instruction may still read or write it."""
+
+
+class MissingFence(SimulationError):
+    """An asynchronous instruction follows ordinary accesses to its operands without the fence between that it needs."""
+
+
 class BarrierMisuse(SimulationError):
     """A barrier reached by part of a warp, or with counts that do not fit."""
 

@@ -16,10 +16,15 @@ from .memory import POISON, SHARED_START, Memory, Store
 from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register, Special, Symbol, constant_bits
 
 if TYPE_CHECKING:
+    from .bulk import BulkCopies
     from .checks import Checks
+    from .clusters import ClusterBarrier
     from .copies import Copies
     from .counters import Counters
+    from .mbarriers import Mbarriers
     from .program import Program
+    from .registers import Registers
+    from .wgmma import Products
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -106,7 +111,16 @@ class Context:
         self.warp_of_row = np.arange(self.warps) // self.blocks
         thread = self.warp_of_row[:, None] * 32 + np.arange(32)
         self.live: Mask = thread < self.threads
+        # Blocks of one cluster follow each other along x; `rank` is the place of a row's block among them.
+        self.cluster = program.function.cluster[0]
+        self.rank_of_row = self.block_of_row % self.cluster
+        self.cluster_of_row = self.block_of_row // self.cluster
+        self.warpgroup_of_row = self.warp_of_row // 4 * self.blocks + self.block_of_row
+        self.warp_in_cluster = self.rank_of_row * self.warps_per_block + self.warp_of_row
         self.arrays: dict[tuple[str, int], Array] = {}
+        # The registers of asynchronous matrix instructions, (registers, warps, 32).
+        count = sum(kind == "matrix" for kind, _ in program.slots.values())
+        self.matrix_registers = np.full((count, self.warps, 32), 0xFFFFFFFF, np.uint32)
         self.specials = self._specials(thread)
         self.shared_bytes = shared_bytes
         # Blocks stand 16-byte aligned, one behind the other.
@@ -122,8 +136,15 @@ class Context:
         self.shared_symbols: dict[str, int] = {}
         self.checks: Checks | None = None
         self.copies: Copies
+        self.mbarriers: Mbarriers
+        self.cluster_barrier: ClusterBarrier
+        self.registers: Registers
+        self.bulk: BulkCopies
+        self.products: Products
         self.random: np.random.Generator | None = None
         self.clock = 0
+        self.elected = 0  # the lane from which on elect.sync looks for one
+        self.events = 0  # whatever may let a waiting lane go on
 
     def _specials(self, thread: Array) -> dict[str, Any]:
         def everywhere(values: Array) -> Array:
@@ -147,6 +168,12 @@ class Context:
         ):
             found[f"ntid.{axis}"], found[f"nctaid.{axis}"] = np.uint32(n), np.uint32(extent)
             found[f"ctaid.{axis}"] = everywhere(index)
+            size = self.cluster if axis == "x" else 1
+            found[f"cluster_ctaid.{axis}"] = everywhere(index % size)
+            found[f"clusterid.{axis}"] = everywhere(index // size)
+            found[f"cluster_nctaid.{axis}"], found[f"nclusterid.{axis}"] = np.uint32(size), np.uint32(extent // size)
+        found["cluster_ctarank"] = everywhere(self.rank_of_row[:, None])
+        found["cluster_nctarank"] = np.uint32(self.cluster)
         lane = np.arange(32, dtype=np.uint64)
         one = np.uint64(1)
         for name, bits in (
@@ -173,6 +200,8 @@ class Context:
     def array(self, register: Register) -> Array:
         """The storage of a register, (warps, 32), as unsigned integers (bool for a predicate)."""
         slot = self.program.slots[register.name]
+        if slot[0] == "matrix":
+            return self.matrix_registers[slot[1]]
         if slot not in self.arrays:
             dtype = np.dtype(DTYPES[slot[0]])
             # All ones: NaN to whoever reads a register that nobody wrote.
@@ -248,6 +277,11 @@ class Context:
             f"thread ({thread % bx}, {thread // bx % by}, {thread // (bx * by)}) [warp {thread // 32}, lane {lane}]"
             f" of block ({block % gx}, {block // gx % gy}, {block // (gx * gy)})"
         )
+
+    def warp_name(self, cluster: int, warp: int) -> str:
+        """Words for a warp by its place in its cluster."""
+        rank, warp = divmod(warp, self.warps_per_block)
+        return f"warp {warp}" + (f" of block {int(self.block_ids[cluster * self.cluster + rank])}" if rank else "")
 
     def name_shared(self, index: int) -> str:
         """Words for a byte index into the shared memory of all blocks: offset, variable, block."""

@@ -7,16 +7,21 @@ import functools
 import numpy as np
 
 from .access import access_bytes
+from .bulk import BulkCopies
 from .checks import Checks, tracked_unit
+from .clusters import ClusterBarrier
 from .copies import Copies, Order
 from .counters import Counters
 from .errors import SimulationError
 from .lanes import Context
+from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
+from .registers import Registers
 from .scheduler import Scheduler
+from .wgmma import Products
 
 # Lanes that run side by side: enough to pay for NumPy's calls, few enough for a processor's cache.
 _RESIDENT_LANES = 1 << 13
@@ -37,8 +42,9 @@ def launch(
 ) -> Counters:
     """Run a kernel over its whole grid, in place on the arrays of `memory`; return what it did.
 
-    `parameters` is the parameter block as the driver takes it. `order`: asynchronous copies land at once, at their
-    wait, or at random times; `random` also shuffles whose turn it is, and the order of atomics; `seed` repeats it.
+    `parameters` is the parameter block as the driver takes it. `order`: asynchronous instructions take effect at once,
+    at their wait, or at random times; `random` also shuffles whose turn it is, the order of atomics and who is elected,
+    and `seed` repeats it.
     Raises SimulationError, by its subclass, for whatever a GPU would not stand, or would let pass and get wrong.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
@@ -54,7 +60,10 @@ def launch(
     shared, static_bytes = _shared_layout(function, module)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
-    resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)))
+    cluster = function.cluster[0]
+    if function.cluster[1:] != (1, 1) or grid[0] % cluster:
+        raise SimulationError(f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or not along x")
+    resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
     for first in range(0, blocks, resident):
         ids = np.arange(first, min(first + resident, blocks))
@@ -67,9 +76,15 @@ def launch(
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
         if checks:
             context.checks = Checks(context, unit)
-        context.copies = Copies(context, order)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
+            context.elected = int(np.random.default_rng(seed).integers(32))
+        context.copies = Copies(context, order)
+        context.mbarriers = Mbarriers(context)
+        context.cluster_barrier = ClusterBarrier(context)
+        context.registers = Registers(context)
+        context.bulk = BulkCopies(context, order)
+        context.products = Products(context, order)
         Scheduler(context).run()
     return counters
 

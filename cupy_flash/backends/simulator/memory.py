@@ -25,6 +25,12 @@ _ALIGNMENT = 256
 _WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+def swizzled(address: Indices, span: int) -> Indices:
+    """Where the 16-byte pieces of rows lie that copies and matrix instructions swizzle over `span` bytes: the number of
+    the 128 bytes they are in is added, without carry, to their number in the row. 16: no swizzling."""
+    return address ^ ((address >> 7 & (span // 16 - 1)) << 4)
+
+
 class Store:
     """Bytes that one instruction can index at once.
 

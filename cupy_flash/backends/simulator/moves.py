@@ -239,9 +239,7 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
     return step
 
 
-@compiles("nanosleep", "prefetch", "prefetchu", "griddepcontrol", "membar", "fence")
+@compiles("nanosleep", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
-    """Hints, and orders that hold here anyway, memory being sequentially consistent. Proxies will come with TMA."""
-    if "proxy" in instruction.modifiers:
-        raise unsupported(instruction)
+    """Hints, and orders that hold here anyway."""
     return lambda group: None

@@ -27,6 +27,7 @@ from .ptx import (
     Register,
     Special,
     Symbol,
+    TensorAddress,
     Variable,
     Vector,
     constant_bits,
@@ -257,7 +258,19 @@ class _Parser:
         parameters = self.parameter_list() if self.token.text == "(" else []
         function = Function(name, is_entry, parameters, results)
         while self.token.text.startswith("."):
-            self.skip_line()  # .maxntid and its kind: limits for ptxas
+            directive, numbers = self.take(), []
+            while self.token.text not in ("{", ";", "") and not self.token.text.startswith("."):
+                text = self.take()
+                numbers += [int(text)] if text.isdigit() else []
+            if directive == ".pragma":
+                self.take(";")
+            elif directive == ".reqnctapercluster":
+                x, y, z = (*numbers, 1, 1)[:3]
+                function.cluster = (x, y, z)
+            elif directive == ".minnctapersm":
+                (function.min_blocks,) = numbers
+            elif directive == ".maxnreg":
+                (function.max_registers,) = numbers
         if self.accept(";"):
             return  # a declaration
         scope = _Scope(0, None)
@@ -389,10 +402,12 @@ class _Parser:
             if isinstance(base, Register) and self.token.text in "+-":
                 sign = 1 if self.take() == "+" else -1
                 offset = sign * self.integer()
+            coordinates = self.operand_item(scope) if self.accept(",") else None
             self.take("]")
             if not isinstance(base, Register | Symbol | Immediate):
                 raise self.error("unknown form of address")
-            return Address(base, offset)
+            address = Address(base, offset)
+            return TensorAddress(address, coordinates) if isinstance(coordinates, Vector) else address
         if self.accept("!"):
             register = self.operand_item(scope)
             if not isinstance(register, Register):

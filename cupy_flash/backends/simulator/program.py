@@ -8,10 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .ptx import TYPE_BYTES, Address, Function, Instruction, Not, Operand, Pair, Register, Symbol, Vector
+from .ptx import (
+    TYPE_BYTES,
+    Address,
+    Function,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    TensorAddress,
+    Vector,
+)
 
 # All lanes that the instruction names must be there before it executes.
 COLLECTIVES = {"shfl", "vote", "match", "redux", "mma", "ldmatrix", "stmatrix", "movmatrix", "elect"}
+# All lanes of the four warps of a warpgroup, or those of one warp where the instruction leaves it open.
+WARPGROUP = {"wgmma", "setmaxnreg"}
 JUMPS = {"bra", "brx", "exit", "ret", "trap"}
 _WITHOUT_RESULT = {
     "st",
@@ -25,12 +39,16 @@ _WITHOUT_RESULT = {
     "bar",
     "barrier",
     "mbarrier",
+    "wgmma",
+    "setmaxnreg",
 }
 
 
 def is_collective(instruction: Instruction) -> bool:
     """Whether the named lanes of a warp execute this instruction together."""
-    return instruction.opcode in COLLECTIVES or is_warp_barrier(instruction)
+    return (
+        instruction.opcode in COLLECTIVES | WARPGROUP or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
+    )
 
 
 def is_warp_barrier(instruction: Instruction) -> bool:
@@ -38,9 +56,25 @@ def is_warp_barrier(instruction: Instruction) -> bool:
     return instruction.opcode in ("bar", "barrier") and instruction.modifiers[:1] == ("warp",)
 
 
+def is_cluster_barrier(instruction: Instruction) -> bool:
+    """barrier.cluster.arrive and .wait"""
+    return instruction.opcode == "barrier" and instruction.modifiers[:1] == ("cluster",)
+
+
 def is_block_barrier(instruction: Instruction) -> bool:
     """bar.* and barrier.* of a thread block."""
-    return instruction.opcode in ("bar", "barrier") and not is_warp_barrier(instruction)
+    return instruction.opcode in ("bar", "barrier") and not (
+        is_warp_barrier(instruction) or is_cluster_barrier(instruction)
+    )
+
+
+def is_wait(instruction: Instruction) -> bool:
+    """Whether lanes stay at this instruction until others have done something: they need not come together."""
+    if instruction.opcode == "mbarrier":
+        return instruction.modifiers[0] in ("try_wait", "test_wait")
+    if instruction.opcode == "setmaxnreg":
+        return instruction.modifiers[0] == "inc"
+    return is_cluster_barrier(instruction) and instruction.modifiers[1] == "wait"
 
 
 def ends_block(instruction: Instruction) -> bool:
@@ -50,8 +84,8 @@ def ends_block(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Instructions [start, stop); a collective can only be the first, a jump only the last, a block barrier is alone:
-    lanes that wait there for others come back to it, and must not do again what was before."""
+    """Instructions [start, stop); a collective or a wait can only be the first, a jump only the last, a block barrier
+    is alone: lanes that wait there for others come back to it, and must not do again what was before."""
 
     start: int
     stop: int
@@ -66,7 +100,7 @@ class Program:
         targets = self._jump_targets()
         after_jump = {i + 1 for i, instruction in enumerate(code) if instruction.opcode in JUMPS}
         after_barrier = {i + 1 for i, instruction in enumerate(code) if is_block_barrier(instruction)}
-        collectives = {i for i, instruction in enumerate(code) if is_collective(instruction)}
+        collectives = {i for i, instruction in enumerate(code) if is_collective(instruction) or is_wait(instruction)}
         barriers = {i - 1 for i in after_barrier}
         leaders = sorted({0} | targets | after_jump | barriers | after_barrier | collectives)
         leaders = [leader for leader in leaders if leader < len(code)]
@@ -74,6 +108,19 @@ class Program:
         self.block_at = {block.start: i for i, block in enumerate(self.blocks)}
         self.block_at[len(code)] = len(self.blocks)
         self.slots = _share_slots(code, sorted({0} | targets | after_jump))
+        # An asynchronous instruction may touch its registers until its wait, and many at once: they stand in one array.
+        matrix = [
+            register.name
+            for instruction in code
+            if instruction.opcode == "wgmma"
+            for operand in instruction.operands
+            if isinstance(operand, Vector)
+            for register in registers_of(operand)
+        ]
+        self.slots |= {name: ("matrix", i) for i, name in enumerate(dict.fromkeys(matrix))}
+        self.asynchronous = any(
+            instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
+        )
 
     def _jump_targets(self) -> set[int]:
         function, found = self.function, set()
@@ -93,6 +140,9 @@ def registers_of(operand: Operand) -> Iterator[Register]:
             yield operand
         case Address(base, _):
             yield from registers_of(base)
+        case TensorAddress(map_, coordinates):
+            yield from registers_of(map_)
+            yield from registers_of(coordinates)
         case Vector(items):
             for item in items:
                 yield from registers_of(item)

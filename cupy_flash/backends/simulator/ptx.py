@@ -52,6 +52,14 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorAddress:
+    """[map, {x, y, ...}]: a tensor map and the coordinates of a box."""
+
+    map: Address
+    coordinates: Vector
+
+
+@dataclass(frozen=True, slots=True)
 class Vector:
     """{a, b, ...}; None stands for the sink `_`."""
 
@@ -73,7 +81,7 @@ class Not:
     register: Register
 
 
-Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Not | None
+Operand = Register | Special | Immediate | Symbol | Address | TensorAddress | Vector | Pair | Not | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,10 @@ class Function:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    # What the kernel's directives say: blocks of a cluster, blocks that share a processor, registers (0: no word).
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    min_blocks: int = 1
+    max_registers: int = 0
 
     def parameter_layout(self) -> tuple[dict[str, int], int]:
         """(byte offset of each parameter, bytes in all), as the driver packs them."""

@@ -8,13 +8,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import access, collectives, copies, floating, integer, matrix, moves, selection
+from . import (
+    access,
+    bulk,
+    clusters,
+    collectives,
+    copies,
+    fences,
+    floating,
+    integer,
+    matrix,
+    mbarriers,
+    moves,
+    registers,
+    selection,
+    wgmma,
+)
 from .barriers import Barriers
 from .closures import Compiler
+from .clusters import ClusterBarrier
 from .errors import BarrierMisuse, Deadlock, Trap, Unsupported
 from .lanes import Context, Group, Mask, Step
-from .program import JUMPS, ends_block, is_block_barrier, is_collective, is_warp_barrier
+from .mbarriers import Mbarriers
+from .program import (
+    JUMPS,
+    WARPGROUP,
+    ends_block,
+    is_block_barrier,
+    is_cluster_barrier,
+    is_collective,
+    is_wait,
+    is_warp_barrier,
+)
 from .ptx import Instruction, Symbol
+from .registers import Registers
 
 COMPILERS: dict[str, Compiler] = {
     **integer.COMPILERS,
@@ -25,6 +52,12 @@ COMPILERS: dict[str, Compiler] = {
     **collectives.COMPILERS,
     **matrix.COMPILERS,
     **copies.COMPILERS,
+    **fences.COMPILERS,
+    **mbarriers.COMPILERS,
+    **clusters.COMPILERS,
+    **registers.COMPILERS,
+    **bulk.COMPILERS,
+    **wgmma.COMPILERS,
 }
 # Every opcode that is executed, in one form or more.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
@@ -32,6 +65,9 @@ OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "b
 # and from then on everybody takes short turns.
 _PATIENCE, _SHORT_TURN = 1024, 16
 _INTERRUPTED = 0.1  # how often a block of instructions ends a turn when turns are random
+_LANDING = 0.1  # how often a copy lands after a turn when that is random
+# How often waits for mbarriers end in vain, nothing else being able to run, before that is no progress.
+_VAIN = 3
 # One block costs some ten microseconds at least: minutes of spinning are no progress.
 _LIMIT = 20_000_000
 
@@ -39,12 +75,13 @@ _LIMIT = 20_000_000
 class _CompiledBlock:
     """A block's steps, what must be there to enter it, and where its lanes go."""
 
-    __slots__ = ("start", "stop", "steps", "members", "finish")
+    __slots__ = ("start", "stop", "steps", "members", "able", "finish")
 
     def __init__(self, start: int, stop: int):
         self.start, self.stop = start, stop
         self.steps: list[Step] = []
         self.members: Callable[[Group], Mask] | None = None
+        self.able: Callable[[Group], Mask] | None = None
         self.finish: Callable[[Group], Group | None]
 
 
@@ -57,10 +94,18 @@ class Scheduler:
         self.barriers = Barriers(context)
         self.ready: dict[int, list[Group]] = {}
         self.parked: dict[int, Group] = {}  # lanes at a collective that wait for the others of their warps
+        self.waiting: dict[int, Group] = {}  # lanes at an mbarrier or a cluster's barrier, or without registers
+        self._waits: dict[str, Mbarriers | ClusterBarrier | Registers] = {
+            "mbarrier": context.mbarriers,
+            "barrier": context.cluster_barrier,
+            "setmaxnreg": context.registers,
+        }
+        self._events = 0
         self._after_barrier: dict[int, Callable[[Group, npt.NDArray[np.int64]], None]] = {}
         self.blocks = [self._compile(block.start, block.stop) for block in self.program.blocks]
         self.executed = 0
         self._patience = _PATIENCE
+        self._vain = 0
 
     # ---- compilation
 
@@ -68,6 +113,9 @@ class Scheduler:
         block = _CompiledBlock(start, stop)
         if is_collective(self.code[start]):
             block.members = collectives.members(self.code[start], self.context)
+        if is_wait(self.code[start]):
+            ready = {"mbarrier": mbarriers.ready, "barrier": clusters.ready, "setmaxnreg": registers.ready}
+            block.able = self._guarded_wait(self.code[start], ready[self.code[start].opcode])
         for instruction in self.code[start:stop]:
             if not ends_block(instruction):
                 block.steps.append(self._step(instruction))
@@ -79,11 +127,26 @@ class Scheduler:
             block.finish = self._terminator(last, stop - 1, following)
         return block
 
+    def _guarded_wait(
+        self, instruction: Instruction, compiler: Callable[[Instruction, Context], Callable[[Group], Mask]]
+    ) -> Callable[[Group], Mask]:
+        """Which lanes need not wait: those whose wait is over, and those whose predicate is false."""
+        ready = compiler(instruction, self.context)
+        if instruction.guard is None:
+            return ready
+        condition = self.context.predicate(instruction.guard, instruction)
+
+        def lanes(group: Group) -> Mask:
+            mine = group.lanes() & condition(group)
+            return ready(group.narrowed(mine)) | ~mine & group.lanes() if mine.any() else group.lanes()
+
+        return lanes
+
     def _step(self, instruction: Instruction) -> Step:
-        key = "bar.warp" if is_warp_barrier(instruction) else instruction.opcode
+        key = _key(instruction)
         if key not in COMPILERS:
             raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
-        step = COMPILERS[key](instruction, self.context)
+        step = self.context.products.watched(COMPILERS[key](instruction, self.context), instruction)
         if instruction.guard is None:
             return step
         return _guarded(step, self.context.predicate(instruction.guard, instruction))
@@ -154,6 +217,7 @@ class Scheduler:
 
     def _exit(self, group: Group) -> None:
         self.context.live[group.rows] &= ~group.lanes()
+        self.context.events += 1
         # Whoever waited for these lanes need not any more.
         for block, parked in self.parked.items():
             self.ready.setdefault(block, []).append(parked)
@@ -220,6 +284,7 @@ class Scheduler:
 
     def _release(self) -> None:
         for number, rows, votes in self.barriers.release():
+            self.context.events += 1
             live = self.context.live[rows]
             group = self._group(0, rows, None if live.all() else live)
             self._after_barrier[number](group, votes)
@@ -235,6 +300,7 @@ class Scheduler:
             group = self._merged(place, [self.parked.pop(place), group])
             missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
         self._park(place, group, missing)
+        self._enqueue(place, group.rows[~missing], group.lanes()[~missing])
         return False
 
     # ---- groups
@@ -263,15 +329,12 @@ class Scheduler:
         return self._group(block, rows, None if mask.all() else mask)
 
     def _park(self, block: int, group: Group, missing: Any) -> None:
-        """Rows that miss lanes wait; complete rows are queued again."""
-        lanes = group.lanes()
+        """Rows that miss lanes wait."""
         if missing.any():
-            waiting = self._group(block, group.rows[missing], lanes[missing])
+            waiting = self._group(block, group.rows[missing], group.lanes()[missing])
             if block in self.parked:
                 waiting = self._merged(block, [self.parked[block], waiting])
             self.parked[block] = waiting
-        if not missing.all():
-            self._enqueue(block, group.rows[~missing], lanes[~missing])
 
     # ---- running
 
@@ -283,11 +346,50 @@ class Scheduler:
         self._enqueue(0, rows, live[rows].copy())
         turn = 0
         with np.errstate(all="ignore"):
-            while self.ready:
-                turn += 1
-                self._advance(self._pick(turn))
-        if self.parked or self.barriers.waiting.any():
-            self._explain()
+            while True:
+                while self.ready:
+                    turn += 1
+                    self._advance(self._pick(turn))
+                    if context.random is not None and context.random.random() < _LANDING:
+                        context.bulk.land()
+                    self._wake()
+                if not context.bulk.land(self._wanted()) and not self._give_up():
+                    break
+                self._wake()
+            if self.parked or self.waiting or self.barriers.waiting.any():
+                self._explain()
+            context.bulk.finish()
+            context.products.finish()
+
+    def _wake(self) -> None:
+        """Lanes that wait look again, if anything has happened."""
+        if self._events != self.context.events:
+            self._events = self.context.events
+            for block, group in self.waiting.items():
+                self.ready.setdefault(block, []).append(group)
+            self.waiting.clear()
+            self._vain = 0
+
+    def _wanted(self) -> set[tuple[int, int]]:
+        """(offset in shared memory, block) of the mbarriers that lanes wait for."""
+        found: set[tuple[int, int]] = set()
+        for block, group in self.waiting.items():
+            wanted = self.context.mbarriers.wanted.get(self.blocks[block].start)
+            if wanted is not None:
+                places = wanted(group)[0]
+                found |= {(int(o), int(b)) for o, b in zip(places.offsets, places.blocks, strict=True)}
+        return found
+
+    def _give_up(self) -> bool:
+        """Nothing can run: waits for mbarriers end in vain, for whoever has something else to do meanwhile."""
+        self._vain += 1
+        waiting = [block for block in self.waiting if self.code[self.blocks[block].start].opcode == "mbarrier"]
+        if self._vain > _VAIN or not waiting:
+            return False
+        for block in waiting:
+            self.context.mbarriers.gave_up = True
+            self._advance(self.waiting.pop(block))
+        return True
 
     def _pick(self, turn: int) -> Group:
         """The ready group at the lowest place; at times, or at random, another: no spinning group holds up the rest."""
@@ -307,6 +409,10 @@ class Scheduler:
             block = blocks[group.block]
             if block.members is not None:
                 group = self._gathered(block, group)
+                if group is None:
+                    return
+            if block.able is not None:
+                group = self._able(block.able, group)
                 if group is None:
                     return
             counters.count_block(
@@ -340,22 +446,48 @@ class Scheduler:
         """The group, if all lanes that the collective names are in it; else those that can go on, or None."""
         if group.block in self.parked:
             group = self._merged(group.block, [self.parked.pop(group.block), group])
-        if group.mask is None and self.code[block.start].opcode not in ("shfl", "vote", "match", "redux", "elect"):
+        opcode = self.code[block.start].opcode
+        if group.mask is None and opcode not in ("shfl", "vote", "match", "redux", "elect", *WARPGROUP):
             return group
         assert block.members is not None
         named, lanes = block.members(group), group.lanes()
         missing = (named & ~lanes).any(1)
+        if opcode in WARPGROUP:
+            warpgroup = self.context.warpgroup_of_row[group.rows]
+            missing |= np.bincount(warpgroup[~missing], minlength=self.context.warps)[warpgroup] < 4
         if missing.any():
             self._park(group.block, group, missing)
-            return None
+            if missing.all():
+                return None
+            # Not by the queue: they would only meet there again those that wait.
+            named, lanes = named[~missing], lanes[~missing]
+            group = self._group(group.block, group.rows[~missing], None if lanes.all() else lanes)
         others = lanes & ~named
         if others.any():
             self._enqueue(group.block, group.rows, others)
             return self._group(group.block, group.rows, lanes & named)
         return group
 
+    def _able(self, able: Callable[[Group], Mask], group: Group) -> Group | None:
+        """The lanes that can go on; the others wait."""
+        mask, lanes = able(group), group.lanes()
+        self.context.mbarriers.gave_up = False
+        staying = lanes & ~mask
+        if not staying.any():
+            return group
+        rows = staying.any(1)
+        waiting = self._group(group.block, group.rows[rows], staying[rows])
+        if group.block in self.waiting:
+            waiting = self._merged(group.block, [self.waiting[group.block], waiting])
+        self.waiting[group.block] = waiting
+        rows = mask.any(1)
+        return self._group(group.block, group.rows[rows], mask[rows]) if rows.any() else None
+
     def _explain(self) -> None:
         lines = self.barriers.explain()
+        for block, group in self.waiting.items():
+            instruction = self.code[self.blocks[block].start]
+            lines += self._waits[instruction.opcode].explain(group, instruction)
         partial = False
         for block, group in self.parked.items():
             instruction = self.code[
@@ -365,9 +497,10 @@ class Scheduler:
             row = int(group.rows[0])
             lanes = [int(lane) for lane in np.flatnonzero(group.lanes()[0])]
             missing = [int(lane) for lane in np.flatnonzero(self.context.live[row] & ~group.lanes()[0])]
+            others = f"lanes {missing}" if missing else "the other warps of its warpgroup"
             lines.append(
                 f"block {int(self.context.block_ids[self.context.block_of_row[row]])}, warp "
-                f"{int(self.context.warp_of_row[row])}: lanes {lanes} wait for lanes {missing} at {instruction.where}"
+                f"{int(self.context.warp_of_row[row])}: lanes {lanes} wait for {others} at {instruction.where}"
             )
         if partial:
             raise BarrierMisuse("a barrier is reached by part of a warp only\n  " + "\n  ".join(lines))
@@ -375,6 +508,15 @@ class Scheduler:
 
     def _is_barrier(self, block: int) -> bool:
         return is_block_barrier(self.code[self.blocks[block].stop - 1])
+
+
+def _key(instruction: Instruction) -> str:
+    """Under which name a compiler is entered: the opcode, or more where that stands for different things."""
+    if is_warp_barrier(instruction):
+        return "bar.warp"
+    if is_cluster_barrier(instruction):
+        return "barrier.cluster"
+    return "cp.bulk" if instruction.opcode == "cp" and "bulk" in instruction.modifiers else instruction.opcode
 
 
 def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:

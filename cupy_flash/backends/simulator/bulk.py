@@ -1,0 +1,374 @@
+"""Bulk copies: boxes of tensors and plain ranges, between global and shared memory, asynchronous.
+
+Loads land at their issue (`early`), when nothing else can run (`late`: the youngest that somebody waits for) or at any
+time (`random`). Stores and reductions read shared memory at issue or at their wait, and write global memory then or
+much later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .access import ATOMIC, addresses, atomic_function
+from .boxes import Pieces, box_pieces, range_pieces, tensor_map_at
+from .checks import Issue
+from .closures import Compiler, unsupported
+from .copies import Order
+from .errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
+from .lanes import DTYPES, Context, Group, Step
+from .mbarriers import Lanes, shared_places
+from .ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
+
+Indices = npt.NDArray[np.int64]
+# Stores that have read their source write global memory no later than this many after them.
+_UNWRITTEN = 32
+_AT_ONCE = 0.5  # how often a store reads its source at issue, when that is random
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One instruction of n lanes. `places`: of a load its mbarriers, else where it reads shared memory."""
+
+    instruction: Instruction
+    number: int
+    pieces: Pieces
+    index: Indices  # (n, m) in the shared memory of all blocks
+    places: Lanes
+    operation: str = ""  # of a reduction
+    # Of stores and reductions:
+    groups: Any = None  # (n,): which of the thread's
+    taken: Any = None  # what is read
+    read: Any = None  # (n,): shared memory is read
+    open: Any = None  # (n,): not waited for
+
+
+class BulkCopies:
+    """The bulk copies in flight of one set of resident blocks."""
+
+    def __init__(self, context: Context, order: Order):
+        self.context, self.order = context, order
+        self.loads: list[_Copy] = []
+        self.stores: list[_Copy] = []
+        self.committed = np.zeros((context.warps, 32), np.int64)
+
+    # ---- loads
+
+    def load(self, copy: _Copy) -> None:
+        """Start a load."""
+        context = self.context
+        phases = context.mbarriers.expect_copy(copy.places, copy.instruction)
+        _account(copy, context, writes=False)
+        if context.checks is not None:
+            self._require_source(copy)
+            rank = copy.places.blocks % context.cluster
+            agents = [
+                context.checks.clocks.agent(("mbarrier", int(o), int(r)))
+                for o, r in zip(copy.places.offsets, rank, strict=True)
+            ]
+            issue = Issue(copy.number, copy.places.rows[:, None], np.array(agents), phases + 1)
+            context.checks.async_write(issue, _sixteens(copy))
+        self.loads.append(copy)
+        if self.order == "early":
+            self._land(copy)
+
+    def _require_source(self, copy: _Copy) -> None:
+        pieces, store = copy.pieces, copy.pieces.allocation.store
+        if store.defined is None:
+            return
+        undefined = store.undefined(pieces.global_[pieces.inside] - pieces.allocation.base, pieces.width)
+        if undefined.any():
+            first = int(pieces.global_[pieces.inside][undefined][0]) - pieces.allocation.start
+            raise Uninitialised(
+                f"copy of byte {first} of {pieces.allocation.name!r}, which nobody has written\n  "
+                f"{copy.instruction.where}"
+            )
+
+    def land(self, wanted: set[tuple[int, int]] | None = None) -> bool:
+        """Let a load land, any or the youngest that reports to one of these mbarriers (offset, block); False: none."""
+        if not self.loads or wanted is not None and not wanted:
+            return False
+        random = self.context.random
+        if wanted is None and random is not None:
+            self._land(self.loads[int(random.integers(len(self.loads)))])
+            return True
+        asked = [
+            copy
+            for copy in self.loads
+            if wanted and wanted & set(zip(copy.places.offsets.tolist(), copy.places.blocks.tolist(), strict=True))
+        ]
+        self._land((asked or self.loads)[-1])
+        return True
+
+    def _land(self, copy: _Copy) -> None:
+        context, pieces = self.context, copy.pieces
+        self.loads.remove(copy)
+        data = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
+        data[pieces.inside] = pieces.allocation.store.gather(
+            pieces.global_[pieces.inside] - pieces.allocation.base, pieces.width
+        )
+        context.shared.scatter(copy.index, pieces.width, data)
+        context.mbarriers.copied(copy.places, pieces.bytes, copy.instruction)
+        context.events += 1
+
+    # ---- stores and reductions
+
+    def store(self, copy: _Copy) -> None:
+        """Start a store or a reduction."""
+        context, pieces = self.context, copy.pieces
+        if not pieces.allocation.writable:
+            raise ReadOnly(f"write to read-only {pieces.allocation.name!r}: {copy.instruction.where}")
+        _account(copy, context, writes=True)
+        rows, lanes = copy.places.rows, copy.places.lanes
+        copy.groups = self.committed[rows, lanes]
+        copy.read, copy.open = np.zeros(len(rows), bool), np.ones(len(rows), bool)
+        copy.taken = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
+        if context.checks is not None:
+            if copy.operation:
+                self._require_source(copy)
+            everything = _sixteens(copy)
+            for who, mine in self._threads(rows, lanes):
+                agents = np.array(
+                    [context.checks.clocks.agent((*who, int(r))) for r in context.rank_of_row[rows[mine]]]
+                )
+                issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1)
+                context.checks.async_read(issue, everything[mine], who)
+        self.stores.append(copy)
+        random = context.random
+        if self.order == "early" or self.order == "random" and random is not None and random.random() < _AT_ONCE:
+            self._take(copy, copy.open.copy())
+
+    def _threads(self, rows: Indices, lanes: Indices) -> list[tuple[tuple[str, int, int], npt.NDArray[np.bool_]]]:
+        """(the agent's name in a block, which of the lanes) of each thread of a block among these."""
+        warps = self.context.warp_of_row[rows]
+        pairs = sorted({(int(w), int(lane)) for w, lane in zip(warps, lanes, strict=True)})
+        return [(("bulk", w, lane), (warps == w) & (lanes == lane)) for w, lane in pairs]
+
+    def commit(self, group: Group) -> None:
+        """cp.async.bulk.commit_group"""
+        self.committed[group.rows] += group.lanes()
+
+    def wait(self, group: Group, pending: int, *, read: bool) -> None:
+        """cp.async.bulk.wait_group{.read}: of all but the `pending` youngest groups of each thread."""
+        context = self.context
+        here = np.zeros((context.warps, 32), bool)
+        here[group.rows] = group.lanes()
+        limit = self.committed - pending
+        for copy in self.stores:
+            rows, lanes = copy.places.rows, copy.places.lanes
+            done = copy.open & here[rows, lanes] & (copy.groups < limit[rows, lanes])
+            self._take(copy, done)
+            if not read:
+                self._write(copy, done)
+        for copy in self.stores[:-_UNWRITTEN]:
+            self._write(copy, copy.read)
+        self.stores = [copy for copy in self.stores if copy.open.any()]
+        if context.checks is not None:
+            rows, lanes = (group.rows[part] if i == 0 else part for i, part in enumerate(np.nonzero(group.lanes())))
+            clocks = context.checks.clocks
+            for who, mine in self._threads(rows, lanes):
+                for rank in np.unique(context.rank_of_row[rows[mine]]):
+                    agent = (*who, int(rank))
+                    if agent in clocks.agents:
+                        there = rows[mine][context.rank_of_row[rows[mine]] == rank]
+                        clocks.learn_clock(clocks.agents[agent], there, np.maximum(limit[there, who[2]], 0))
+
+    def _take(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
+        """Read shared memory."""
+        now = lanes & ~copy.read
+        copy.taken[now] = self.context.shared.gather(copy.index[now], copy.pieces.width)
+        copy.read |= now
+
+    def _write(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
+        """Write global memory."""
+        pieces, store = copy.pieces, copy.pieces.allocation.store
+        for i in np.flatnonzero(lanes & copy.open):
+            inside = pieces.inside[i]
+            index, data = pieces.global_[i, inside] - pieces.allocation.base, copy.taken[i, inside]
+            if not copy.operation:
+                store.scatter(index, pieces.width, data)
+                continue
+            dtype = np.dtype(DTYPES[pieces.type])
+            items, first = store.items(dtype.itemsize)
+            places = (index[:, None] + np.arange(0, pieces.width, dtype.itemsize)).reshape(-1) // dtype.itemsize - first
+            typed, new = items.view(dtype), np.ascontiguousarray(data).view(dtype).reshape(-1)
+            typed[places] = atomic_function(copy.operation, pieces.type)(typed[places], new)
+        copy.open = copy.open & ~lanes
+
+    def finish(self) -> None:
+        """The kernel is over: every load was waited for, every store has read its source."""
+        if self.loads:
+            raise PendingCopy(f"a block ends before its copy has landed: {self.loads[0].instruction.where}")
+        for copy in self.stores:
+            if not copy.read.all():
+                raise PendingCopy(f"no wait_group.read before the block ends: {copy.instruction.where}")
+            self._write(copy, copy.open)
+        self.stores.clear()
+
+
+def _word(width: int) -> np.dtype[Any]:
+    return np.dtype(f"u{min(width, 8)}")
+
+
+def _row(width: int) -> tuple[int, ...]:
+    return (2,) if width == 16 else ()
+
+
+def _account(copy: _Copy, context: Context, *, writes: bool) -> None:
+    moved = copy.pieces.global_[copy.pieces.inside]
+    context.counters.count_bulk(copy.number, moved, copy.pieces.width, writes=writes)
+
+
+def _sixteens(copy: _Copy) -> Indices:
+    """(n, pieces of 16 bytes) of shared memory."""
+    return copy.index[:, :: 16 // copy.pieces.width]
+
+
+# ---- instructions
+
+
+def _bulk(instruction: Instruction, context: Context) -> Step:
+    modifiers = instruction.modifiers
+    if "commit_group" in modifiers:
+        return lambda group: context.bulk.commit(group)
+    if "wait_group" in modifiers:
+        (pending,) = instruction.operands
+        assert isinstance(pending, Immediate)
+        return lambda group: context.bulk.wait(group, pending.bits, read="read" in modifiers)
+    if "prefetch" in modifiers:
+        return lambda group: None
+    if "global" not in modifiers or "tensor" in modifiers and set(modifiers) & {"im2col", "gather4", "scatter4"}:
+        raise unsupported(instruction)
+    if "bulk_group" in modifiers:
+        return _store(instruction, context)
+    if "mbarrier::complete_tx::bytes" not in modifiers:
+        raise unsupported(instruction)
+    return _load(instruction, context)
+
+
+def _flat(group: Group, source: Any) -> Indices:
+    return group.active(np.broadcast_to(group.read(source).astype(np.int64), (len(group.rows), 32)))
+
+
+def _alike(group: Group, values: Indices) -> Iterator[Group]:
+    """The lanes with one value each."""
+    if (values == values[0]).all():
+        yield group
+        return
+    for value in np.unique(values):
+        mask = group.lanes().copy()
+        mask[mask] = values == value
+        yield group.narrowed(mask)
+
+
+Reader = tuple[Callable[[Group], Indices], Callable[[Group, Lanes], Pieces]]
+
+
+def _reader(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
+    """Readers of what lanes must have in common to be one copy, and of the pieces, by the operand that names global
+    memory: a box or a range of `size` bytes."""
+    if isinstance(operand, TensorAddress):
+        address_of = addresses(operand.map, context, instruction)
+        coordinates = [context.source(item, "s32", instruction) for item in operand.coordinates.items]
+
+        def map_of(group: Group) -> Indices:
+            return group.active(address_of(group))
+
+        def box(group: Group, target: Lanes) -> Pieces:
+            tensor = tensor_map_at(map_of(group), instruction, context)
+            if len(tensor.shape) != len(coordinates) or f"{len(coordinates)}d" not in instruction.modifiers:
+                raise SimulationError(f"a map of {len(tensor.shape)} dimensions: {instruction.where}")
+            at = np.stack([_flat(group, source) for source in coordinates], axis=1)
+            return box_pieces(target.offsets, tensor, at, instruction, context)
+
+        return map_of, box
+    start_of = addresses(operand, context, instruction)
+    amount = context.source(size, "u32", instruction)
+
+    def size_of(group: Group) -> Indices:
+        return _flat(group, amount)
+
+    def plain(group: Group, target: Lanes) -> Pieces:
+        start = group.active(start_of(group))
+        return range_pieces(target.offsets, start, size_of(group), instruction, type_, context)
+
+    return size_of, plain
+
+
+def _within(pieces: Pieces, target: Lanes, instruction: Instruction, context: Context) -> Indices:
+    """The pieces in the shared memory of all blocks."""
+    if (pieces.shared + pieces.width > context.shared_bytes).any():
+        raise OutOfBounds(
+            f"a bulk copy reaches beyond the {context.shared_bytes} bytes of shared memory: {instruction.where}"
+        )
+    return pieces.shared + (target.blocks * context.shared_stride)[:, None]
+
+
+def _load(instruction: Instruction, context: Context) -> Step:
+    """cp.async.bulk{.tensor}... [shared], [global or map], {size,} [mbarrier]{, mask}{, cache policy}"""
+    target, source, *rest = instruction.operands
+    size = None if isinstance(source, TensorAddress) else rest.pop(0)
+    assert isinstance(target, Address)
+    target_of = addresses(target, context, instruction)
+    barrier_of = addresses(rest[0], context, instruction)
+    multicast = "multicast::cluster" in instruction.modifiers
+    mask = context.source(rest[1], "u16", instruction) if multicast else None
+    common, read = _reader(instruction, context, source, size, "b8")
+    number = context.number_of[id(instruction)]
+
+    def load(group: Group) -> None:
+        shared = shared_places(instruction, context, group, target_of(group), 16)
+        barriers = shared_places(instruction, context, group, barrier_of(group), 8)
+        pieces = read(group, shared)
+        lane = np.arange(len(shared.rows))
+        if mask is not None:
+            chosen = (_flat(group, mask)[:, None] >> np.arange(16)) & 1
+            if chosen[:, context.cluster :].any() or not chosen.any(1).all():
+                raise OutOfBounds(f"a multicast to no block, or to one outside the cluster: {instruction.where}")
+            lane, rank = np.nonzero(chosen)
+            first = shared.blocks - shared.blocks % context.cluster
+            shared, barriers = (
+                Lanes(p.rows[lane], p.lanes[lane], first[lane] + rank, p.offsets[lane]) for p in (shared, barriers)
+            )
+            pieces = Pieces(
+                pieces.width, pieces.shared[lane], pieces.global_[lane], pieces.inside[lane], pieces.allocation, "b8"
+            )
+        index = _within(pieces, shared, instruction, context)
+        context.bulk.load(_Copy(instruction, number, pieces, index, barriers))
+
+    def step(group: Group) -> None:
+        for part in _alike(group, common(group)):
+            load(part)
+
+    return step
+
+
+def _store(instruction: Instruction, context: Context) -> Step:
+    """cp{.reduce}.async.bulk{.tensor}... [global or map], [shared]{, size}{, cache policy}"""
+    modifiers = instruction.modifiers
+    target, source, *rest = instruction.operands
+    operation = next((m for m in modifiers if m in ATOMIC), "") if modifiers[0] == "reduce" else ""
+    type_ = modifiers[-1] if modifiers[-1] in TYPE_BYTES else "b8"
+    size = None if isinstance(target, TensorAddress) else rest[0]
+    source_of = addresses(source, context, instruction)
+    common, read = _reader(instruction, context, target, size, type_)
+    number = context.number_of[id(instruction)]
+
+    def store(group: Group) -> None:
+        shared = shared_places(instruction, context, group, source_of(group), 16)
+        pieces = read(group, shared)
+        index = _within(pieces, shared, instruction, context)
+        context.bulk.store(_Copy(instruction, number, pieces, index, shared, operation))
+
+    def step(group: Group) -> None:
+        for part in _alike(group, common(group)):
+            store(part)
+
+    return step
+
+
+COMPILERS: dict[str, Compiler] = {"cp.bulk": _bulk}

@@ -1,0 +1,98 @@
+"""Clusters: blocks that run together and reach into each other's shared memory; their barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .closures import Compiler, computed, unsupported
+from .errors import BarrierMisuse
+from .lanes import Context, Group, Mask, Step
+from .mbarriers import RANK_BITS
+from .ptx import Instruction
+
+_WINDOW = np.uint32((1 << RANK_BITS) - 1)
+
+
+class ClusterBarrier:
+    """barrier.cluster: every warp arrives, and waits until all live warps of its cluster have come as often as it."""
+
+    def __init__(self, context: Context):
+        self.context = context
+        self.arrivals = np.zeros(context.warps, np.int64)
+        self.waited = np.zeros(context.warps, np.int64)
+
+    def arrive(self, rows: npt.NDArray[np.int64], instruction: Instruction, *, release: bool) -> None:
+        context = self.context
+        twice = self.arrivals[rows] != self.waited[rows]
+        if twice.any():
+            name = context.thread_name(int(rows[np.flatnonzero(twice)[0]]), 0)
+            raise BarrierMisuse(f"{name} arrives twice at the cluster's barrier without a wait: {instruction.where}")
+        self.arrivals[rows] += 1
+        context.events += 1
+        if release and context.checks is not None:
+            # To be learnt at the first block of the cluster, by the number of the arrival: the next may come first.
+            for turn in np.unique(self.arrivals[rows]):
+                mine = rows[self.arrivals[rows] == turn]
+                blocks = context.cluster_of_row[mine] * context.cluster
+                context.checks.clocks.publish(("cluster", int(turn) % 2), mine, blocks)
+
+    def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which warps need not wait any more."""
+        context = self.context
+        live = context.live.any(1)
+        slowest = np.full(context.blocks // context.cluster, np.iinfo(np.int64).max)
+        np.minimum.at(slowest, context.cluster_of_row[live], self.arrivals[live])
+        return slowest[context.cluster_of_row[rows]] >= self.arrivals[rows]
+
+    def leave(self, rows: npt.NDArray[np.int64], instruction: Instruction) -> None:
+        context = self.context
+        never = self.arrivals[rows] == self.waited[rows]
+        if never.any():
+            name = context.thread_name(int(rows[np.flatnonzero(never)[0]]), 0)
+            raise BarrierMisuse(f"{name} waits at the cluster's barrier without having arrived: {instruction.where}")
+        self.waited[rows] = self.arrivals[rows]
+        if context.checks is not None:
+            for turn in np.unique(self.arrivals[rows]):
+                mine = rows[self.arrivals[rows] == turn]
+                blocks = context.cluster_of_row[mine] * context.cluster
+                context.checks.clocks.learn(("cluster", int(turn) % 2), mine, blocks)
+
+    def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
+        """Who waits, and for whom."""
+        context = self.context
+        for cluster in np.unique(context.cluster_of_row[group.rows]):
+            here = group.rows[context.cluster_of_row[group.rows] == cluster]
+            late = (context.cluster_of_row == cluster) & context.live.any(1) & (self.arrivals < self.arrivals[here[0]])
+            names = [context.warp_name(int(cluster), int(w)) for w in context.warp_in_cluster[late]]
+            block = int(context.block_ids[context.block_of_row[here[0]]])
+            warps = [int(w) for w in context.warp_of_row[here]]
+            others = ", ".join(names)
+            yield f"block {block}: warps {warps} wait at the cluster's barrier for {others}: {instruction.where}"
+
+
+def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
+    """A reader of the lanes (rows, 32) whose wait ends now."""
+    return lambda group: group.lanes() & context.cluster_barrier.passed(group.rows)[:, None]
+
+
+def _barrier(instruction: Instruction, context: Context) -> Step:
+    """barrier.cluster.arrive{.release|.relaxed}{.aligned}, barrier.cluster.wait{.acquire}{.aligned}"""
+    if instruction.modifiers[1] == "wait":
+        return lambda group: context.cluster_barrier.leave(group.rows, instruction)
+    release = "relaxed" not in instruction.modifiers
+    return lambda group: context.cluster_barrier.arrive(group.rows, instruction, release=release)
+
+
+def _map_address(instruction: Instruction, context: Context) -> Step:
+    """mapa.shared::cluster.u32 d, a, rank: where another block has what this one has at a."""
+    if instruction.modifiers != ("shared::cluster", "u32"):
+        raise unsupported(instruction)
+    result = context.destination(instruction.operands[0], "u32", instruction)
+    address, rank = (context.source(operand, "u32", instruction) for operand in instruction.operands[1:])
+    return computed(result, lambda a, r: (a & _WINDOW) | ((r + np.uint32(1)) << np.uint32(RANK_BITS)), address, rank)
+
+
+COMPILERS: dict[str, Compiler] = {"barrier.cluster": _barrier, "mapa": _map_address}

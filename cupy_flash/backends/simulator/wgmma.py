@@ -1,0 +1,400 @@
+"""Matrix instructions of a warpgroup: wgmma, asynchronous from its issue to its wait.
+
+`early`: computed at issue. `late`: at the wait, registers and shared memory read there. `random`: somewhere between.
+Who touches the registers in between is reported, whatever the order.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .checks import Issue
+from .closures import Compiler, unsupported
+from .convert import decode
+from .copies import Order
+from .errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
+from .lanes import Array, Context, Group, Mask, Step
+from .memory import SHARED_START, swizzled
+from .program import registers_of
+from .ptx import Immediate, Instruction, Vector
+
+Indices = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
+
+_DEPTH = {"f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
+_FENCES = 32  # bits that count fences
+_EARLIER = 0.3  # how often an instruction finds those before it computed, when that is random
+
+
+# ---- operands in shared memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A canonical layout of the PTX ISA: pieces of 16 bytes, `rows` of M or N by 2 pieces of K, or the transposed."""
+
+    rows: int
+    transposed: bool  # M or N contiguous
+    swizzle: int  # 128, 64, 32 bytes, or 16: none
+    leading: int  # bytes
+    stride: int
+
+
+@lru_cache(maxsize=256)
+def offsets(layout: Layout) -> Indices:
+    """Bytes from the matrix to each piece before swizzling: (rows, 2), transposed (16 of K, rows / 8)."""
+    pitch, span = layout.swizzle, layout.swizzle // 16
+    if not layout.transposed:
+        row, piece = np.arange(layout.rows)[:, None], np.arange(2)
+        return row % 8 * pitch + row // 8 * layout.stride + piece * (16 if span > 1 else layout.leading)
+    k, piece = np.arange(16)[:, None], np.arange(layout.rows // 8)
+    across, along = (layout.leading, layout.stride) if span > 1 else (layout.stride, layout.leading)
+    return k % 8 * pitch + k // 8 * along + piece % span * 16 + piece // span * across
+
+
+_SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+
+
+def descriptor_layout(descriptor: int, rows: int, *, transposed: bool) -> tuple[int, Layout]:
+    """(address, layout) of a matrix descriptor."""
+    address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    return address, Layout(rows, transposed, _SWIZZLES[descriptor >> 62], leading, stride)
+
+
+# ---- instructions in flight
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What one instruction says."""
+
+    instruction: Instruction
+    number: int
+    columns: int
+    types: tuple[str, str]
+    signs: float  # the product of both scales
+    transposed: tuple[bool, bool]
+    accumulators: Indices  # indices into Context.matrix_registers
+    registers: Indices  # of A; none where A is in shared memory
+    key: int  # of the accumulators: who has the same ones
+
+
+@dataclass(slots=True, eq=False)
+class _Product:
+    """One wgmma.mma_async of n warpgroups: rows (n, 4), pieces of the operands in shared memory (n, ...)."""
+
+    form: _Form
+    warpgroups: Indices
+    rows: Indices
+    a: Indices | None
+    b: Indices
+    adds: Mask  # D = A B + D, not D = A B
+    groups: Indices
+    waiting: Mask  # not computed
+    open: Mask  # not waited for
+
+
+class Products:
+    """The matrix products in flight of one set of resident blocks."""
+
+    def __init__(self, context: Context, order: Order):
+        self.context, self.order = context, order
+        registers, warps = context.matrix_registers.shape[:2]
+        self.flying: list[_Product] = []
+        self.committed = np.zeros(warps, np.int64)  # by warpgroup
+        self.fences = np.zeros(warps, np.int64)  # by row, like the following
+        # After which fence a register was last used otherwise, and above it by which instruction.
+        self.touched = np.full((registers, warps), -1)
+        self.busy = np.zeros((registers, warps), np.int64)  # 0, a form's key, or -1: an A
+        self._keys: dict[tuple[int, ...], int] = {}
+
+    def key(self, accumulators: Indices) -> int:
+        """A number for these accumulators in this order."""
+        return self._keys.setdefault(tuple(accumulators), len(self._keys) + 1)
+
+    def watched(self, step: Step, instruction: Instruction) -> Step:
+        """The step of another instruction: reported where it uses a register in flight, remembered until a fence."""
+        slots = self.context.program.slots
+        names = [r.name for operand in (*instruction.operands, instruction.guard) for r in registers_of(operand)]
+        found = sorted({slots[name][1] for name in names if slots[name][0] == "matrix"})
+        if not found or instruction.opcode == "wgmma" or self.context.checks is None:
+            return step
+        used, number = np.array(found)[:, None], self.context.number_of[id(instruction)]
+
+        def watching(group: Group) -> None:
+            if self.flying and self.busy[used, group.rows].any():
+                row = int(group.rows[np.flatnonzero(self.busy[used, group.rows].any(0))[0]])
+                raise PendingRegister(
+                    f"a register of a wgmma in flight is used before its wait_group\n  wgmma: {self._flying_at(row)}\n"
+                    f"  {self.context.thread_name(row, 0)}: {instruction.where}"
+                )
+            self.touched[used, group.rows] = self.fences[group.rows] | number << _FENCES
+            step(group)
+
+        return watching
+
+    def _flying_at(self, row: int) -> str:
+        return next(p.form.instruction.where for p in self.flying if row in p.rows[p.open])
+
+    def fence(self, rows: Indices) -> None:
+        """wgmma.fence"""
+        self.fences[rows] += 1
+
+    def issue(self, form: _Form, rows: Indices, a: Indices | None, b: Indices, adds: Mask) -> None:
+        """Start a product; `rows` (n, 4), `a` and `b`: where the pieces of the operands lie (n, pieces)."""
+        warpgroups = self.context.warpgroup_of_row[rows[:, 0]]
+        some = np.ones(len(rows), bool)
+        product = _Product(form, warpgroups, rows, a, b, adds, self.committed[warpgroups], some, some.copy())
+        if self.context.checks is not None:
+            self._check(product)
+        registers = form.registers[:, None], rows.reshape(-1)
+        self.busy[registers] = -1
+        self.busy[form.accumulators[:, None], rows.reshape(-1)] = form.key
+        self.flying.append(product)
+        random = self.context.random
+        if self.order == "early" or self.order == "random" and random is not None and random.random() < _EARLIER:
+            self._compute(warpgroups, None)
+
+    def _check(self, product: _Product) -> None:
+        context, form, rows = self.context, product.form, product.rows
+        flat = rows.reshape(-1)
+        both = np.concatenate([form.accumulators, form.registers])[:, None]
+        last = self.touched[both, flat]
+        unfenced = (last & ((1 << _FENCES) - 1)) == self.fences[flat]
+        if unfenced.any() or (self.fences[flat] == 0).any():
+            i, j = (int(x) for x in np.argwhere(unfenced | (self.fences[flat] == 0))[0])
+            code = context.program.function.instructions
+            use = f"\n  use:   {code[int(last[i, j]) >> _FENCES].where}" if last[i, j] >= 0 else ""
+            raise MissingFence(
+                f"no wgmma.fence after the last ordinary use of the registers{use}\n  wgmma: "
+                f"{context.thread_name(int(flat[j]), 0)}: {form.instruction.where}"
+            )
+        d, a = self.busy[form.accumulators[:, None], flat], self.busy[form.registers[:, None], flat]
+        clash = ((d != 0) & (d != form.key)).any(0) | (a > 0).any(0)
+        if clash.any():
+            row = int(flat[np.flatnonzero(clash)[0]])
+            raise PendingRegister(
+                "a wgmma uses registers of another in flight, and not as the same accumulators\n  first:  "
+                f"{self._flying_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}"
+            )
+        checks = context.checks
+        assert checks is not None
+        pieces = product.b if product.a is None else np.concatenate([product.a, product.b], axis=1)
+        warp, rank = context.warp_of_row[rows[:, 0]] // 4, context.rank_of_row[rows[:, 0]]
+        for q in np.unique(warp):
+            mine = warp == q
+            agents = np.array([checks.clocks.agent(("wgmma", int(q), int(r))) for r in rank[mine]])
+            issue = Issue(form.number, rows[mine], agents, product.groups[mine] + 1)
+            checks.async_read(issue, pieces[mine], ("wgmma", int(q)))
+
+    def commit(self, rows: Indices) -> None:
+        """wgmma.commit_group"""
+        self.committed[np.unique(self.context.warpgroup_of_row[rows])] += 1
+
+    def wait(self, rows: Indices, pending: int) -> None:
+        """wgmma.wait_group: all but the `pending` youngest groups are computed."""
+        context = self.context
+        warpgroups = np.unique(context.warpgroup_of_row[rows])
+        limit = self.committed - pending
+        self._compute(warpgroups, limit)
+        here = np.zeros(context.warps, bool)
+        here[warpgroups] = True
+        self.busy[:, rows] = 0
+        for product in self.flying:
+            product.open &= ~(here[product.warpgroups] & (product.groups < limit[product.warpgroups]))
+            still = product.rows[product.open & here[product.warpgroups]].reshape(-1)
+            self.busy[product.form.registers[:, None], still] = -1
+            self.busy[product.form.accumulators[:, None], still] = product.form.key
+        self.flying = [product for product in self.flying if product.open.any()]
+        if context.checks is not None:
+            clocks, done = context.checks.clocks, np.maximum(limit[context.warpgroup_of_row[rows]], 0)
+            warp, rank = context.warp_of_row[rows] // 4, context.rank_of_row[rows]
+            for q, r in {(int(q), int(r)) for q, r in zip(warp, rank, strict=True)}:
+                mine = (warp == q) & (rank == r)
+                clocks.learn_clock(clocks.agent(("wgmma", q, r)), rows[mine], done[mine])
+
+    def finish(self) -> None:
+        """The kernel is over."""
+        if self.flying:
+            raise PendingRegister(f"no wait_group before the end: {self.flying[0].form.instruction.where}")
+
+    # ---- arithmetic
+
+    def _compute(self, warpgroups: Indices, limit: Indices | None) -> None:
+        """What is waiting of these warpgroups, in order; `limit`: only groups below it."""
+        here = np.zeros(self.context.warps, bool)
+        here[warpgroups] = True
+        held: tuple[_Form, Indices, npt.NDArray[np.float32]] | None = None
+        for product in self.flying:
+            now = product.waiting & here[product.warpgroups]
+            if limit is not None:
+                now &= product.groups < limit[product.warpgroups]
+            if not now.any():
+                continue
+            rows, form = product.rows[now], product.form
+            if held is not None and not (held[0].key == form.key and np.array_equal(held[1], rows)):
+                self._write(*held)
+                held = None
+            # A chain of products on the same accumulators moves them once.
+            total = self._read(form, rows) if held is None else held[2]
+            total = np.where(product.adds[now][:, None, None], total, np.float32(0))
+            a = self._registers_a(form, rows) if product.a is None else self._operand(product, 0, now)
+            b = self._operand(product, 1, now)
+            # Products exact, their sum in float64, rounded once: a GPU sums in an order, and 8-bit types with a
+            # precision, that nobody documents.
+            held = form, rows, (total + form.signs * (a @ b.swapaxes(1, 2))).astype(np.float32)
+            product.waiting &= ~now
+        if held is not None:
+            self._write(*held)
+
+    def _read(self, form: _Form, rows: Indices) -> npt.NDArray[np.float32]:
+        """The accumulators as (n, 64, columns): "Matrix D" of m64nNk16."""
+        words = self.context.matrix_registers[form.accumulators[:, None, None], rows]
+        # register = (block of 8 columns, upper or lower 8 rows, odd column), then n, warp, lane = (row, pair)
+        split = words.view(np.float32).reshape(-1, 2, 2, len(rows), 4, 8, 4)
+        return split.transpose(3, 4, 1, 5, 0, 6, 2).reshape(len(rows), 64, form.columns)
+
+    def _write(self, form: _Form, rows: Indices, total: npt.NDArray[np.float32]) -> None:
+        split = total.reshape(len(rows), 4, 2, 8, form.columns // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
+        words = np.ascontiguousarray(split).view(np.uint32).reshape(len(form.accumulators), len(rows), 4, 32)
+        self.context.matrix_registers[form.accumulators[:, None, None], rows] = words
+
+    def _registers_a(self, form: _Form, rows: Indices) -> Values:
+        """A from registers as (n, 64, depth): "Matrix A" of m64nNk16."""
+        words = self.context.matrix_registers[form.registers[:, None, None], rows]
+        narrow = _narrow(words, form.types[0])
+        # register = (right half of K, lower 8 rows), n, warp, lane = (row, word), elements of the word
+        split = narrow.reshape(2, 2, len(rows), 4, 8, 4, -1).transpose(2, 3, 1, 4, 0, 5, 6)
+        return decode(np.ascontiguousarray(split), form.types[0]).reshape(len(rows), 64, -1)
+
+    def _operand(self, product: _Product, which: int, now: Mask) -> Values:
+        """An operand in shared memory as (n, rows, depth)."""
+        index = product.a if which == 0 else product.b
+        assert index is not None
+        type_, transposed = product.form.types[which], product.form.transposed[which]
+        pieces = self.context.shared.gather(index[now], 16)
+        values = decode(_narrow(np.ascontiguousarray(pieces), type_), type_)
+        if transposed:
+            return values.reshape(len(values), 16, -1).swapaxes(1, 2)
+        return values.reshape(len(values), -1, _DEPTH[type_])
+
+
+def _narrow(words: Array, type_: str) -> Array:
+    return words.view(np.uint16 if _DEPTH[type_] == 16 else np.uint8)
+
+
+# ---- instructions
+
+
+def _wgmma(instruction: Instruction, context: Context) -> Step:
+    products = context.products
+    kind = instruction.modifiers[0]
+    if kind == "fence":
+        return lambda group: products.fence(group.rows)
+    if kind == "commit_group":
+        return lambda group: products.commit(group.rows)
+    if kind == "wait_group":
+        (pending,) = instruction.operands
+        assert isinstance(pending, Immediate)
+        return lambda group: products.wait(group.rows, pending.bits)
+    if kind != "mma_async" or "sp" in instruction.modifiers:
+        raise unsupported(instruction)
+    return _multiply(instruction, context)
+
+
+def _form(instruction: Instruction, context: Context) -> _Form:
+    """wgmma.mma_async.sync.aligned.shape.f32.a-type.b-type d, a, b, scale-d, scale-a, scale-b{, trans-a}{, trans-b}"""
+    shape, d_type, a_type, b_type = instruction.modifiers[3:]
+    d, a, _, _, *immediates = instruction.operands
+    size = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
+    depth = _DEPTH.get(a_type)
+    if size is None or d_type != "f32" or depth is None or depth != _DEPTH.get(b_type) or not isinstance(d, Vector):
+        raise unsupported(instruction)
+    columns = int(size[1])
+    numbers = [item.bits for item in immediates if isinstance(item, Immediate)]
+    from_registers = isinstance(a, Vector)
+    expected = 2 if depth == 32 else 3 if from_registers else 4
+    if columns % 8 or not 8 <= columns <= 256 or int(size[2]) != depth or len(numbers) != expected:
+        raise unsupported(instruction)
+    if depth == 16 and a_type != b_type or len(d.items) != columns // 2:
+        raise unsupported(instruction)
+    flags = [bool(number) for number in numbers[2:]] or [False, False]
+    transposed = (False, flags[0]) if from_registers or depth == 32 else (flags[0], flags[1])
+    slots = context.program.slots
+    accumulators = np.array([slots[register.name][1] for register in registers_of(d)])
+    registers = np.array([slots[register.name][1] for register in registers_of(a)] if from_registers else [], np.int64)
+    if from_registers and len(registers) != 4 or len(set(accumulators)) != columns // 2:
+        raise unsupported(instruction)
+    return _Form(
+        instruction, context.number_of[id(instruction)], columns, (a_type, b_type), float(numbers[0] * numbers[1]),
+        transposed, accumulators, registers, context.products.key(accumulators),
+    )  # fmt: skip
+
+
+def _multiply(instruction: Instruction, context: Context) -> Step:
+    form = _form(instruction, context)
+    a, b = instruction.operands[1:3]
+    a_source = None if isinstance(a, Vector) else context.source(a, "b64", instruction)
+    b_source = context.source(b, "b64", instruction)
+    adds = context.predicate(instruction.operands[3], instruction)
+
+    def step(group: Group) -> None:
+        if context.warps_per_block % 4:
+            raise BarrierMisuse(f"a block of no whole warpgroups: {instruction.where}")
+        shape = (len(group.rows), 32)
+        order = np.lexsort((context.warp_of_row[group.rows], context.warpgroup_of_row[group.rows])).reshape(-1, 4)
+
+        def uniform(values: Any, what: str) -> Any:
+            each = np.broadcast_to(values, shape)[order].reshape(len(order), -1)
+            if (each != each[:, :1]).any():
+                name = context.thread_name(
+                    int(group.rows[order[np.flatnonzero((each != each[:, :1]).any(1))[0], 0]]), 0
+                )
+                raise BarrierMisuse(f"{what} differs inside the warpgroup of {name}: {instruction.where}")
+            return each[:, 0]
+
+        rows = group.rows[order]
+        a_pieces = None
+        if a_source is not None:
+            descriptors = uniform(group.read(a_source), "the descriptor of A")
+            a_pieces = _pieces(descriptors, 64, form.transposed[0], rows, instruction, context)
+        descriptors = uniform(group.read(b_source), "the descriptor of B")
+        b_pieces = _pieces(descriptors, form.columns, form.transposed[1], rows, instruction, context)
+        context.products.issue(form, rows, a_pieces, b_pieces, uniform(adds(group), "scale-d"))
+
+    return step
+
+
+def _pieces(
+    descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
+) -> Indices:
+    """Indices into the shared memory of all blocks, (n, pieces), of a matrix by its descriptors (n)."""
+    found = []
+    for descriptor in map(int, descriptors):
+        address, layout = descriptor_layout(descriptor, extent, transposed=transposed)
+        if descriptor >> 49 & 7:
+            raise unsupported(instruction)  # a base offset
+        if address & (layout.swizzle // 16 - 1) << 7:
+            raise Misaligned(
+                f"the matrix at shared address {address:#x} does not begin where the pattern of {layout.swizzle}-byte "
+                f"swizzling does: {instruction.where}"
+            )
+        found.append(swizzled(address + offsets(layout), layout.swizzle).reshape(-1))
+    places = np.array(found) - SHARED_START
+    outside = (places < 0) | (places + 16 > context.shared_bytes)
+    if outside.any():
+        i = int(np.flatnonzero(outside.any(1))[0])
+        raise OutOfBounds(
+            f"a matrix of wgmma reaches beyond the {context.shared_bytes} bytes of shared memory\n  "
+            f"{context.thread_name(int(rows[i, 0]), 0)}: {instruction.where}"
+        )
+    return places + context.block_of_row[rows[:, :1]] * context.shared_stride
+
+
+COMPILERS: dict[str, Compiler] = {"wgmma": _wgmma}

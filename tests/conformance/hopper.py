@@ -1,0 +1,531 @@
+"""Micro-kernels of Hopper's asynchronous instructions: wgmma, bulk copies, mbarriers, clusters.
+
+Each is the body of a kernel of tests/micro.py, for the simulator and for a GPU alike. What they compute is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cupy_flash.tensor_map import DATA_TYPES, TensorMap
+
+Array = npt.NDArray[Any]
+SHARED_BYTES = 40960
+
+
+@dataclass(frozen=True)
+class HopperCase:
+    """A body, its input arrays and the output's initial value (the last array); tensor maps: (array, map of its
+    address)."""
+
+    name: str
+    body: str
+    inputs: tuple[Array, ...]
+    out: Array
+    maps: tuple[tuple[int, Callable[[int], TensorMap]], ...] = ()
+    threads: int = 128
+    blocks: int = 1
+    directives: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tests/micro.py's source and run need to know besides body and arrays."""
+        return {
+            "shared": f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];",
+            "target": "sm_90a",
+            "directives": self.directives,
+        }
+
+
+# ---- pieces of kernels
+
+
+def fill(size: int, threads: int, *, pointer: int = 0) -> str:
+    """Every block copies `size` bytes from a pointer to smem; seen by copies and matrix instructions after it."""
+    return f"""
+        mov.u32 %r60, smem;
+        shl.b32 %r61, %t, 4;
+    FILL:
+        setp.ge.u32 %q7, %r61, {size};
+        @%q7 bra FILLED;
+        cvt.u64.u32 %d30, %r61;
+        add.u64 %d30, %d30, %p{pointer};
+        ld.global.v4.b32 {{%r56, %r57, %r58, %r59}}, [%d30];
+        add.u32 %r62, %r60, %r61;
+        st.shared.v4.b32 [%r62], {{%r56, %r57, %r58, %r59}};
+        add.u32 %r61, %r61, {16 * threads};
+        bra FILL;
+    FILLED:
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+    """
+
+
+def drain(size: int, threads: int, pointer: int) -> str:
+    """Every block copies `size` bytes from smem to its part of the array at a pointer."""
+    return f"""
+        mov.u32 %r60, smem;
+        shl.b32 %r61, %t, 4;
+    DRAIN:
+        setp.ge.u32 %q7, %r61, {size};
+        @%q7 bra DRAINED;
+        add.u32 %r62, %r60, %r61;
+        ld.shared.v4.b32 {{%r56, %r57, %r58, %r59}}, [%r62];
+        mad.lo.u32 %r62, %block, {size}, %r61;
+        cvt.u64.u32 %d30, %r62;
+        add.u64 %d30, %d30, %p{pointer};
+        st.global.v4.b32 [%d30], {{%r56, %r57, %r58, %r59}};
+        add.u32 %r61, %r61, {16 * threads};
+        bra DRAIN;
+    DRAINED:
+    """
+
+
+def initialise(count: int = 1) -> str:
+    """One mbarrier, at %r50; thread 0 is in %q6."""
+    return f"""
+        mov.u32 %r50, bars;
+        setp.eq.u32 %q6, %t, 0;
+        @%q6 mbarrier.init.shared::cta.b64 [%r50], {count};
+        @%q6 fence.mbarrier_init.release.cluster;
+        bar.sync 0;
+    """
+
+
+def wait(parity: int = 0, label: str = "WAIT") -> str:
+    """All threads wait for a phase of the mbarrier at %r50."""
+    return f"""
+    {label}:
+        mbarrier.try_wait.parity.shared::cta.b64 %q5, [%r50], {parity}, 0x989680;
+        @!%q5 bra {label};
+    """
+
+
+# ---- wgmma
+
+_TYPES = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix of (rows, depth) in shared memory: K-major or not, swizzled over 128, 64, 32 bytes or 16: not."""
+
+    rows: int
+    type: str
+    k_major: bool = True
+    swizzle: int = 128
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(_TYPES[self.type]).itemsize
+
+    @property
+    def steps(self) -> int:
+        """Instructions of 32 bytes of depth."""
+        return max(self.swizzle // 32, 1) if self.k_major else 2
+
+    @property
+    def depth(self) -> int:
+        return self.steps * 32 // self.itemsize
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """(leading, stride) byte offsets; tiles of 8 rows of `swizzle` bytes stand one behind the other."""
+        if self.k_major:
+            # Without a swizzle the two halves of the depth are one behind the other.
+            return (8 * 16 * self.rows // 8, 128) if self.swizzle == 16 else (16, 8 * self.swizzle)
+        groups = self.depth // 8
+        return (128, 128 * groups) if self.swizzle == 16 else (8 * self.swizzle * groups, 8 * self.swizzle)
+
+    @property
+    def step_bytes(self) -> int:
+        """From the matrix of one instruction to that of the next."""
+        if self.k_major:
+            return 32
+        leading, stride = self.strides
+        return 2 * (leading if self.swizzle == 16 else stride)
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.depth * self.itemsize
+
+    @property
+    def constant(self) -> int:
+        """The descriptor without its address."""
+        leading, stride = self.strides
+        return leading >> 4 << 16 | stride >> 4 << 32 | {16: 0, 128: 1, 64: 2, 32: 3}[self.swizzle] << 62
+
+
+def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str:
+    """A descriptor of the matrix at smem + offset, for each warpgroup `apart` bytes further."""
+    return f"""
+        mov.u32 %r60, smem;
+        shr.u32 %r61, %t, 7;
+        mad.lo.u32 %r60, %r61, {apart}, %r60;
+        add.u32 %r60, %r60, {offset};
+        shr.u32 %r60, %r60, 4;
+        cvt.u64.u32 {register}, %r60;
+        or.b64 {register}, {register}, {constant};
+    """
+
+
+def wgmma_text(types: str, columns: int, a: str, b: str, *, flags: str, adds: str = "%q4") -> str:
+    """One instruction; A and B are 16-bit where `types` says so."""
+    depth = 16 if "f16" in types else 32
+    accumulators = ", ".join(f"%f{i}" for i in range(columns // 2))
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{types} {{{accumulators}}}, {a}, {b}, {adds}, {flags};"
+    )
+
+
+def wgmma_body(a: Operand | None, b: Operand, type_a: str, *, sign: int = 1, adds: bool = True, groups: int = 1) -> str:
+    """D += A B over the whole depth: image of A and B at %p0, accumulators (128, columns / 2) at %p1, for A in
+    registers (128, 4 steps) words at %p2; D to the last pointer. Each of `groups` warpgroups has its own."""
+    columns, b_at = b.rows, 0 if a is None else -(-a.bytes // 1024) * 1024
+    apart = -(-(b_at + b.bytes) // 1024) * 1024
+    lines = [fill(groups * apart, groups * 128), f"mad.wide.u32 %d0, %t, {2 * columns}, %p1;"]
+    if adds:
+        lines += [f"ld.global.f32 %f{i}, [%d0+{4 * i}];" for i in range(columns // 2)]
+    if a is None:
+        lines.append(f"mad.wide.u32 %d1, %t, {16 * b.steps}, %p2;")
+        lines += [f"ld.global.b32 %r{i}, [%d1+{4 * i}];" for i in range(4 * b.steps)]
+    lines.append("wgmma.fence.sync.aligned;")
+    for step in range(b.steps):
+        lines.append(f"setp.eq.u32 %q4, {1 if adds or step else 0}, 1;")
+        flags = f"{sign}, 1"
+        if a is not None:
+            lines.append(descriptor("%d2", step * a.step_bytes, a.constant, apart))
+            flags += f", {int(not a.k_major)}" if a.itemsize == 2 else ""
+        flags += f", {int(not b.k_major)}" if b.itemsize == 2 else ""
+        lines.append(descriptor("%d3", b_at + step * b.step_bytes, b.constant, apart))
+        left = "%d2" if a else "{" + ", ".join(f"%r{4 * step + i}" for i in range(4)) + "}"
+        lines.append(wgmma_text(f"{type_a}.{b.type}", columns, left, "%d3", flags=flags))
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+    lines.append(f"mad.wide.u32 %d0, %t, {2 * columns}, %p{2 if a else 3};")
+    lines += [f"st.global.f32 [%d0+{4 * i}], %f{i};" for i in range(columns // 2)]
+    return "\n    ".join(lines)
+
+
+def random_bytes(type_: str, size: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Small integers: sums are exact in every order."""
+    dtype = np.dtype(_TYPES[type_])
+    return rng.integers(-3, 4, size // dtype.itemsize).astype(dtype).view(np.uint8)
+
+
+def wgmma_case(
+    name: str, a: Operand | None, b: Operand, type_a: str = "", *, groups: int = 1, **options: Any
+) -> HopperCase:
+    """D = C + A B on random bytes in shared memory; which elements they are is the layout's business."""
+    rng = np.random.default_rng(b.rows)
+    type_a, threads = a.type if a else type_a, 128 * groups
+    matrices = [random_bytes(operand.type, operand.bytes, rng) for operand in (a, b) * groups if operand]
+    image = np.concatenate([np.pad(matrix, (0, -len(matrix) % 1024)) for matrix in matrices])
+    inputs = [image, rng.integers(-9, 10, (threads, b.rows // 2)).astype(np.float32)]
+    if a is None:
+        inputs.append(random_bytes(type_a, threads * 16 * b.steps, rng).view(np.uint32).reshape(threads, -1))
+    out = np.zeros((threads, b.rows // 2), np.float32)
+    body = wgmma_body(a, b, type_a, groups=groups, **options)
+    return HopperCase(f"wgmma.{name}", body, tuple(inputs), out, threads=threads)
+
+
+# name -> operands, type of A in registers, options
+WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
+    **{
+        f"bf16-{'k' if a else 'mn'}-{'k' if b else 'mn'}-{swizzle}": (
+            Operand(64, "bf16", a, swizzle),
+            Operand(64, "bf16", b, swizzle),
+            "",
+            {},
+        )
+        for a, b in ((True, True), (False, False))
+        for swizzle in (16, 32, 64, 128)
+    },
+    "bf16-n8": (Operand(64, "bf16"), Operand(8, "bf16"), "", {}),
+    "bf16-n24": (Operand(64, "bf16"), Operand(24, "bf16"), "", {}),
+    "bf16-n176": (Operand(64, "bf16"), Operand(176, "bf16"), "", {}),
+    "bf16-mn-n256": (Operand(64, "bf16", False), Operand(256, "bf16", False), "", {}),
+    "f16-k-k-128": (Operand(64, "f16"), Operand(64, "f16"), "", {}),
+    "f16-minus": (Operand(64, "f16"), Operand(16, "f16"), "", {"sign": -1}),
+    "bf16-two-warpgroups": (Operand(64, "bf16"), Operand(24, "bf16"), "", {"groups": 2}),
+    "f16-overwrites": (Operand(64, "f16"), Operand(16, "f16"), "", {"adds": False}),
+    **{
+        f"{a}-{b}-{swizzle}": (Operand(64, a, True, swizzle), Operand(64, b, True, swizzle), "", {})
+        for a, b, swizzle in (("e4m3", "e4m3", 128), ("e4m3", "e4m3", 16), ("e5m2", "e4m3", 64), ("e5m2", "e5m2", 32))
+    },
+    **{f"rs-{t}-k": (None, Operand(64, t), t, {}) for t in ("f16", "bf16", "e4m3", "e5m2")},
+    **{f"rs-bf16-mn-{swizzle}": (None, Operand(64, "bf16", False, swizzle), "bf16", {}) for swizzle in (32, 64, 128)},
+}
+
+# ---- bulk copies
+
+
+def tensor(dtype: str, shape: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0) -> Callable[[int], TensorMap]:
+    """The map of a dense array of `shape`, innermost first."""
+    item = np.dtype({"u8": np.uint8, "bf16": np.uint16, "f16": np.uint16, "f32": np.float32}[dtype]).itemsize
+    strides = tuple(int(np.prod(shape[: i + 1])) * item for i in range(len(shape) - 1))
+    return partial(_at, DATA_TYPES[dtype], shape, strides, box, swizzle)
+
+
+def _at(
+    data_type: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int, address: int
+) -> TensorMap:
+    return TensorMap(data_type, address, shape, strides, box, swizzle)
+
+
+# name -> (type, shape, box, swizzle, coordinates): inside, over every edge, and outside
+BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = {
+    "1d": ("f32", (100,), (64,), 0, (60,)),
+    "2d": ("bf16", (64, 40), (64, 16), 128, (0, 8)),
+    "2d-plain": ("bf16", (72, 40), (40, 16), 0, (24, 30)),
+    "2d-beyond": ("bf16", (64, 40), (64, 16), 128, (0, 30)),
+    "2d-before": ("bf16", (96, 40), (64, 16), 128, (-16, -5)),
+    "2d-odd": ("bf16", (40, 40), (32, 8), 64, (19, 3)),
+    "2d-outside": ("bf16", (64, 40), (64, 8), 128, (64, 0)),
+    "2d-32": ("bf16", (64, 40), (16, 24), 32, (32, 5)),
+    "2d-bytes": ("u8", (208, 20), (128, 16), 128, (80, 7)),
+    "2d-f32": ("f32", (64, 40), (32, 16), 128, (32, 9)),
+    "3d": ("f16", (64, 10, 6), (32, 4, 3), 64, (32, 8, 2)),
+    "4d": ("bf16", (128, 20, 3, 2), (64, 16, 1, 1), 128, (64, 10, 2, 1)),
+    "5d": ("bf16", (16, 5, 4, 3, 2), (16, 2, 3, 2, 2), 32, (0, 4, 2, 1, 1)),
+}
+HINT = "0x14F0000000000000"  # evict last
+
+
+def box_bytes(name: str) -> int:
+    dtype, _, box, _, _ = BOXES[name]
+    return int(np.prod(box)) * {"u8": 1, "f32": 4}.get(dtype, 2)
+
+
+def box_array(name: str, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """The tensor's bytes."""
+    dtype, shape, _, _, _ = BOXES[name]
+    return rng.integers(1, 256, int(np.prod(shape)) * {"u8": 1, "f32": 4}.get(dtype, 2), dtype=np.uint8)
+
+
+def load_case(name: str, hint: bool = False) -> HopperCase:
+    """One box to shared memory, and from there, as it lies, out; `hint`: with every hint there is."""
+    dtype, shape, box, swizzle, at = BOXES[name]
+    size, rank = box_bytes(name), len(shape)
+    coordinates = ", ".join(f"%r{i}" for i in range(rank))
+    prefetch = f"""
+        prefetch.tensormap [%m0];
+        cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [%m0, {{{coordinates}}}];
+        cp.async.bulk.prefetch.L2.global [%p0], 64;
+    """
+    body = f"""
+        {initialise()}
+        mov.u32 %r60, smem;
+        {" ".join(f"mov.b32 %r{i}, {x};" for i, x in enumerate(at))}
+        mov.b64 %d0, {HINT};
+        {prefetch if hint else ""}
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], {size};
+        @%q6 cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
+{".L2::cache_hint" if hint else ""} [%r60], [%m0, {{{coordinates}}}], [%r50]{", %d0" if hint else ""};
+        {wait()}
+        {drain(size, 128, 1)}
+    """
+    array = box_array(name, np.random.default_rng(rank))
+    maps = ((0, tensor(dtype, shape, box, swizzle)),)
+    return HopperCase(f"load.{name}{'-hint' if hint else ''}", body, (array,), np.zeros(size, np.uint8), maps)
+
+
+def store_case(name: str, operation: str = "") -> HopperCase:
+    """Shared memory, as it lies, to a box of the output; `operation`: with it, not over it."""
+    dtype, shape, box, swizzle, at = BOXES[name]
+    size, rank, rng = box_bytes(name), len(shape), np.random.default_rng(len(name))
+    coordinates = ", ".join(f"%r{i}" for i in range(rank))
+    opcode = "cp.reduce.async.bulk" if operation else "cp.async.bulk"
+    body = f"""
+        {fill(size, 128)}
+        mov.u32 %r60, smem;
+        {" ".join(f"mov.b32 %r{i}, {x};" for i, x in enumerate(at))}
+        setp.ne.u32 %q0, %t, 0;
+        @%q0 exit;
+        {opcode}.tensor.{rank}d.global.shared::cta{f".{operation}" if operation else ""}.tile.bulk_group \
+[%m0, {{{coordinates}}}], [%r60];
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
+    """
+    if operation:
+        kind = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}[dtype]
+        source = rng.integers(-9, 10, int(np.prod(box))).astype(kind).view(np.uint8)
+        out = rng.integers(-9, 10, int(np.prod(shape))).astype(kind).view(np.uint8)
+    else:
+        source, out = rng.integers(0, 256, size, dtype=np.uint8), box_array(name, rng)
+    maps = ((1, tensor(dtype, shape, box, swizzle)),)
+    return HopperCase(f"{operation or 'store'}.{name}", body, (source,), out, maps)
+
+
+def plain_case(kind: str) -> HopperCase:
+    """1024 bytes in one piece: load, store or add."""
+    rng = np.random.default_rng(1)
+    source, out = (rng.integers(-9, 10, 256).astype(np.float32) for _ in range(2))
+    if kind == "load":
+        body = f"""
+            {initialise()}
+            mov.u32 %r60, smem;
+            @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 1024;
+            @%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 1024, [%r50];
+            {wait()}
+            {drain(1024, 128, 1)}
+        """
+    else:
+        text = "cp.async.bulk.global.shared::cta.bulk_group"
+        if kind == "add":
+            text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+        body = f"""
+            {fill(1024, 128)}
+            mov.u32 %r60, smem;
+            setp.ne.u32 %q0, %t, 0;
+            @%q0 exit;
+            {text} [%p1], [%r60], 1024;
+            cp.async.bulk.commit_group;
+            cp.async.bulk.wait_group 0;
+        """
+    return HopperCase(f"bulk.{kind}", body, (source,), out)
+
+
+# ---- mbarriers, clusters, warps
+
+PARITY_BODY = f"""
+    {initialise(2)}
+    @!%q6 exit;
+    mov.u32 %r40, 0;
+    {
+    "".join(
+        f'''
+    mbarrier.test_wait.parity.shared::cta.b64 %q0, [%r50], {parity};
+    selp.b32 %r41, 1, 0, %q0;
+    st.global.b32 [%p0+{8 * i + 4 * parity}], %r41;
+    {"mbarrier.arrive.shared::cta.b64 %d0, [%r50];" if parity else ""}
+    '''
+        for i in range(6)
+        for parity in (0, 1)
+    )
+}
+"""
+
+STATE_BODY = f"""
+    {initialise(1)}
+    @!%q6 exit;
+    mbarrier.arrive.shared::cta.b64 %d0, [%r50];
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0], %r0;
+    mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r50], 16;
+    mbarrier.arrive.shared::cta.b64 %d0, [%r50];
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0+4], %r0;
+    mov.u32 %r60, smem;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 16, [%r50];
+    {wait(1)}
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0+8], %r0;
+"""
+
+ELECT_BODY = """
+    elect.sync %r0|%q0, 0xffffffff;
+    vote.sync.ballot.b32 %r1, %q0, 0xffffffff;
+    popc.b32 %r2, %r1;
+    mad.wide.u32 %d0, %t, 4, %p0;
+    st.global.b32 [%d0], %r2;
+"""
+
+REGISTERS_BODY = """
+    setp.ge.u32 %q0, %t, 128;
+    @%q0 bra MORE;
+    setmaxnreg.dec.sync.aligned.u32 24;
+    bra DONE;
+MORE:
+    setmaxnreg.inc.sync.aligned.u32 240;
+DONE:
+    mad.wide.u32 %d0, %t, 4, %p0;
+    st.global.b32 [%d0], %t;
+"""
+
+REMOTE_BODY = f"""
+    {initialise(2)}
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    mov.u32 %r0, %cluster_ctarank;
+    xor.b32 %r1, %r0, 1;
+    mapa.shared::cluster.u32 %r2, %r50, %r1;
+    @%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];
+    @%q6 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+    {wait()}
+    mov.u32 %r3, %cluster_nctarank;
+    mad.lo.u32 %r4, %r3, 16, %r0;
+    mad.lo.u32 %r5, %block, 128, %t;
+    mad.wide.u32 %d0, %r5, 4, %p0;
+    st.global.b32 [%d0], %r4;
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+"""
+
+
+PAIR: dict[str, Any] = {"blocks": 2, "directives": ".reqnctapercluster 2"}
+
+
+def multicast_case() -> HopperCase:
+    """Each of two blocks loads its half of a tile into both."""
+    body = f"""
+        {initialise()}
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 4096;
+        barrier.cluster.arrive.release.aligned;
+        barrier.cluster.wait.acquire.aligned;
+        mov.u32 %r60, smem;
+        mov.u32 %r0, %cluster_ctarank;
+        mad.lo.u32 %r60, %r0, 2048, %r60;
+        mov.u32 %r1, 0;
+        shl.b32 %r2, %r0, 4;
+        mov.b16 %h0, 3;
+        @%q6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster \
+[%r60], [%m0, {{%r1, %r2}}], [%r50], %h0;
+        {wait()}
+        {drain(4096, 128, 1)}
+        barrier.cluster.arrive.release.aligned;
+        barrier.cluster.wait.acquire.aligned;
+    """
+    array = np.random.default_rng(2).integers(0, 256, 64 * 32 * 2, dtype=np.uint8)
+    maps = ((0, tensor("bf16", (64, 32), (64, 16), 128)),)
+    return HopperCase("cluster.multicast", body, (array,), np.zeros(2 * 4096, np.uint8), maps, **PAIR)
+
+
+CASES = [
+    *[wgmma_case(name, a, b, type_a, **options) for name, (a, b, type_a, options) in WGMMA_FORMS.items()],
+    *[load_case(name) for name in BOXES],
+    load_case("2d", hint=True),
+    *[store_case(name) for name in BOXES if name != "2d-outside"],
+    *[store_case(name, "add") for name in ("1d", "2d-beyond", "2d-f32", "3d", "4d")],
+    store_case("2d-before", "min"),
+    store_case("3d", "max"),
+    *[plain_case(kind) for kind in ("load", "store", "add")],
+    HopperCase("mbarrier.parity", PARITY_BODY, (), np.zeros((6, 2), np.uint32), threads=32),
+    HopperCase("mbarrier.state", STATE_BODY, (), np.zeros(4, np.uint32), threads=32),
+    HopperCase("elect", ELECT_BODY, (), np.zeros(64, np.uint32), threads=64),
+    HopperCase(
+        "setmaxnreg",
+        REGISTERS_BODY,
+        (),
+        np.zeros(384, np.uint32),
+        threads=384,
+        directives=".maxntid 384, 1, 1 .minnctapersm 1",
+    ),
+    HopperCase("cluster.remote", REMOTE_BODY, (), np.zeros(256, np.uint32), **PAIR),
+    multicast_case(),
+]
+BY_NAME = {case.name: case for case in CASES}

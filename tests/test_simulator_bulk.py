@@ -1,0 +1,382 @@
+"""Bulk copies: boxes of tensors and plain ranges; every edge; the orders agree; and every misuse that is reported."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conformance.hopper import BOXES, BY_NAME, CASES, drain, fill, initialise, tensor, wait
+from micro import run
+
+from cupy_flash.backends.simulator import errors
+
+ORDERS = ["early", "late", "random"]
+DTYPES = {"u8": np.uint8, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+
+
+def result(case, body=None, **options):
+    out = case.out.copy()
+    counters = run(
+        body or case.body, *case.inputs, out, threads=case.threads, blocks=case.blocks, maps=case.maps,
+        **(case.options | options),
+    )  # fmt: skip
+    return out, counters
+
+
+def swizzle(byte, span):
+    """PTX ISA 9.2, swizzling modes: over a span of 32, 64, 128 bytes the number of a 16-byte piece in its span is
+    changed by that of the 128 bytes it lies in, modulo 2, 4, 8."""
+    row, piece, rest = byte // 128, byte // 16, byte % 16
+    return (piece ^ row % (span // 16)) * 16 + rest if span else byte
+
+
+def places(name):
+    """(byte in shared memory, element in the tensor or None where outside) of each element of a box."""
+    dtype, shape, box, span, at = BOXES[name]
+    for i, index in enumerate(itertools.product(*map(range, reversed(box)))):
+        element = [x + y for x, y in zip(reversed(at), index, strict=True)]
+        inside = all(0 <= x < size for x, size in zip(element, reversed(shape), strict=True))
+        where = int(np.ravel_multi_index(element, tuple(reversed(shape)))) if inside else None
+        yield swizzle(i * np.dtype(DTYPES[dtype]).itemsize, span), where
+
+
+COMBINED = {"store": lambda old, new: new, "add": np.add, "min": np.minimum, "max": np.maximum}
+LOADS = [case.name for case in CASES if case.name.startswith("load.")]
+STORES = [case.name for case in CASES if case.name.split(".")[0] in COMBINED]
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_box_lies_in_shared_memory_as_documented(name):
+    case, box = BY_NAME[name], name.removeprefix("load.").removesuffix("-hint")
+    item = np.dtype(DTYPES[BOXES[box][0]]).itemsize
+    elements = case.inputs[0].reshape(-1, item)
+    expected = np.zeros_like(case.out)
+    moved = 0
+    for byte, element in places(box):
+        if element is not None:
+            expected[byte : byte + item] = elements[element]
+            moved += item
+    for order in ORDERS:
+        out, counters = result(case, order=order)
+        assert np.array_equal(out, expected)
+        assert counters.global_bytes_read == moved
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_box_is_stored_or_combined(name):
+    kind, box = name.split(".")
+    case, dtype = BY_NAME[name], DTYPES[BOXES[box][0]]
+    source, expected = case.inputs[0].view(dtype), case.out.copy().view(dtype)
+    for byte, element in places(box):
+        if element is not None:
+            expected[element] = COMBINED[kind](expected[element], source[byte // source.itemsize])
+    for order in ORDERS:
+        assert np.array_equal(result(case, order=order)[0], expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["load", "store", "add"])
+def test_plain_ranges(kind, order):
+    case = BY_NAME[f"bulk.{kind}"]
+    expected = case.inputs[0] + (case.out if kind == "add" else 0)
+    out, counters = result(case, order=order)
+    assert np.array_equal(out, expected)
+    moved = counters.global_bytes_read if kind == "load" else counters.global_bytes_written
+    assert moved == 1024
+
+
+def test_blocks_have_copies_of_their_own():
+    body = f"""
+        {initialise()}
+        mov.u32 %r60, smem;
+        mov.u32 %r0, 0;
+        shl.b32 %r1, %block, 4;
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 2048;
+        @%q6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes \
+[%r60], [%m0, {{%r0, %r1}}], [%r50];
+        {wait()}
+        {drain(2048, 128, 1)}
+    """
+    array = np.random.default_rng(0).integers(0, 256, 64 * 48 * 2, dtype=np.uint8)
+    maps = ((0, tensor("bf16", (64, 48), (64, 16))),)
+    for order in ORDERS:
+        out = np.zeros_like(array)
+        run(body, array, out, threads=128, blocks=3, maps=maps, order=order, **LOAD.options)
+        assert np.array_equal(out, array)
+
+
+# ---- what is reported
+
+LOAD, STORE, ADD = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["add.2d-f32"]
+# Without the wait, and with what the end of a block needs of it.
+NO_WAIT = LOAD.body.replace(wait(), "")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_use_before_the_wait(order):
+    with pytest.raises(errors.PendingCopy, match="without a wait for the instruction that fills it") as caught:
+        result(LOAD, NO_WAIT, order=order)
+    assert "cp.async.bulk.tensor" in str(caught.value) and "ld.shared.v4.b32" in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_wait_for_another_phase(order):
+    """Parity 1 of a fresh mbarrier is that of the phase before its first."""
+    with pytest.raises((errors.PendingCopy, errors.Deadlock)):
+        result(LOAD, LOAD.body.replace(wait(), wait(1)), order=order)
+
+
+def test_one_waits_and_does_not_tell_the_others():
+    alone = "@!%q6 bra PAST;" + wait() + "PAST:"
+    result(LOAD, LOAD.body.replace(wait(), alone + "bar.sync 0;"))
+    with pytest.raises(errors.PendingCopy):
+        result(LOAD, LOAD.body.replace(wait(), alone))
+
+
+def test_end_before_the_copy_has_landed():
+    body = LOAD.body[: LOAD.body.index(wait())]
+    with pytest.raises(errors.PendingCopy, match="ends before its copy has landed"):
+        result(LOAD, body)
+
+
+@pytest.mark.parametrize("announced", [1024, 4096], ids=["fewer", "more"])
+def test_wrong_byte_count_is_a_deadlock_that_says_so(announced):
+    body = LOAD.body.replace("_, [%r50], 2048;", f"_, [%r50], {announced};")
+    how = "1024 bytes too many" if announced < 2048 else "2048 bytes to come"
+    with pytest.raises(errors.Deadlock, match=f"for parity 0 of the mbarrier at .*0 of 1 arrivals to come, {how}"):
+        result(LOAD, body)
+
+
+def test_bytes_of_one_copy_of_two():
+    again = "@%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60+4096], [%p0], 2048, [%r50];"
+    body = LOAD.body.replace(wait(), again + wait())
+    result(LOAD, body.replace("_, [%r50], 2048;", "_, [%r50], 4096;"))
+    with pytest.raises(errors.BarrierMisuse, match="completes before all of its copies have landed"):
+        result(LOAD, body)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_copy_over_what_others_still_read(order):
+    again = """
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 2048;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 2048, [%r50];
+    """
+    rest = "{} @!%q6 bra LAST;" + again + "LAST:" + wait(1, "AGAIN")
+    result(LOAD, LOAD.body + rest.format("bar.sync 0;"), order=order)
+    with pytest.raises(errors.Race, match="read, then asynchronous write"):
+        result(LOAD, LOAD.body + rest.format(""), order=order)
+
+
+def test_copy_over_what_was_written_without_a_proxy_fence():
+    write = "st.shared.b32 [%r60], 0;"
+    body = LOAD.body.replace("@%q6 mbarrier.arrive", f"@%q6 {write} {{}} @%q6 mbarrier.arrive")
+    result(LOAD, body.replace("{}", "fence.proxy.async;", 1))
+    with pytest.raises(errors.MissingFence, match="write, then asynchronous write"):
+        result(LOAD, body.replace("{}", "", 1))
+
+
+def test_mbarrier_without_its_fence():
+    with pytest.raises(errors.MissingFence, match=r"no fence\.mbarrier_init"):
+        result(LOAD, LOAD.body.replace("@%q6 fence.mbarrier_init.release.cluster;", ""))
+    result(LOAD, LOAD.body.replace("fence.mbarrier_init.release.cluster", "fence.proxy.async"))
+
+
+def test_map_of_more_than_there_is():
+    maps = ((0, tensor("bf16", (64, 80), (64, 16), 128)),)
+    body = LOAD.body.replace("mov.b32 %r1, 8;", "mov.b32 %r1, 32;")
+    with pytest.raises(errors.OutOfBounds, match="past the end of 'array 0'"):
+        run(body, LOAD.inputs[0], LOAD.out.copy(), threads=128, maps=maps, **LOAD.options)
+
+
+def test_box_of_another_rank():
+    maps = ((0, tensor("bf16", (64, 8, 5), (64, 4, 1))),)
+    with pytest.raises(errors.SimulationError, match="a map of 3 dimensions"):
+        run(LOAD.body, LOAD.inputs[0], LOAD.out.copy(), threads=128, maps=maps, **LOAD.options)
+
+
+def test_what_is_no_tensor_map():
+    with pytest.raises(errors.SimulationError, match="no tensor map at"):
+        result(LOAD, LOAD.body.replace("[%m0,", "[%p0,"))
+
+
+@pytest.mark.parametrize(
+    ("case", "old", "new"),
+    [
+        (LOAD, "mov.u32 %r60, smem;\n        mov.b32", "mov.u32 %r60, smem; add.u32 %r60, %r60, 64; mov.b32"),
+        (BY_NAME["bulk.load"], "[%p0], 1024, [", "[%p0+4], 1024, ["),
+        (BY_NAME["bulk.load"], "[%p0], 1024, [", "[%p0], 1020, ["),
+        (BY_NAME["bulk.load"], "[%r60], [%p0]", "[%r60+8], [%p0]"),
+    ],
+    ids=["box", "source", "size", "target"],
+)
+def test_misaligned(case, old, new):
+    assert old in case.body
+    with pytest.raises(errors.Misaligned):
+        result(case, case.body.replace(old, new))
+
+
+def test_beyond_shared_memory():
+    with pytest.raises(errors.OutOfBounds, match="beyond"):
+        result(LOAD, LOAD.body.replace("[%r60], [%m0", "[%r60+39936], [%m0"))
+
+
+def test_source_that_nobody_wrote():
+    with pytest.raises(errors.Uninitialised, match="'array 0', which nobody has written"):
+        result(LOAD, outputs=(0,))
+
+
+def test_store_to_read_only_memory():
+    with pytest.raises(errors.ReadOnly, match="'array 1'"):
+        result(STORE, constant=(1,))
+
+
+def test_add_to_what_nobody_wrote():
+    with pytest.raises(errors.Uninitialised, match="'array 1'"):
+        result(ADD, outputs=(1,))
+    result(STORE, outputs=(1,))
+
+
+@pytest.mark.parametrize("case", [STORE, ADD], ids=["store", "add"])
+def test_stored_without_a_proxy_fence(case):
+    with pytest.raises(errors.MissingFence, match=r"without a fence\.proxy\.async"):
+        result(case, case.body.replace("fence.proxy.async.shared::cta;", ""))
+
+
+def test_stored_before_others_have_written():
+    with pytest.raises(errors.Race, match="write, then asynchronous read"):
+        result(STORE, STORE.body.replace("bar.sync 0;", ""))
+
+
+WAIT_GROUP = "cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("missing", ["commit", "wait", "one"])
+def test_source_overwritten_before_the_wait(missing, order):
+    body = STORE.body + "st.shared.b32 [%r60], 0;"
+    result(STORE, body.replace(WAIT_GROUP, "cp.async.bulk.wait_group.read 0;"), order=order)
+    body = {
+        "commit": body.replace("cp.async.bulk.commit_group;", ""),
+        "wait": body.replace(WAIT_GROUP, ""),
+        "one": body.replace(WAIT_GROUP, "cp.async.bulk.wait_group.read 1;"),
+    }[missing]
+    with pytest.raises(errors.PendingCopy, match="without a wait for the instruction that copies it"):
+        result(STORE, body, order=order)
+
+
+def test_end_before_the_source_is_read():
+    with pytest.raises(errors.PendingCopy, match=r"no wait_group\.read before the block ends"):
+        result(STORE, STORE.body.replace(WAIT_GROUP, ""))
+
+
+def test_late_stores_read_late_and_early_ones_early():
+    """The checks would not let this kernel pass: it shows that the orders differ."""
+    body = STORE.body.replace(WAIT_GROUP, f"st.shared.b64 [%r60], 0; {WAIT_GROUP}")
+    good = result(STORE)[0]
+    assert np.array_equal(result(STORE, body, order="early", checks=False)[0], good)
+    assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
+    # A wait for all but one group is no wait for the only one.
+    body = STORE.body.replace(WAIT_GROUP, f"cp.async.bulk.wait_group 1; st.shared.b64 [%r60], 0; {WAIT_GROUP}")
+    assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
+
+
+def test_stores_in_a_long_loop_that_only_free_their_source():
+    """100 additions of 1 to each of 4 words, without a wait for their end."""
+    body = f"""
+        {fill(16, 128)}
+        mov.u32 %r60, smem;
+        mov.u32 %r0, 0;
+        setp.ne.u32 %q0, %t, 0;
+        @%q0 exit;
+    LOOP:
+        cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%p1], [%r60], 16;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+        add.u32 %r0, %r0, 1;
+        setp.lt.u32 %q0, %r0, 100;
+        @%q0 bra LOOP;
+    """
+    for order in ORDERS:
+        out = np.zeros(4, np.float32)
+        run(body, np.ones(4, np.float32), out, threads=128, order=order, **LOAD.options)
+        assert (out == 100).all()
+
+
+def test_late_loads_land_youngest_first():
+    """A wait for the second copy only: the first has not landed, though it was issued first."""
+    body = f"""
+        {initialise()}
+        @%q6 mbarrier.init.shared::cta.b64 [%r50+8], 1;
+        {fill(64, 128, pointer=1)}
+        mov.u32 %r60, smem;
+        @!%q6 exit;
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 32;
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50+8], 32;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 32, [%r50];
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60+32], [%p0], 32, [%r50+8];
+        add.u32 %r50, %r50, 8;
+        {wait()}
+        ld.shared.b32 %r0, [%r60];
+        st.global.b32 [%p1], %r0;
+        sub.u32 %r50, %r50, 8;
+        {wait(0, "SECOND")}
+    """
+    source = np.full(16, 7, np.uint32)
+    seen = {}
+    for order in ("early", "late"):
+        out = np.zeros(16, np.uint32)
+        run(body, source, out, threads=128, order=order, checks=False, **LOAD.options)
+        seen[order] = int(out[0])
+    assert seen == {"early": 7, "late": 0}
+    with pytest.raises(errors.PendingCopy):
+        run(body, source, np.zeros(16, np.uint32), threads=128, **LOAD.options)
+
+
+def test_lanes_with_other_sizes_and_maps():
+    """Two blocks, at one instruction, copy other amounts from other maps."""
+    body = f"""
+        {initialise()}
+        mov.u32 %r60, smem;
+        mov.u32 %r0, 0;
+        setp.eq.u32 %q0, %block, 0;
+        selp.b32 %r1, 1024, 512, %q0;
+        selp.b64 %d0, %m0, %m1, %q0;
+        add.u32 %r2, %r1, 1024;
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], %r2;
+        @%q6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes \
+[%r60], [%d0, {{%r0, %r0}}], [%r50];
+        @%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60+1024], [%p0], %r1, [%r50];
+        {wait()}
+        {drain(1536, 128, 2)}
+    """
+    first, second = np.random.default_rng(0).integers(0, 256, (2, 1024), dtype=np.uint8)
+    map_ = tensor("bf16", (64, 8), (64, 8))
+    out = np.zeros((2, 1536), np.uint8)
+    run(body, first, second, out, threads=128, blocks=2, maps=((0, map_), (1, map_)), **LOAD.options)
+    assert np.array_equal(out[0], [*first, *first[:512]]) and np.array_equal(out[1], [*second, *first[:512]])
+
+
+def test_many_mbarriers_and_many_issuers():
+    """Each of 64 threads has an mbarrier of its own for its load, and stores what it loaded."""
+    body = """
+        mov.u32 %r60, smem;
+        mad.lo.u32 %r50, %t, 8, %r60;
+        mad.lo.u32 %r51, %t, 16, %r60;
+        mbarrier.init.shared::cta.b64 [%r50], 1;
+        fence.mbarrier_init.release.cluster;
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 16;
+        mad.wide.u32 %d0, %t, 16, %p0;
+        mad.wide.u32 %d1, %t, 16, %p1;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r51+1024], [%d0], 16, [%r50];
+    WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 %q5, [%r50], 0;
+        @!%q5 bra WAIT;
+        cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r51+1024], 16;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
+    """
+    source = np.arange(256, dtype=np.uint32)
+    for order in ORDERS:
+        out = np.zeros_like(source)
+        run(body, source, out, threads=64, order=order, **LOAD.options)
+        assert np.array_equal(out, source)

@@ -1,0 +1,67 @@
+"""setmaxnreg: a block's warpgroups share what they had at entry, 65536 registers in all."""
+
+import numpy as np
+import pytest
+from conformance.hopper import BY_NAME
+from micro import run
+
+from cupy_flash.backends.simulator import errors
+
+CASE = BY_NAME["setmaxnreg"]
+
+
+def result(*changes):
+    out, body = CASE.out.copy(), CASE.body
+    for old, new in changes:
+        assert old in body
+        body = body.replace(old, new)
+    run(body, out, threads=CASE.threads, **CASE.options)
+    return out
+
+
+def test_registers_move_between_warpgroups():
+    # 3 x 168 at entry = 24 + 2 x 240
+    assert np.array_equal(result(), np.arange(384))
+
+
+def test_who_asks_for_more_waits_for_who_gives():
+    """The first warpgroup asks; the others give back after a loop."""
+    loop = "mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q1, %r0, 99; @%q1 bra LOOP; setmaxnreg.dec"
+    assert np.array_equal(result(("setp.ge", "setp.lt"), ("setmaxnreg.dec", loop)), np.arange(384))
+
+
+def test_more_than_there_are_is_a_deadlock_that_says_so():
+    with pytest.raises(errors.Deadlock, match=r"warps \[8, 9, 10, 11\] wait for registers, 8192 are free"):
+        result(("u32 24;", "u32 32;"))
+
+
+@pytest.mark.parametrize(
+    ("directives", "registers"), [(".minnctapersm 2", 80), (".maxnreg 96", 96), ("", 168)], ids=["two", "told", "alone"]
+)
+def test_registers_at_entry(directives, registers):
+    body = "setmaxnreg.dec.sync.aligned.u32 {};"
+    options = CASE.options | {"directives": directives}
+    run(body.format(registers), threads=384, **options)
+    with pytest.raises(errors.BarrierMisuse, match=f"has {registers} registers"):
+        run(body.format(registers + 8), threads=384, **options)
+
+
+def test_increase_below_what_one_has():
+    with pytest.raises(errors.BarrierMisuse, match="has 168 registers"):
+        result(("u32 240;", "u32 160;"))
+
+
+def test_decrease_above_what_one_has():
+    with pytest.raises(errors.BarrierMisuse, match="has 168 registers"):
+        result(("u32 24;", "u32 176;"))
+
+
+@pytest.mark.parametrize("count", [16, 264, 100], ids=["few", "many", "odd"])
+def test_impossible_counts(count):
+    with pytest.raises(errors.Unsupported):
+        result(("u32 24;", f"u32 {count};"))
+
+
+def test_part_of_a_warpgroup():
+    with pytest.raises(errors.Deadlock, match="the other warps of its warpgroup"):
+        result(("setmaxnreg.inc", "setp.ge.u32 %q1, %t, 352; @%q1 exit; setmaxnreg.inc"))

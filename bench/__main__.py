@@ -11,7 +11,7 @@ from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import overhead, static
+from . import gpu, overhead, static
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overhead(asked.out, arguments)
     if asked.command == "tables":
         return _tables(asked.readme, asked.results, asked.check)
+    if getattr(asked, "gpu", False):
+        return _on_gpu(asked, arguments)
     asked.kv_heads = asked.kv_heads or asked.heads
     if asked.heads % asked.kv_heads:
         parser.error(f"--heads {asked.heads} is not a multiple of --kv-heads {asked.kv_heads}")
@@ -53,7 +55,7 @@ def _measure(asked: argparse.Namespace, arguments: list[str]) -> int:
     device, version = result["device"], result["versions"]["cupy_flash"]
     print(f"cupy_flash {version} computes on the CPU alone: {device['cpu']}, {count(asked.threads, 'thread')}.")
     if device["gpu"] is not None:
-        print(f"The GPU, {device['gpu']}, is not used here: python -m bench.gpu measures it.")
+        print(f"The GPU, {device['gpu']}, is not used here: python -m bench forward --gpu measures it.")
     path = asked.out / f"{asked.command}.json"
     with limit_threads(asked.threads):
         ceilings = measure_ceilings(asked.dtype)
@@ -102,6 +104,17 @@ def _overhead(out: Path, arguments: list[str]) -> int:
     return 0
 
 
+def _on_gpu(asked: argparse.Namespace, arguments: list[str]) -> int:
+    """Ours through the plan, whose engine is mma for 16-bit numbers and simt for others, beside every peer there."""
+    regimes = [
+        gpu.Regime(asked.dtype, asked.head_dim, seqlen, causal, asked.command == "backward")
+        for causal in ((False, True) if asked.causal is None else (asked.causal,))
+        for seqlen in asked.seqlens or SEQLENS[asked.command]
+    ]
+    out = asked.out / f"gpu-{asked.command}.json"
+    return gpu.run(regimes, True, float("inf"), out, ["python -m bench", *arguments])
+
+
 def _show(section: str, result: dict[str, Any], picture: Path) -> None:
     print(f"\n{provenance(section, result)}")
     for table in tables(section, result):
@@ -147,8 +160,14 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--repeats", type=_positive, default=15, help="samples per peer, fewer where they take long")
     sizes.add_argument("--threads", type=_positive, default=blas_threads(), help="default: what NumPy's BLAS would use")
     sizes.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON and the plots")
-    commands.add_parser("forward", parents=[sizes], help="exactness and time of the forward")
-    commands.add_parser("backward", parents=[sizes], help="exactness and time of forward and backward")
+    forward = commands.add_parser("forward", parents=[sizes], help="exactness and time of the forward")
+    backward = commands.add_parser("backward", parents=[sizes], help="exactness and time of forward and backward")
+    for timed in (forward, backward):
+        timed.add_argument(
+            "--gpu",
+            action="store_true",
+            help="on the GPU, 16384 tokens of width 2048, beside its peers; backward alone",
+        )
     commands.add_parser("memory", parents=[sizes], help="peak memory as the sequence grows")
     commands.add_parser("all", parents=[sizes], help="all of these (default)")
     gate = commands.add_parser("static", help="registers, spills and warnings of every kernel; exit status 1 for any")

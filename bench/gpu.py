@@ -251,31 +251,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON; continued where it exists")
     arguments = list(sys.argv[1:] if argv is None else argv)
     asked = parser.parse_args(arguments)
+    return run(REGIMES[asked.what], asked.ours, asked.seconds, asked.out, ["python -m bench.gpu", *arguments])
+
+
+def run(regimes: Sequence[Regime], ours: bool, seconds: float, out: Path, command: Sequence[str]) -> int:
+    """Measures what the file `out` does not have yet; the exit status."""
     import torch
 
     if not torch.cuda.is_available():
-        print("bench.gpu: torch finds no GPU here", file=sys.stderr)
+        print("bench: torch finds no GPU here", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
-    result = describe(arguments, torch.get_num_threads())
-    result["command"] = " ".join(["python -m bench.gpu", *arguments])
+    result = describe(list(command[1:]), torch.get_num_threads())
+    result["command"] = " ".join(command)
     result["versions"]["cuda"], result["versions"]["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
-    before = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.is_file() else {}
+    before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     result["cases"] = before.get("cases", [])
     begin = time.monotonic()
     result["matmul"] = matmul()
-    for regime in REGIMES[asked.what]:
+    for regime in regimes:
         if any(case["regime"] == regime.name for case in result["cases"]):
             continue
-        if time.monotonic() - begin > asked.seconds:
+        if time.monotonic() - begin > seconds:
             print("out of time: run again to go on", file=sys.stderr)
             return 3
-        case = measure(regime, asked.ours)
+        case = measure(regime, ours)
         result["cases"].append(case)
-        write(result, asked.out)
+        write(result, out)
         best = {name: f"{value:.1f}" for name, value in case["tflops"].items()}
         print(f"{regime.name}: TFLOP/s {best}; left out {list(case['left_out'])}", flush=True)
-    write(result, asked.out)
+    write(result, out)
     return 0
 
 

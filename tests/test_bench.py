@@ -203,6 +203,21 @@ def test_says_that_a_gpu_is_not_used(
     assert "The GPU, a large GPU, is not used" in capsys.readouterr().out
 
 
+def test_forward_and_backward_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--gpu measures the regimes of these words there; where there is none it says so."""
+    words = ["backward", "--gpu", "--dtype", "bfloat16", "--head-dim", "128", "--seqlens", "512,1024"]
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    asked = []
+    monkeypatch.setattr("bench.gpu.run", lambda *arguments: asked.append(arguments) or 0)
+    assert main([*words, "--causal", "--out", str(tmp_path)]) == 0
+    (regimes, ours, _, out, command) = asked[0]
+    assert [it.name for it in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
+    assert ours and out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
+
+
 def test_heads_must_be_a_multiple_of_kv_heads(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["forward", "--heads", "8", "--kv-heads", "3"])

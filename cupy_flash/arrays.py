@@ -248,7 +248,7 @@ def _from_jax(x: Any) -> Array:
     import jax
 
     if isinstance(x, jax.core.Tracer):
-        raise TypeError("a jax tracer has no memory: call it outside jit, grad and vmap")
+        raise TypeError("a jax tracer has no memory: under jit, grad and vmap call cupy_flash.adapters.jax.attention")
     if x.is_deleted():
         raise ValueError("the array has been deleted or donated")
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):

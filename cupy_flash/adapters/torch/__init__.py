@@ -1,5 +1,7 @@
 """Attention on torch tensors: gradients, compile, export, checkpointing, FSDP2, autocast; and the peers' signatures."""
 
+from torch.nn.attention import register_flash_attention_impl
+
 from .drop_in import (
     attention,
     attention_varlen,
@@ -11,6 +13,7 @@ from .drop_in import (
 )
 from .module import CausalSelfAttention
 from .op import forward
+from .registry import Activation
 
 __all__ = [
     "CausalSelfAttention",
@@ -23,3 +26,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
 ]
+
+# Known to torch, not active: that is torch.nn.attention.activate_flash_attention_impl("cupy_flash").
+register_flash_attention_impl("cupy_flash", register_fn=Activation)

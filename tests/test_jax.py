@@ -1,0 +1,239 @@
+"""cupy_flash.adapters.jax against jax.nn.dot_product_attention, eager and under jax's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import backends
+from cupy_flash.adapters.jax import attention
+
+B, SQ, SK, H, HK, D = 3, 33, 47, 4, 2, 16
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+Q, K, V = normal(0, B, SQ, H, D), normal(1, B, SK, HK, D), normal(2, B, SK, HK, D)
+MASK, BIAS = normal(3, B, 1, SQ, SK) > -0.5, normal(4, 1, H, SQ, SK)
+Q_LENGTHS = np.linspace(0, SQ, B).astype(np.int32)
+KV_LENGTHS = np.linspace(SK, 13, B).astype(np.int32)
+WEIGHTS = normal(5, B, SQ, H, D)
+
+# Floating operands, our other options, and jax's.
+CALLS = {
+    "plain": (dict(q=Q, k=K, v=V), {}, {}),
+    "causal": (dict(q=Q, k=K, v=V), dict(causal="top_left"), dict(is_causal=True)),
+    "window": (dict(q=Q, k=K[:, :SQ], v=V[:, :SQ]), dict(window=(12, 3)), dict(local_window_size=(12, 3))),
+    "scale": (dict(q=Q, k=K, v=V), dict(scale=0.3), dict(scale=0.3)),
+    "mask": (dict(q=Q, k=K, v=V), dict(mask=MASK), dict(mask=MASK)),
+    "bias": (dict(q=Q, k=K, v=V, bias=BIAS), {}, {}),
+    "lengths": (
+        dict(q=Q, k=K, v=V),
+        dict(q_lengths=Q_LENGTHS, kv_lengths=KV_LENGTHS),
+        dict(query_seq_lengths=Q_LENGTHS, key_value_seq_lengths=KV_LENGTHS),
+    ),
+}
+
+
+def arrays(operands, dtype=jnp.float32):
+    return {name: jnp.asarray(x, dtype) for name, x in operands.items()}
+
+
+def out_and_gradients(function, options, operands, weights):
+    """out, and the gradients of all operands of a sum that weights every element of out differently."""
+
+    def loss(operands):
+        given = {name: x for name, x in operands.items() if name == "bias"}
+        out = function(operands["q"], operands["k"], operands["v"], **given, **options)
+        return (out * weights.astype(out.dtype)).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(operands)
+    return dict(out=out) | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+
+def eager(function):
+    return function
+
+
+@functools.cache
+def run_of_jax(case, dtype, orders=8):
+    """In float64 on what `dtype` leaves of the numbers, and in `dtype`: the worst of several orders of summation."""
+    operands, _, options = CALLS[case]
+    low = arrays(operands, dtype)
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in low.items()}
+        of_jax = functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options))
+        exact = jax.jit(of_jax)(wide, jnp.asarray(WEIGHTS))
+    exact = {name: np.asarray(x) for name, x in exact.items()}
+    run = jax.jit(functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options)))
+    worst = exact
+    for order in range(orders):
+        dims = np.random.default_rng(order).permutation(D)
+        permuted = {name: x if name == "bias" else x[..., dims] for name, x in low.items()}
+        for name, x in run(permuted, jnp.asarray(WEIGHTS[..., dims], jnp.float32)).items():
+            x = np.asarray(x, np.float64)
+            x = x if name == "dbias" else x[..., np.argsort(dims)]
+            further = np.abs(x - exact[name]) > np.abs(worst[name] - exact[name])
+            worst = worst | {name: np.where(further, x, worst[name])}
+    return exact, worst
+
+
+def arrays_among(options):
+    return {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in CALLS), ("causal", "bfloat16")])
+def test_out_and_gradients_are_those_of_jax(case, dtype, transform):
+    operands, options, _ = CALLS[case]
+    function = transform(functools.partial(out_and_gradients, attention, options))
+    actual = function(arrays(operands, dtype), jnp.asarray(WEIGHTS, jnp.float32))
+    exact, low = run_of_jax(case, dtype)
+    assert actual.keys() == exact.keys() == {"out", *(f"d{name}" for name in operands)}
+    for name, x in actual.items():
+        assert isinstance(x, jax.Array) and x.dtype == dtype
+        assert_matches_reference(x, exact[name], low[name], dtype, name)
+
+
+FEATURES = {
+    "lse": dict(return_lse=True, causal=True),
+    "sink": dict(sink=normal(6, H).astype(np.float32)),
+    "softcap-alibi": dict(softcap=1.5, alibi_slopes=np.array([0.5, 0.25, 0.1, 0.0], np.float32)),
+    "dropout": dict(dropout=0.3, seed=2**63 + 7),
+    "bhsd": dict(layout="bhsd"),
+}
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_what_jax_has_not_is_what_numpy_gets(case, transform):
+    options = FEATURES[case]
+    operands = {name: x.astype(np.float32) for name, x in dict(q=Q, k=K, v=V).items()}
+    if case == "bhsd":
+        operands = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in operands.items()}
+    if "sink" in options:
+        operands["sink"] = options["sink"]
+    expected, vjp_of_numpy = cupy_flash.attention_vjp(*(operands[name] for name in "qkv"), **options)
+
+    def function(operands):
+        given = {name: x for name, x in operands.items() if name == "sink"}
+        return attention(*(operands[name] for name in "qkv"), **options | given)
+
+    actual, vjp = transform(lambda x: jax.vjp(function, x))(arrays(operands))
+    cotangents = [normal(7 + i, *x.shape).astype(np.float32) for i, x in enumerate(jax.tree.leaves(actual))]
+    (gradients,) = vjp(tuple(cotangents) if case == "lse" else cotangents[0])
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+    named = vjp_of_numpy(*cotangents)._asdict()
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, named[f"d{name}"])
+
+
+def test_seed_is_an_array_where_it_changes_from_call_to_call():
+    q = jnp.asarray(Q, jnp.float32)
+    out = jax.jit(lambda q, seed: attention(q, q, q, dropout=0.5, seed=seed))
+    for seed in (3, 4):
+        expected = attention(q, q, q, dropout=0.5, seed=seed)
+        np.testing.assert_array_equal(out(q, jnp.asarray(seed)), expected)
+        np.testing.assert_array_equal(attention(q, q, q, dropout=0.5, seed=jnp.asarray([seed], "uint8")), expected)
+    minus_one = jnp.asarray(-1)  # the same bits as int64
+    np.testing.assert_array_equal(out(q, minus_one), attention(q, q, q, dropout=0.5, seed=2**64 - 1))
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+def test_vmap_scan_and_checkpoint(transform):
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (Q, K, V))
+    kwargs = dict(causal=True, window=(9, 0))
+
+    def loss(q, k, v):
+        return (attention(q, k, v, **kwargs) ** 2).sum()
+
+    expected = jax.grad(loss)(q, k, v)
+
+    def per_sequence(q, k, v):
+        return jax.grad(loss)(q[None], k[None], v[None])[0]
+
+    def with_scan(q, k, v):
+        _, gradients = jax.lax.scan(lambda carry, x: (carry, per_sequence(*x)), None, (q, k, v))
+        return gradients
+
+    checkpointed = jax.grad(jax.checkpoint(loss))
+    for function in (jax.vmap(per_sequence), with_scan, checkpointed):
+        np.testing.assert_array_equal(transform(function)(q, k, v), expected)
+
+
+def test_saved_for_the_backward():
+    operands = tuple(jnp.asarray(x, jnp.float32) for x in (Q, K, V))
+    out, vjp = jax.vjp(functools.partial(attention, causal=True, mask=jnp.asarray(MASK)), *operands)
+    kept = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.tree.leaves(vjp) if isinstance(x, jax.Array)}
+    lse = 4 * B * H * SQ
+    assert sum(kept.values()) == sum(x.nbytes for x in operands) + out.nbytes + lse + MASK.nbytes
+    assert {x.unsafe_buffer_pointer() for x in (*operands, out)} < set(kept)
+
+
+def test_eager_call_reads_and_writes_memory_of_jax(monkeypatch):
+    seen = {}
+    forward = backends.forward
+
+    def record(problem, operands):
+        results = forward(problem, operands)
+        seen.update(q=operands.q.pointer, out=results[0].pointer)
+        return results
+
+    monkeypatch.setattr(backends, "forward", record)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (Q, K, V))
+    out = attention(q, k, v)
+    assert seen == dict(q=q.unsafe_buffer_pointer(), out=out.unsafe_buffer_pointer())
+
+
+def test_large_arrays_pass_through_the_callback():
+    # A callback that waits for jax, which waits for the callback, stops at some size: 4 MB each is past it.
+    operands = [jnp.ones((1, 4096, 4, 64)) * factor * jnp.linspace(-1, 1, 64) for factor in (1.0, 0.5, 2.0)]
+    differentiate = jax.grad(lambda q, k, v: (attention(q, k, v, window=(5, 0)) ** 2).sum(), (0, 1, 2))
+    for one, other in zip(jax.jit(differentiate)(*operands), differentiate(*operands), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+ZEROS = jnp.zeros((1, 4, 2, 8))
+WRONG = {
+    "shape": (lambda q: attention(q, q[:, :, :, :3], q), ValueError, "one head dimension"),
+    "dtype": (lambda q: attention(q, q.astype("bfloat16"), q), TypeError, "one dtype"),
+    "integers": (lambda q: attention(*[q.astype("int32")] * 3), TypeError, "q, k and v must be"),
+    "option": (lambda q: attention(q, q, q, is_causal=True), TypeError, "unknown option 'is_causal'"),
+    "causal": (lambda q: attention(q, q, q, causal="yes"), ValueError, "causal must be"),
+    "no-seed": (lambda q: attention(q, q, q, dropout=0.5), ValueError, "needs a seed"),
+    "seeds": (lambda q: attention(q, q, q, dropout=0.5, seed=jnp.arange(2)), TypeError, "one integer, not int32"),
+    "seed-of-floats": (lambda q: attention(q, q, q, dropout=0.5, seed=q[0, 0, 0, 0]), TypeError, "one integer"),
+    "mask": (lambda q: attention(q, q, q, mask=jnp.ones((3, 3), bool)), ValueError, "must broadcast"),
+    "scale": (lambda q: attention(q, q, q, scale=q.sum() + jnp.inf), ValueError, "scale must be finite"),
+    "backend": (lambda q: attention(q, q, q, backend="cuda"), cupy_flash.UnsupportedError, "cuda"),
+}
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", WRONG)
+def test_refused(case, transform):
+    call, error, message = WRONG[case]
+    if case == "scale" and transform is jax.jit:
+        error, message = TypeError, "Tracer"
+    with pytest.raises(error, match=message):
+        transform(call)(ZEROS)
+
+
+def test_refused_derivatives():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attention(q, q, q), (ZEROS,), (ZEROS,))
+    with pytest.raises(ValueError, match="do not support JVP"):
+        jax.grad(lambda q: jax.grad(lambda q: (attention(q, q, q) ** 2).sum())(q).sum())(ZEROS)
+
+
+def test_jit_for_a_gpu_is_refused():
+    traced = jax.jit(lambda q: attention(q, q, q)).trace(ZEROS)
+    with pytest.raises(NotImplementedError, match="platform cuda"):
+        traced.lower(lowering_platforms=("cuda",))

@@ -1,0 +1,557 @@
+"""attn_implementation="cupy_fa" against sdpa, or the formula where sdpa refuses, in tiny models of transformers."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from tolerance import assert_matches_reference
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
+    T5Config,
+    ViTConfig,
+)
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import cupy_flash
+from cupy_flash.adapters import transformers as adapter
+
+VOCABULARY = 64
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+GROUPED = SIZES | dict(num_key_value_heads=2)
+DECODERS = {
+    "llama": LlamaConfig(**GROUPED),
+    "mistral-window": MistralConfig(**GROUPED, sliding_window=5),
+    "gemma2-softcap-window": Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "gpt-oss-sinks-window": GptOssConfig(
+        **GROUPED, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "llama4-chunks": Llama4TextConfig(
+        **GROUPED, head_dim=8, attention_chunk_size=5, num_local_experts=2, intermediate_size_mlp=48
+    ),
+}  # fmt: skip
+REFUSED_BY_SDPA = ("gemma2-softcap-window", "gpt-oss-sinks-window")
+BATCH, LENGTH = 3, 12
+
+
+def formula(
+    module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
+):
+    """Attention as the textbook writes it, in the dtype of query: the reference in float64, and what sdpa refuses."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if position_bias is None else scores + position_bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sink = torch.full((query.shape[1],), -torch.inf) if s_aux is None else s_aux
+    scores = torch.cat([scores, sink.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    probabilities = scores.softmax(-1)[..., :-1].nan_to_num()  # a row that sees nothing is 0
+    return (probabilities @ value).transpose(1, 2), None
+
+
+def formula_mask(**arguments):
+    return sdpa_mask(**arguments | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    adapter.register()
+    AttentionInterface.register("formula", formula)
+    AttentionMaskInterface.register("formula", formula_mask)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model_of(case):
+    """A random model that attends: far from the near-uniform attention of small initial weights."""
+    torch.manual_seed(0)
+    config = DECODERS[case]
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens():
+    return torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def token_mask(padding):
+    """int64 (BATCH, LENGTH), 1 = token: rows of 12, 7 and 1 tokens."""
+    lengths = torch.tensor([[LENGTH], [7], [1]])
+    places = torch.arange(LENGTH)
+    if padding == "left":
+        return (places >= LENGTH - lengths).long()
+    if padding == "right":
+        return (places < lengths).long()
+    if padding == "holes":
+        return (places % (1 + torch.tensor([[0], [2], [3]])) == 0).long()
+    return None
+
+
+def run(model, implementation, **inputs):
+    model.set_attn_implementation(implementation)
+    return model(**inputs)
+
+
+def three_runs(model, case, get):
+    """What `get(model)` gives of cupy_fa, of the formula in float64, and of the worst of two others in float32."""
+    runs = []
+    for implementation in ("cupy_fa", "formula", "eager" if case in REFUSED_BY_SDPA else "sdpa"):
+        model.set_attn_implementation(implementation)
+        runs.append(get(model))
+    actual, *others = runs
+    double = copy.deepcopy(model).double()
+    double.set_attn_implementation("formula")
+    exact = get(double)
+    return actual, exact, functools.reduce(functools.partial(further_from, exact), others)
+
+
+def further_from(exact, a, b):
+    return torch.where((b - exact).abs() > (a - exact).abs(), b.double(), a.double())
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("case", DECODERS)
+def test_logits(case, padding):
+    valid = token_mask(padding)
+    where = torch.ones(BATCH, LENGTH, dtype=torch.bool) if valid is None else valid.bool()
+    with torch.no_grad():
+        logits = three_runs(model_of(case), case, lambda model: model(tokens(), attention_mask=valid).logits[where])
+    assert logits[0].std() > 0.1
+    assert_matches_reference(*logits, "float32", "logits")
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("case", DECODERS)
+def test_greedy_generation_with_cache(case, padding):
+    model = model_of(case)
+    valid = token_mask(padding)
+    said = []
+    for implementation in ("cupy_fa", "formula" if case in REFUSED_BY_SDPA else "sdpa"):
+        model.set_attn_implementation(implementation)
+        said.append(
+            model.generate(
+                tokens(), attention_mask=torch.ones_like(tokens()) if valid is None else valid,
+                max_new_tokens=10, do_sample=False, use_cache=True,
+            )
+        )  # fmt: skip
+    assert said[0].shape == (BATCH, LENGTH + 10)
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window"])
+def test_generation_with_a_cache_of_fixed_size(case, monkeypatch):
+    # The step would be compiled, which is not what is tested.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = model_of(case)
+    said = []
+    for implementation in ("cupy_fa", "sdpa"):
+        model.set_attn_implementation(implementation)
+        said.append(
+            model.generate(
+                tokens(), attention_mask=token_mask("left"), max_new_tokens=10, do_sample=False,
+                cache_implementation="static",
+            )
+        )  # fmt: skip
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-window"])
+def test_prompt_in_pieces(case):
+    valid = token_mask("left")
+
+    def in_pieces(model):
+        first = model(tokens()[:, :8], attention_mask=valid[:, :8], use_cache=True)
+        rest = model(tokens()[:, 8:], attention_mask=valid, past_key_values=first.past_key_values)
+        return torch.cat([first.logits, rest.logits], dim=1)[valid.bool()]
+
+    def whole(model):
+        return model(tokens(), attention_mask=valid).logits[valid.bool()]
+
+    with torch.no_grad():
+        actual, exact, low = three_runs(model_of(case), case, in_pieces)
+        assert_matches_reference(actual, exact, low, "float32", "logits")
+        assert_matches_reference(actual, three_runs(model_of(case), case, whole)[1], low, "float32", "logits")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # until version 6
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "gpt2", "gpt-oss-sinks-window"])
+def test_gradients_with_checkpointing(case, padding):
+    model = model_of(case)
+    valid = token_mask(padding)
+    labels = tokens() if valid is None else tokens().masked_fill(valid == 0, -100)
+
+    def gradients(model):
+        model = copy.deepcopy(model).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if model.config._attn_implementation == "cupy_fa":
+            model.gradient_checkpointing_enable()
+        model(tokens(), attention_mask=valid, labels=labels, use_cache=False).loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    runs = three_runs(model, case, gradients)
+    assert runs[0].shape == (sum(sizes),)
+    for name, *three in zip(names, *(run.split(sizes) for run in runs), strict=True):
+        assert_matches_reference(*three, "float32", name)
+
+
+def test_dropout_follows_the_mode():
+    config = copy.deepcopy(DECODERS["llama"])
+    config.attention_dropout = 0.5
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="cupy_fa")
+    with torch.no_grad():
+        model.train()
+        assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+        model.eval()
+        assert torch.equal(model(tokens()).logits, model(tokens()).logits)
+
+
+ENCODERS = {
+    "bert": BertConfig(**SIZES),
+    "modernbert-window": ModernBertConfig(
+        **SIZES | dict(eos_token_id=2), cls_token_id=1, sep_token_id=2, local_attention=6, global_attn_every_n_layers=2
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("case", ENCODERS)
+def test_encoder(case, padding):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(ENCODERS[case]).eval()
+    valid = token_mask(padding)
+    where = torch.ones(BATCH, LENGTH, dtype=torch.bool) if valid is None else valid.bool()
+    with torch.no_grad():
+        states = three_runs(model, case, lambda model: model(tokens(), attention_mask=valid).last_hidden_state[where])
+    assert_matches_reference(*states, "float32", "last_hidden_state")
+
+
+def test_vision_transformer():
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    pixels = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        states = three_runs(model, "vit", lambda model: model(pixels.to(model.dtype)).last_hidden_state)
+    assert_matches_reference(*states, "float32", "last_hidden_state")
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_encoder_and_decoder_with_position_bias(padding):
+    # As many decoder as encoder tokens: keys are padding of another sequence than the queries'.
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+
+    def states_and_gradient(model):
+        out = model(
+            input_ids=tokens(), attention_mask=token_mask(padding), decoder_input_ids=tokens().flip(1)
+        ).last_hidden_state
+        bias = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+        return torch.cat([out.detach().flatten(), gradient.flatten()])
+
+    runs = three_runs(model, "t5", states_and_gradient)
+    for name, *three in zip(
+        ("last_hidden_state", "gradient of the position bias"),
+        *(run.split([BATCH * LENGTH * 32, run.numel() - BATCH * LENGTH * 32]) for run in runs),
+        strict=True,
+    ):
+        assert_matches_reference(*three, "float32", name)
+
+
+def test_compiled_model():
+    where = token_mask("left").bool()
+
+    def logits(model, transform=lambda model: model):
+        return transform(model)(tokens(), attention_mask=token_mask("left"), use_cache=False).logits[where]
+
+    model = model_of("mistral-window")
+    with torch.no_grad():
+        _, exact, low = three_runs(model, "mistral-window", logits)
+        model.set_attn_implementation("cupy_fa")
+        actual = logits(model, functools.partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    torch.compiler.reset()
+    assert_matches_reference(actual, exact, low, "float32", "logits")
+
+
+def test_bfloat16_under_autocast():
+    where = token_mask("left").bool()
+
+    def logits(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype != torch.float64):
+            return model(tokens(), attention_mask=token_mask("left")).logits[where]
+
+    with torch.no_grad():
+        actual, exact, low = three_runs(model_of("llama"), "llama", logits)
+    assert actual.dtype == torch.bfloat16
+    assert_matches_reference(actual.double(), exact, low, "bfloat16", "logits")
+
+
+CALLS = {
+    "llama-none": ("llama", "none", {("attention", "causal")}),
+    "llama-right": ("llama", "right", {("attention", "causal", "q_lengths", "kv_lengths")}),
+    "llama-left": ("llama", "left", {("attention_varlen", "causal")}),
+    "llama-holes": ("llama", "holes", {("attention", "causal", "mask")}),
+    "mistral-none": ("mistral-window", "none", {("attention", "causal", "window")}),
+    "mistral-left": ("mistral-window", "left", {("attention_varlen", "causal", "window")}),
+    "gemma2-left": (
+        "gemma2-softcap-window",
+        "left",
+        {("attention_varlen", "causal", "softcap"), ("attention_varlen", "causal", "softcap", "window")},
+    ),
+    "gpt-oss-none": (
+        "gpt-oss-sinks-window",
+        "none",
+        {("attention", "causal", "sink"), ("attention", "causal", "sink", "window")},
+    ),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls that reach cupy_flash: (function, names of the options given)."""
+    seen = []
+
+    def recorded(name, function):
+        def record(*arrays, **options):
+            given = {option for option, value in options.items() if value is not None and value is not False}
+            seen.append((name, arrays[1].shape, options, frozenset(given - {"scale", "dropout"})))
+            return function(*arrays, **options)
+
+        return record
+
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(adapter, name, recorded(name, getattr(adapter, name)))
+    return seen
+
+
+def refuse(**_):
+    raise AssertionError("a mask was written out")
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_no_mask_is_written_out(case, calls, monkeypatch):
+    name, padding, expected = CALLS[case]
+    monkeypatch.setattr(adapter, "sdpa_mask", refuse)
+    with torch.no_grad():
+        run(model_of(name), "cupy_fa", input_ids=tokens(), attention_mask=token_mask(padding))
+    assert {(function, given) for function, _, _, given in calls} == {
+        (function, frozenset(options)) for function, *options in expected
+    }
+    kv_heads = 4 if name == "gpt2" else 2
+    assert {shape[-2] for _, shape, _, _ in calls} == {kv_heads}  # not repeated
+    masks = [options["mask"] for _, _, options, _ in calls if options.get("mask") is not None]
+    assert all(mask.shape == (BATCH, 1, 1, LENGTH) for mask in masks)
+
+
+def test_little_padding_is_not_packed(calls):
+    valid = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    valid[0, :2] = 0
+    with torch.no_grad():
+        run(model_of("llama"), "cupy_fa", input_ids=tokens(), attention_mask=valid)
+    assert {given for _, _, _, given in calls} == {frozenset({"causal", "mask"})}
+
+
+def test_padded_encoder_says_lengths(calls):
+    model = AutoModel.from_config(ENCODERS["bert"]).eval()
+    with torch.no_grad():
+        run(model, "cupy_fa", input_ids=tokens(), attention_mask=token_mask("right"))
+    assert {given for _, _, _, given in calls} == {frozenset({"kv_lengths"})}
+
+
+def mask_arguments(**changes):
+    return dict(
+        batch_size=BATCH, q_length=LENGTH, kv_length=LENGTH, q_offset=0, kv_offset=0, device="cpu",
+        mask_function=causal_mask_function,
+    ) | changes  # fmt: skip
+
+
+WINDOW = dict(local_size=4, config=MistralConfig(**GROUPED, sliding_window=4))
+LAZY = {
+    "left": dict(attention_mask=token_mask("left").bool()),
+    "right": dict(attention_mask=token_mask("right").bool()),
+    "holes": dict(attention_mask=token_mask("holes").bool()),
+    "short": dict(attention_mask=token_mask("left").bool()[:, :9]),
+    "window": WINDOW | dict(mask_function=sliding_window_causal_mask_function(4)),
+    "window-of-full-cache": WINDOW
+    | dict(
+        mask_function=sliding_window_causal_mask_function(4), q_length=3, kv_length=6, q_offset=20, kv_offset=17,
+        attention_mask=torch.arange(23).expand(BATCH, 23) > torch.tensor([[0], [18], [19]]),
+    ),
+    "after-a-prefix": dict(q_length=4, q_offset=8, attention_mask=token_mask("left").bool()),
+    "after-a-prefix-alone": dict(q_length=4, q_offset=8),
+    "encoder": dict(
+        mask_function=bidirectional_mask_function, allow_is_causal_skip=False, allow_is_bidirectional_skip=True,
+        attention_mask=token_mask("left").bool(),
+    ),
+    "encoder-window": WINDOW
+    | dict(
+        mask_function=sliding_window_bidirectional_mask_function(4), allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True, attention_mask=token_mask("right").bool(),
+    ),
+    "encoder-hint-of-a-size": WINDOW
+    | dict(
+        mask_function=bidirectional_mask_function, allow_is_causal_skip=False, allow_is_bidirectional_skip=True,
+        attention_mask=token_mask("right").bool(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAZY)
+def test_lazy_mask_attends_as_its_elements(case):
+    arguments = mask_arguments(**LAZY[case])
+    mask = adapter.attention_mask(**arguments)
+    assert type(mask) is adapter.LazyMask
+    dense = sdpa_mask(**arguments | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+    assert mask.shape == dense.shape and mask.dtype == dense.dtype and mask.device == dense.device
+    assert torch.equal(mask[:, 0], dense[:, 0])
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(BATCH, 4, mask.shape[2], 8, generator=generator)
+    k, v = torch.randn(2, BATCH, 2, mask.shape[3], 8, generator=generator)
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
+    exact, _ = formula(None, q.double(), k.double(), v.double(), dense)
+    low, _ = formula(None, q, k, v, dense)
+    # Rows that are padding may be 0.
+    is_token = torch.ones(BATCH, mask.shape[2], dtype=torch.bool)
+    if arguments.get("attention_mask") is not None and arguments["mask_function"] is not bidirectional_mask_function:
+        valid = formula_mask(**arguments | dict(mask_function=bidirectional_mask_function))
+        is_token = valid[:, 0, 0, -mask.shape[2] :]
+    assert_matches_reference(out[is_token], exact[is_token], low[is_token], "float32", "out")
+
+
+def chunk_mask(b, h, i, j):
+    return (j <= i) & (i // 4 == j // 4)
+
+
+WRITTEN_OUT = {
+    "integers": dict(attention_mask=token_mask("left")),
+    "asked-for": dict(allow_is_causal_skip=False),
+    "chunks": dict(
+        mask_function=chunk_mask, local_size=4, config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4)
+    ),
+    "chunks-as-long-as-the-window": dict(
+        mask_function=chunk_mask, local_size=4, config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4,
+                                                                        sliding_window=4),
+    ),
+    "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
+    "counted-on-the-device": dict(q_length=4, q_offset=torch.tensor(LENGTH - 4)),
+    "keys-past-the-queries": dict(q_length=4, q_offset=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRITTEN_OUT)
+def test_masks_that_are_written_out(case):
+    arguments = mask_arguments(**WRITTEN_OUT[case])
+    mask = adapter.attention_mask(**arguments)
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, sdpa_mask(**arguments))
+
+
+def test_masks_that_hide_nothing_else_are_none():
+    full = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    assert adapter.attention_mask(**mask_arguments()) is None
+    assert adapter.attention_mask(**mask_arguments(attention_mask=full)) is None
+    assert adapter.attention_mask(**mask_arguments(q_length=1, q_offset=LENGTH - 1, attention_mask=full)) is None
+    window = WINDOW | dict(mask_function=sliding_window_causal_mask_function(4), q_length=4, kv_length=4)
+    assert adapter.attention_mask(**mask_arguments(**window)) is None
+    encoder = dict(mask_function=bidirectional_mask_function, allow_is_causal_skip=False, q_length=5)
+    assert adapter.attention_mask(**mask_arguments(**encoder, allow_is_bidirectional_skip=True)) is None
+
+
+def test_sequences_in_one_row_stay_apart():
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    ids = tokens()[:1]
+
+    def packed(model):
+        return model(ids, position_ids=positions, use_cache=False).logits[0]
+
+    def apart(model):
+        return torch.cat([model(part, use_cache=False).logits[0] for part in ids.split([5, 7], 1)])
+
+    model = model_of("mistral-window")
+    with torch.no_grad():
+        actual, _, low = three_runs(model, "mistral-window", packed)
+        _, exact, _ = three_runs(model, "mistral-window", apart)
+    assert_matches_reference(actual, exact, low, "float32", "logits")
+
+
+@pytest.mark.parametrize("create", [create_causal_mask, create_sliding_window_causal_mask])
+def test_what_a_model_does_to_its_mask_happens_to_the_elements(create):
+    config = copy.deepcopy(DECODERS["mistral-window"])
+    config._attn_implementation = "cupy_fa"
+    embeddings = torch.zeros(BATCH, LENGTH, 1)
+    mask = create(config, embeddings, token_mask("left"), None)
+    config._attn_implementation = "sdpa"
+    dense = create(config, embeddings, token_mask("left"), None)
+    assert type(mask) is adapter.LazyMask and type(mask.clone()) is torch.Tensor
+    assert torch.equal(mask.logical_not(), ~dense)
+    assert torch.equal(mask[..., :3], dense[..., :3])
+    assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
+    assert mask.to("cpu") is mask
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_mask_of_the_caller(kind):
+    model = model_of("llama")
+    allowed = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.5
+    allowed |= torch.eye(LENGTH, dtype=torch.bool)
+    mask = allowed if kind == "boolean" else torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
+    cast = {dtype: torch.bool if kind == "boolean" else dtype for dtype in (torch.float32, torch.float64)}
+    with torch.no_grad():
+        logits = three_runs(
+            model, "llama", lambda model: model(tokens(), attention_mask=mask.to(cast[model.dtype])).logits
+        )
+    assert_matches_reference(*logits, "float32", "logits")
+
+
+def test_paged_cache_is_refused():
+    q = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(cupy_flash.UnsupportedError, match="paged cache"):
+        adapter.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())

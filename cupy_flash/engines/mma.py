@@ -230,10 +230,11 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     m = tile.rows * 32 * tile.column_warps // (16 * tile.threads)
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
-    copies = {"forward": 1, "backward_q": 2, "backward_kv": 2, "backward_bias": 3}[kernel]
+    # Of S alone; of S and dP, rounded as they leave; and of the sums of dS.
+    copies = {"forward": 1, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
     columns = {"forward": v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
     q = m * (k // 4 if tile.q_in_registers else 4)
-    return copies * scores + m * columns // (2 * tile.column_warps) + q
+    return int(copies * scores) + m * columns // (2 * tile.column_warps) + q
 
 
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +13,9 @@ from on_gpu import has_gpu
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends, reference
+from cupy_flash import backends, device, reference
 from cupy_flash.backends import cpu
-from cupy_flash.plan import Plan
+from cupy_flash.plan import MODULES, Plan, plan
 from cupy_flash.problem import Operands, Options, Packed, Saved, pose
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
@@ -212,6 +212,33 @@ def run_planned(case: Case, **changes) -> Result:
     return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
 
 
+def planned(
+    case: Case,
+    saved: Saved | None = None,
+    arch: str = "sm_80",
+    tile: Any = None,
+    fewer_bytes: int = 0,
+    **changes,
+) -> tuple[Plan, Operands]:
+    """The plan of a case on a GPU, after `changes` of the problem, with its operands; by force with a tile of its
+    engine, or with less shared memory per kernel."""
+    on_cpu, operands = posed(case, saved)
+    chosen = plan(replace(on_cpu.problem, **changes), device.named(arch))
+    if tile is not None:
+        chosen = replace(chosen, launches=MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile))
+    less = tuple(replace(step, shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
+    return replace(chosen, launches=less), operands
+
+
+def run_kernels(case: Case, **how) -> Result:
+    """The case on the simulator with a plan of its own: `how` as for `planned`."""
+    call = case.call()
+    out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
+    saved = Saved(call.dout, out, lse, call.dlse)
+    gradients = backends.run_backward(*planned(case, saved, **how))
+    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+
+
 @cache
 def references(case: Case) -> tuple[Result, Result]:
     """compute_references of the case's own arrays, once for all tests that ask."""
@@ -394,9 +421,10 @@ PAIRS = {
 }
 
 
-def covering(size: int) -> dict[str, Case]:
+def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
     """Rows of up to `size` features in which every pair of PAIRS occurs: what a slow backend runs in their place."""
-    left = dict.fromkeys(frozenset(name.split("+")) for name in PAIRS)
+    pairs = (frozenset(name.split("+")) for name in PAIRS)
+    left = dict.fromkeys(pair for pair in pairs if pair.isdisjoint(without))
     rows = []
     while left:
         row = sorted(next(iter(left)))

@@ -1,13 +1,19 @@
 """Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
+import shutil
+from dataclasses import dataclass, field
+
 import hypothesis
 import numpy as np
 import on_gpu
 import pytest
 
 from cupy_flash import cache
+from cupy_flash.backends.simulator import launch
+from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.engines import mma, simt
 from cupy_flash.plan import plan
+from cupy_flash.source import kernel_folder
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
@@ -16,7 +22,7 @@ hypothesis.settings.load_profile("deterministic")
 # On the simulator most tests plan with these tiles alone: short sequences make several, and their kernels compile
 # fastest. test_kernels.py and test_mma.py take the others, and those that a plan chooses.
 SMALL_TILE = simt.Tile(block_q=8, block_kv=16, threads=64)
-SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2)
+SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2, q_in_registers=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,15 +49,21 @@ def backend(request):
 def small_tile(monkeypatch):
     """Every plan for a GPU takes SMALL_TILE or SMALL_FRAGMENTS."""
     monkeypatch.setattr("cupy_flash.engines.simt.tiles", lambda problem, device: [SMALL_TILE])
-
-    def small_fragments(kernel, problem, device, *, add_dq=False):
-        stages = 1 if kernel == "backward_bias" else SMALL_FRAGMENTS.stages
-        return [SMALL_FRAGMENTS._replace(stages=stages, q_in_registers=kernel == "forward", add_dq=add_dq)]
-
-    monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", small_fragments)
+    monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", every_kernel_in(SMALL_FRAGMENTS))
     plan.cache_clear()
     yield
     plan.cache_clear()
+
+
+def every_kernel_in(tile):
+    """In place of mma.legal_tiles: this one, as far as a kernel knows what it asks for."""
+
+    def legal_tiles(kernel, problem, device, *, add_dq=False):
+        of_forward = dict(q_in_registers=tile.q_in_registers and kernel == "forward")
+        stages = 1 if kernel == "backward_bias" else tile.stages
+        return [tile._replace(stages=stages, add_dq=add_dq, **of_forward)]
+
+    return legal_tiles
 
 
 @pytest.fixture
@@ -68,3 +80,37 @@ def poisoned_memory(monkeypatch):
         return array
 
     monkeypatch.setattr(np, "empty", poisoned)
+
+
+@dataclass
+class Watch:
+    """What every launch of the simulator is done with, and its counters by kernel."""
+
+    options: dict = field(default_factory=dict)
+    counters: dict[str, Counters] = field(default_factory=dict)
+
+    def launch(self, ptx, kernel, *arguments, **options):
+        self.counters[kernel] = launch(ptx, kernel, *arguments, **options, **self.options)
+        return self.counters[kernel]
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    watch = Watch()
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", watch.launch)
+    return watch
+
+
+@pytest.fixture
+def changed_kernels(monkeypatch, tmp_path):
+    """Replaces a text in a copy of the kernels."""
+
+    def change(file, old, new):
+        folder = tmp_path / "kernels_cu"
+        shutil.copytree(kernel_folder(), folder)
+        text = (folder / file).read_text()
+        assert text.count(old) == 1, old
+        (folder / file).write_text(text.replace(old, new))
+        monkeypatch.setattr("cupy_flash.source.kernel_folder", lambda: folder)
+
+    return change

@@ -7,22 +7,18 @@ sequence.cuh by lengths* and test_varlen.py.
 
 import mmap
 import re
-import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import OPTIONS, Case, Result, assert_bitwise_equal, check, posed, run
+from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
 
-from cupy_flash import backends, device, nvrtc
-from cupy_flash.backends.simulator import launch
-from cupy_flash.backends.simulator.counters import Counters
+from cupy_flash import backends, nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
 from cupy_flash.backends.simulator.scheduler import OPCODES
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import simt
 from cupy_flash.params import dtypes
-from cupy_flash.plan import plan
 from cupy_flash.problem import Saved
 from cupy_flash.source import assemble, kernel_folder
 
@@ -36,43 +32,6 @@ def test_the_simulator_knows_every_inline_instruction():
     lines = [line.strip() for asm in inline for line in asm.split(";") if line.strip()]
     opcodes = {re.sub(r"^@!?\S+\s+", "", line).split()[0].split(".")[0] for line in lines}
     assert opcodes and opcodes <= OPCODES
-
-
-def planned(case, saved=None, arch="sm_80", tile=None, fewer_bytes=0):
-    """The plan of a case on a GPU, with its operands; by force with a tile, or with less shared memory per kernel."""
-    on_cpu, operands = posed(case, saved)
-    chosen = plan(on_cpu.problem, device.named(arch))
-    launches = chosen.launches if tile is None else simt.launches(chosen.problem, chosen.device, tile)
-    less = tuple(replace(step, shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in launches)
-    return replace(chosen, launches=less), operands
-
-
-def run_kernels(case, **how):
-    """The case on the simulator with a plan of its own."""
-    call = case.call()
-    out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
-    saved = Saved(call.dout, out, lse, call.dlse)
-    gradients = backends.run_backward(*planned(case, saved, **how))
-    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
-
-
-@dataclass
-class Watch:
-    """What every launch of the backend is done with, and its counters by kernel."""
-
-    options: dict = field(default_factory=dict)
-    counters: dict[str, Counters] = field(default_factory=dict)
-
-    def launch(self, ptx, kernel, *arguments, **options):
-        self.counters[kernel] = launch(ptx, kernel, *arguments, **options, **self.options)
-        return self.counters[kernel]
-
-
-@pytest.fixture
-def watch(monkeypatch):
-    watch = Watch()
-    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", watch.launch)
-    return watch
 
 
 # Layouts known on both sides
@@ -127,13 +86,15 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     assert found == ["backward_kv", "backward_q", "backward_bias"]
 
 
-def test_launches_hold_every_constant_that_their_kernels_name():
+@pytest.mark.parametrize(("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90")])
+def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
     """A plan leaves out what a kernel does not know, never what it does: the default would take its place."""
-    case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11))
+    case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11), dtype="float16")
     call = case.call()
+    how = dict(engine=engine, arch=arch)
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
     saved = Saved(call.dout, call.dout, np.zeros((2, 4, 20), np.float32), call.dlse)
-    for step in (*planned(case)[0].launches, *planned(case, saved)[0].launches):
+    for step in (*planned(case, **how)[0].launches, *planned(case, saved, **how)[0].launches):
         text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
         named = names & set(re.findall(r"\w+", text))
         assert named <= set(dict(step.constants)), step.kernel
@@ -277,21 +238,6 @@ BUGS = {
         Case(batch=2, q_lengths=(7, 9), kv_lengths=(9, 5), packed=True, alibi="bh"), OutOfBounds,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def changed_kernels(monkeypatch, tmp_path):
-    """Replaces a text in a copy of the kernels."""
-
-    def change(file, old, new):
-        folder = tmp_path / "kernels_cu"
-        shutil.copytree(kernel_folder(), folder)
-        text = (folder / file).read_text()
-        assert text.count(old) == 1, old
-        (folder / file).write_text(text.replace(old, new))
-        monkeypatch.setattr("cupy_flash.source.kernel_folder", lambda: folder)
-
-    return change
 
 
 @pytest.mark.parametrize(("file", "old", "new", "case", "error"), BUGS.values(), ids=BUGS)

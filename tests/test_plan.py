@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import Case, posed
+from cases import DTYPES, Case, posed
 
 import cupy_flash
+from cupy_flash.backends import kernels
 from cupy_flash.device import GPUS, Device, named
-from cupy_flash.engines import simt
+from cupy_flash.engines import mma, simt
 from cupy_flash.plan import MODULES, launches_at_any_length, plan
-from cupy_flash.problem import ENGINES, UnsupportedError
+from cupy_flash.problem import ENGINES, Saved, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
 PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
@@ -172,6 +173,74 @@ def test_nothing_is_launched_on_no_block():
     for bias in ((2, 8, 0, 1500), (0,)):
         kernels = [launch.function for launch in on_gpu(bias=bias, backward=True, bias_gradient=True).launches]
         assert kernels == ["delta", "backward_kv", "backward_q", "dsink"]
+
+
+BFLOAT16 = DTYPES["bfloat16"]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arch", GPUS)
+def test_half_precision_goes_to_tensor_cores(arch, backward):
+    for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
+        has_them = dtype == np.float16 or (dtype == BFLOAT16 and arch != "sm_75")
+        chosen = on_gpu(arch, dtype=np.dtype(dtype), backward=backward, head_dim=64, head_dim_v=64)
+        assert chosen.engine == ("mma" if has_them else "simt")
+        assert all(launch.shared_bytes <= chosen.device.shared_bytes for launch in chosen.launches)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "words"),
+    [
+        pytest.param("sm_90", {}, "float32 is not float16 or bfloat16", id="dtype"),
+        pytest.param(
+            "sm_75", dict(dtype=BFLOAT16), "the tensor cores of sm_75 multiply float16, not bfloat16", id="turing"
+        ),
+        pytest.param(
+            "sm_90", dict(dtype=BFLOAT16, head_dim=513), "head dimension 513 is larger than 512", id="head-dim"
+        ),
+        pytest.param(
+            "sm_75",
+            dict(dtype=np.dtype(np.float16), head_dim=512, head_dim_v=512, backward=True),
+            "no tile of head dimension 512 fits the 65536 bytes of shared memory",
+            id="shared-memory",
+        ),
+    ],
+)
+def test_what_tensor_cores_do_not_serve_is_refused(arch, changes, words):
+    with pytest.raises(UnsupportedError, match=f"mma: {words}"):
+        on_gpu(arch, **{"engine": "mma"} | changes)
+
+
+def test_deterministic_adds_nothing_up_in_any_order():
+    """Of all tiles that may be chosen, none adds dQ up; without it, only on GPUs that add four numbers at once."""
+    for arch in GPUS:
+        problem = replace(PROBLEM, dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
+        adds = [tile.of_q is None for tile in mma.tiles(problem, named(arch))]
+        assert any(adds) == (arch in mma.VECTOR_ADDITION) and not all(adds)
+        problem = replace(problem, deterministic=True)
+        assert all(tile.of_q is not None for tile in mma.tiles(problem, named(arch)))
+        kernels = [launch.kernel for launch in plan(problem, named(arch)).launches]
+        assert "mma/backward_q" in kernels and "mma/dq" not in kernels
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
+    """lse and delta of every row, and where dQ is added up its sums in fp32; a packed sequence has 16 rows more."""
+    monkeypatch.setattr(mma, "legal_tiles", lambda *_, add_dq=False: [mma.Tile(64, 64, 128, 1, 1)] if add_dq else [])
+    plan.cache_clear()
+    for length in (1, 100, 1000, 2000):
+        lengths = dict(q_lengths=(length,) * 2, kv_lengths=(length,) * 2, packed=True) if packed else {}
+        case = Case(length, length, heads=2, kv_heads=1, head_dim=40, dtype="bfloat16", **lengths)
+        call = case.call()
+        on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
+        chosen, works = plan(replace(on_cpu.problem, engine="mma"), named("sm_90")), []
+        kernels.backward(chosen, operands, works.append)
+        assert chosen.workspaces == ("delta", "lse2", "dq_sums")
+        bytes_of = {name: works[0].results[name].numpy().nbytes for name in chosen.workspaces}
+        rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
+        assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
+        assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)
+    plan.cache_clear()
 
 
 @pytest.mark.parametrize(

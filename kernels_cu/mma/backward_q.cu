@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    Range queries = {0, keys.begin < keys.end ? sequence.q_len : 0};
+    Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // that see any key
     int kv_first = keys.begin / BLOCK_KV * BLOCK_KV;
     Range unmasked = band.sees_all(q_start, q_start + BLOCK_Q);
     Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);

@@ -11,7 +11,7 @@ from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import gpu, overhead, static
+from . import gpu, overhead, ring, static
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments if named else ["all", *arguments])
     if asked.command == "static":
         return _static(asked, arguments)
+    if asked.command == "ring":
+        return _ring(asked, arguments)
     if asked.command == "overhead":
         return _overhead(asked.out, arguments)
     if asked.command == "tables":
@@ -115,6 +117,25 @@ def _on_gpu(asked: argparse.Namespace, arguments: list[str]) -> int:
     return gpu.run(regimes, True, float("inf"), out, ["python -m bench", *arguments])
 
 
+def _ring(asked: argparse.Namespace, arguments: list[str]) -> int:
+    causal = asked.causal is not False
+    shape = Case(asked.batch, asked.heads, asked.kv_heads or asked.heads, asked.head_dim, 0, asked.dtype, causal)
+    cases = [replace(shape, seqlen=seqlen) for seqlen in asked.seqlens or ring.SEQLENS]
+    for case in cases:
+        if uneven := [ranks for ranks in asked.ranks if case.seqlen % (2 * ranks)]:
+            raise SystemExit(f"--seqlens {case.seqlen} cannot be cut into two pieces for each of {uneven[0]} ranks")
+    with progress("ring", len(cases) * len(asked.ranks)) as step:
+        section = ring.ring_cases(cases, asked.ranks, min(asked.repeats, ring.REPEATS), asked.threads, step)
+    result = describe(arguments, asked.threads) | {"ring": section}
+    path = asked.out / "ring.json"
+    write(result, path)
+    print(ring.provenance(result))
+    for table in (ring.time_table(section), ring.memory_table(section), ring.plan_table()):
+        show(table)
+    print(f"\nEvery sample: {path}")
+    return 0
+
+
 def _show(section: str, result: dict[str, Any], picture: Path) -> None:
     print(f"\n{provenance(section, result)}")
     for table in tables(section, result):
@@ -170,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     commands.add_parser("memory", parents=[sizes], help="peak memory as the sequence grows")
     commands.add_parser("all", parents=[sizes], help="all of these (default)")
+    ranks = commands.add_parser("ring", parents=[sizes], help="peak memory and time per rank, and a million tokens")
+    ranks.add_argument("--ranks", type=_lengths, metavar="N,N,...", default=list(ring.RANKS), help="processes")
     gate = commands.add_parser("static", help="registers, spills and warnings of every kernel; exit status 1 for any")
     gate.add_argument("--all", action="store_true", help=f"for {', '.join(static.EVERY_ARCH)}")
     gate.add_argument("--nvrtc", action="append", default=[], metavar="PATH", help="one more libnvrtc; may be repeated")

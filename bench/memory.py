@@ -52,7 +52,7 @@ def _measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
         peer.backward(peer.forward())
 
         inputs = random_inputs(case)
-        resident = _peak_resident()
+        resident = peak_resident()
         tracemalloc.start()
         peer = PEERS[name](case, inputs, True)
         saved = peer.forward()
@@ -64,12 +64,12 @@ def _measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
 
 
 def _peak_since(resident: int | None, results: int) -> Peak:
-    peak = _peak_resident()
+    peak = peak_resident()
     grown = None if resident is None or peak is None else max(0, peak - resident - results)
     return Peak(max(0, tracemalloc.get_traced_memory()[1] - results), grown)
 
 
-def _peak_resident() -> int | None:
+def peak_resident() -> int | None:
     """The most memory that this process has had."""
     if sys.platform == "linux":
         # Not ru_maxrss: across fork and exec it keeps the peak of the parent.

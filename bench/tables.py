@@ -1,7 +1,7 @@
 """The tables of the README, generated from the stored results.
 
 Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
-there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static.
+there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static, or ring.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from . import static
+from . import ring, static
 from .report import left_out, provenance, tables
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
@@ -24,6 +24,10 @@ def block(name: str, results: Path) -> str:
         return "\n\n".join(
             [f"`{result['command']}`.", *(table.markdown() for table in static.tables(result["static"]))]
         )
+    if name == "ring":
+        result = json.loads((results / "ring.json").read_text(encoding="utf-8"))
+        every = (ring.memory_table(result["ring"]), ring.plan_table())
+        return "\n\n".join([ring.provenance(result), *(table.markdown() for table in every)])
     stem, _, section = name.rpartition("-")
     path = results / f"{stem}.json"
     if not path.is_file():

@@ -77,3 +77,13 @@ def keep_mask(
     halves = block_words.view("<u2").reshape(q_blocks * TILE, kv_blocks * TILE)
     q_offset, kv_offset = q_start - q_block * TILE, kv_start - kv_block * TILE
     return halves[q_offset : q_offset + q_stop - q_start, kv_offset : kv_offset + kv_stop - kv_start] >= threshold(p)
+
+
+def keep_mask_at(
+    seed: int, head_index: int, queries: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], p: float
+) -> npt.NDArray[np.bool_]:
+    """`keep_mask` of any positions, (len(queries), len(keys)); a Philox call for each element, not for eight."""
+    i, j = queries[:, None], keys
+    words = philox(i // TILE, j // TILE, head_index, 4 * (i % 8) + (j % 8) // 2, seed)
+    word = np.choose(2 * (i // 8 % 2) + j // 8 % 2, words)
+    return (word >> (16 * (j % 2)).astype(np.uint32) & np.uint32(0xFFFF)) >= threshold(p)

@@ -59,12 +59,13 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "BIAS": problem.bias is not None,
         "SINK": problem.sink,
         "DROPOUT": problem.dropout > 0,
+        "SHARD": problem.shard,
         "DLSE": problem.dlse,
     }
 
 
 # What the kernels of rows know of a plan. Tiles, masks and scores are nothing to them, so many plans share one.
-SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT")
+SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),

@@ -26,13 +26,18 @@ class Mask(NamedTuple):
         """The diagonal offset o that causal, window and ALiBi share."""
         return 0 if self.top_left else kv_len - q_len
 
-    def band(self, q_len: int, kv_len: int) -> Band:
-        """The mask of one sequence of q_len queries and kv_len keys."""
-        offset = self.offset(q_len, kv_len)
-        # An unbounded side is a bound that no pair of positions of this sequence can reach.
-        low = -q_len - 1 if self.left is None else max(offset - self.left, -q_len - 1)
-        high = kv_len + 1 if self.right is None else min(offset + self.right, kv_len + 1)
-        return Band(low, high, q_len, kv_len)
+    def band(self, q_len: int, kv_len: int, offset: int | None = None, step: int = 1) -> Band:
+        """The mask of one sequence of q_len queries and kv_len keys.
+
+        Of rows that are `step` positions apart, as those of a shard may be, with an offset of their own: query i sees
+        key j when i step + offset - left <= j step <= i step + offset + right.
+        """
+        offset = self.offset(q_len, kv_len) if offset is None else offset
+        # An unbounded side, or one past the sequence, is a bound that no pair of positions of this sequence can reach.
+        lowest, highest = -q_len - 1, kv_len + 1
+        low = lowest if self.left is None else -((self.left - offset) // step)
+        high = highest if self.right is None else (offset + self.right) // step
+        return Band(min(max(low, lowest), highest), max(min(high, highest), lowest), q_len, kv_len)
 
     def __str__(self) -> str:
         if self.left is None and self.right is None:

@@ -81,6 +81,22 @@ class Saved(NamedTuple):
     bias_gradient: bool = True
 
 
+class Shard(NamedTuple):
+    """Which part of a larger call a call is: causal, window, ALiBi and dropout count positions and heads of the whole.
+
+    `starts`, int32 (B, 3), holds of every sequence the position of its first query, that of its first key, and the
+    first plus the whole's diagonal offset o minus the second. None: the sequences are whole.
+    """
+
+    starts: Any = None
+    step: int = 1  # positions between neighbouring rows
+    first_head: int = 0
+    heads: int | None = None  # query heads of the whole; None: all are here
+
+
+WHOLE = Shard()
+
+
 class Gradients(NamedTuple):
     """The gradients of a call, each of its input's shape and dtype; None for what was not given or not asked."""
 
@@ -121,6 +137,10 @@ class Problem:
     q_lengths: bool
     kv_lengths: bool
     dropout: float
+    shard: bool  # positions are not those of whole sequences
+    step: int
+    first_head: int
+    whole_heads: int
     deterministic: bool
     backend: str | None  # as asked for; None follows the arrays
     engine: str | None
@@ -147,6 +167,7 @@ class Problem:
         features += [f"dropout {self.dropout:g}"] if self.dropout else []
         named = ("alibi", "sink", "q_lengths", "kv_lengths", "deterministic")
         features += [name for name in named if getattr(self, name)]
+        features += ["shard"] if self.shard else []
         features += [f"bias {self.bias}"] if self.bias is not None else []
         features += [f"mask {self.dense_mask}"] if self.dense_mask is not None else []
         step = "backward" if self.backward else "forward"
@@ -172,6 +193,7 @@ class Operands:
     kv_lengths: Array | None
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
+    starts: Array | None
     seed: Array | int | None
     dout: Array | None
     out: Array | None
@@ -185,12 +207,13 @@ def pose(
     options: Options,
     packed: Packed | None = None,
     saved: Saved | None = None,
+    shard: Shard = WHOLE,
 ) -> tuple[Problem, Operands]:
     """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
     check = _Check(function)
-    call = _read_arrays(check, arrays, options, packed, saved)
+    call = _read_arrays(check, arrays, options, packed, saved, shard)
     backend = options.backend if options.backend is not None else environment.backend()
-    facts = None if check.unmet else _facts(call, options, backend, packed, saved)
+    facts = None if check.unmet else _facts(call, options, backend, packed, saved, shard)
     known = _stated.get(facts)
     if known is None:
         _check_places(check, call)
@@ -212,7 +235,7 @@ def pose(
         _check_lengths(check, call, shape)
     check.raise_if_unmet(call)
     if known is None:
-        problem = _state(call, options, packed, saved, shape, words)
+        problem = _state(call, options, packed, saved, shard, shape, words)
         if facts is not None:
             if len(_stated) >= STATED:
                 _stated.clear()
@@ -234,7 +257,12 @@ PLAIN = frozenset((bool, int, float, str, type(None)))  # types whose equal valu
 
 
 def _facts(
-    call: dict[str, Array], options: Options, backend: Any, packed: Packed | None, saved: Saved | None
+    call: dict[str, Array],
+    options: Options,
+    backend: Any,
+    packed: Packed | None,
+    saved: Saved | None,
+    shard: Shard,
 ) -> tuple[Any, ...] | None:
     """All that decides over a call and its Problem, but for the seed and what stands in arrays; None where a word is
     not plain. Types are among it: 1 == True == 1.0, and not all of them are legal. Whether the call is packed, and
@@ -242,7 +270,7 @@ def _facts(
     sides = options.window if type(options.window) is tuple else (options.window,)
     longest = () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     bias_gradient = saved is not None and saved.bias_gradient
-    words = (*_words_of(options), backend, bias_gradient, *longest, *sides)
+    words = (*_words_of(options), backend, bias_gradient, *longest, *shard[1:], *sides)
     kinds = tuple(map(type, words))
     if not PLAIN.issuperset(kinds):
         return None
@@ -255,6 +283,7 @@ def _state(
     options: Options,
     packed: Packed | None,
     saved: Saved | None,
+    shard: Shard,
     shape: _Shape,
     words: _Words,
 ) -> Problem:
@@ -287,6 +316,10 @@ def _state(
         q_lengths="q_lengths" in call,
         kv_lengths="kv_lengths" in call,
         dropout=words.dropout,
+        shard="starts" in call,
+        step=shard.step,
+        first_head=shard.first_head,
+        whole_heads=shape.heads if shard.heads is None else shard.heads,
         deterministic=bool(options.deterministic),
         backend=words.backend,
         engine=options.engine,
@@ -374,7 +407,12 @@ class _Words(NamedTuple):
 
 
 def _read_arrays(
-    check: _Check, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, saved: Saved | None
+    check: _Check,
+    arrays: tuple[Any, Any, Any],
+    options: Options,
+    packed: Packed | None,
+    saved: Saved | None,
+    shard: Shard,
 ) -> dict[str, Array]:
     """Every array of the call by name, those that cannot be read reported."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
@@ -384,6 +422,7 @@ def _read_arrays(
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
     if saved is not None:
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse, "dlse": saved.dlse}
+    given["starts"] = shard.starts
     required = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "dout", "out", "lse"}
     return _describe(check, {name: value for name, value in given.items() if value is not None or name in required})
 
@@ -619,6 +658,10 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
         sink = call["sink"]
         check.require_type(_is_float(sink.dtype), f"sink must be floating, not {sink.dtype.name}")
         check.require(sink.shape == (shape.heads,), f"sink must be (Hq,) = ({shape.heads},), not {sink.shape}")
+    if "starts" in call:
+        starts, wanted = call["starts"], (shape.batch, 3)
+        right = starts.dtype == np.int32 and starts.shape == wanted
+        check.require(right, f"starts must be int32 (B, 3) = {wanted}, not {starts.dtype.name} {starts.shape}")
     for name in ("out", "dout"):
         if name in call:
             array = call[name]

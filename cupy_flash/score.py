@@ -14,6 +14,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 
+class Place(NamedTuple):
+    """Which positions the rows of a sequence are: query i is position q_first + i step of it, key j kv_first + j step.
+
+    Of a whole sequence the rows are the positions, and `offset` is the diagonal offset o; of a shard it is
+    q_first + o - kv_first, so that query i lies i step + offset - j step positions past key j.
+    """
+
+    q_first: int
+    kv_first: int
+    offset: int
+    step: int
+
+
 class Tile(NamedTuple):
     """Where a tile of scores lies: batch entry, query head, and half-open ranges of queries and keys."""
 
@@ -23,7 +36,7 @@ class Tile(NamedTuple):
     q_stop: int
     kv_start: int
     kv_stop: int
-    offset: int  # the diagonal offset o of this sequence
+    place: Place
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -76,9 +89,9 @@ class Alibi:
 
     def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> None:
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
-        i = np.arange(tile.q_start, tile.q_stop)[:, None] + tile.offset
+        i = np.arange(tile.q_start, tile.q_stop)[:, None]
         j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
-        S -= slope * np.abs(i - j)
+        S -= slope * np.abs((i - j) * tile.place.step + tile.place.offset)
 
     def gradient(self, dS: np.ndarray, tile: Tile, kept: None) -> None:
         pass

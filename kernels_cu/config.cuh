@@ -47,4 +47,5 @@ constexpr bool ALIBI = false;
 constexpr bool BIAS = false;
 constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
-constexpr bool DLSE = false;  // lse has a gradient
+constexpr bool DLSE = false;   // lse has a gradient
+constexpr bool SHARD = false;  // the rows are a part of longer sequences

@@ -34,15 +34,32 @@ struct Dropout {
   unsigned int drop_below;
   unsigned int head_index;  // b * Hq + h
   double keep_scale;
+  int q_first;  // query i of the call is position q_first + i * step
+  int kv_first;
+  int step;
 
   __device__ Dropout(const Params& p, int b, int h)
-      : seed(p.seed), drop_below(p.drop_below), head_index(b * p.heads + h), keep_scale(p.keep_scale) {
+      : seed(p.seed),
+        drop_below(p.drop_below),
+        head_index(b * p.whole_heads + p.first_head + h),
+        keep_scale(p.keep_scale),
+        q_first(0),
+        kv_first(0),
+        step(1) {
     if (DROPOUT && p.seed_array) seed = (unsigned long long)*p.seed_array;
+    if constexpr (SHARD) {
+      step = p.step;
+      if (b < p.batch) q_first = p.starts[3 * b], kv_first = p.starts[3 * b + 1];
+    }
   }
 
-  // The bits that serve element (i, j), and seven others: rows i, i ^ 8 by columns j, j ^ 1, j ^ 8, j ^ 9.
+  // The bits that serve query i and key j. Of a whole sequence they serve seven others: rows i, i ^ 8 by columns j,
+  // j ^ 1, j ^ 8, j ^ 9.
   __device__ Philox bits(int i, int j) const {
+    i = q_first + i * step, j = kv_first + j * step;
     return Philox(i >> 4, j >> 4, head_index, 4 * (i & 7) + ((j & 7) >> 1), seed);
   }
-  __device__ bool keeps(const Philox& bits, int i, int j) const { return bits.half(i, j) >= drop_below; }
+  __device__ bool keeps(const Philox& bits, int i, int j) const {
+    return bits.half(q_first + i * step, kv_first + j * step) >= drop_below;
+  }
 };

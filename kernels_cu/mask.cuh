@@ -13,9 +13,16 @@ struct Band {
     // An unbounded side, or one past the sequence, is a bound that no pair of positions reaches.
     low = -q_len - 1;
     high = kv_len + 1;
-    if (WINDOW_LEFT) low = max((long long)low, (long long)sequence.offset - p.window_left);
-    if (WINDOW_RIGHT) high = min((long long)high, (long long)sequence.offset + p.window_right);
+    if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
+    if (WINDOW_RIGHT) high = inside(floor_div((long long)sequence.offset + p.window_right, sequence.step));
   }
+
+  __device__ int inside(long long bound) const {
+    return min(max(bound, (long long)(-q_len - 1)), (long long)(kv_len + 1));
+  }
+
+  // Rounded down. Without a shard the divisor is 1, and the compiler leaves nothing of it.
+  __device__ static long long floor_div(long long a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
   __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
 

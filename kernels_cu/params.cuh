@@ -46,12 +46,16 @@ struct Params {
   int* kv_lengths;
   int* cu_seqlens_q;
   int* cu_seqlens_k;
+  int* starts;            // (batch, 3) of a shard: position of its first query, of its first key, and the offset
   long long* seed_array;  // null: seed
   unsigned long long seed;
   double scale;
   double softcap;
   double keep_scale;
   unsigned int drop_below;  // dropout keeps a probability whose 16 random bits are at least this
+  int step;                 // positions between neighbouring rows: 1, or more of a shard
+  int first_head;           // of a shard
+  int whole_heads;          // query heads of what it is a part of
   int batch;
   int heads;
   int group;  // query heads per key/value head

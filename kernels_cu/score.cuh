@@ -10,11 +10,18 @@ struct Score {
   int batch;
   int head;
   int offset;
+  int step;
   real scale;
   real slope;
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
-      : p(params), batch(sequence.batch), head(h), offset(sequence.offset), scale((real)params.scale), slope(0) {
+      : p(params),
+        batch(sequence.batch),
+        head(h),
+        offset(sequence.offset),
+        step(sequence.step),
+        scale((real)params.scale),
+        slope(0) {
     // The rows past a packed batch's last sequence have none.
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
@@ -28,7 +35,7 @@ struct Score {
       s = (real)p.softcap * t;
       slope_of_cap = 1 - t * t;
     }
-    if constexpr (ALIBI) s -= slope * (real)abs(i + offset - j);
+    if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) s += to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
     return s;
   }

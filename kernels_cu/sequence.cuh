@@ -19,6 +19,7 @@ struct Sequence {
   int q_start;  // first row; 0 in a padded batch
   int kv_start;
   int offset;  // the diagonal offset o that causal, window and ALiBi share
+  int step;    // query i lies i * step + offset - j * step positions past key j
 
   __device__ Sequence(const Params& p, int b) : batch(b) {
     if constexpr (PACKED) {
@@ -38,6 +39,11 @@ struct Sequence {
       kv_len = KV_LENGTHS ? p.kv_lengths[b] : kv_rows;
     }
     offset = TOP_LEFT ? 0 : kv_len - q_len;
+    step = 1;
+    if constexpr (SHARD) {
+      step = p.step;
+      if (b < p.batch) offset = p.starts[3 * b + 2];
+    }
   }
 
   // The address of row 0 of this sequence in an operand of queries, or of keys.

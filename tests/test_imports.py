@@ -84,6 +84,11 @@ FLOW = (
     "adapters.jax",
     "memory",
     "api",
+    "distributed.shards",
+    "distributed.channel",
+    "distributed.ring",
+    "distributed.ulysses",
+    "distributed",
     "__init__",
     "__main__",
 )

@@ -74,6 +74,16 @@ def test_kv_range_and_q_range():
             assert list(range(*band.q_range(*keys))) == queries.tolist(), (band, keys)
 
 
+def test_rows_that_are_apart():
+    """The band of a shard shows what the whole mask shows at the positions of its rows."""
+    for mask in (Mask(*sides) for sides in product(SIDES, SIDES, (False, True))):
+        seen = sees(mask, 13, 11)
+        for step, q_first, kv_first in product((1, 2, 3, 5), (0, 1, 4), (0, 2, 10)):
+            part = seen[q_first::step, kv_first::step]
+            band = mask.band(*part.shape, q_first + mask.offset(13, 11) - kv_first, step)
+            np.testing.assert_array_equal(band.visible(0, part.shape[0], 0, part.shape[1]), part)
+
+
 @pytest.mark.parametrize("block", [1, 2, 3, 8])
 def test_tiles(block):
     """Tiles cover the range once, in order, none empty, cut only at the range's ends and at multiples of the block."""

@@ -24,11 +24,11 @@ import numpy as np
 
 from ..arrays import Array, empty
 from ..device import blas_controller
-from ..dropout import keep_mask, keep_scale
+from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Alibi, Bias, ScoreStep, Softcap, Tile
+from ..score import Alibi, Bias, Place, ScoreStep, Softcap, Tile
 
 # A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
 # can stay 0. exp(20) = 5e8 leaves thirty powers of ten to both ends of fp32's range.
@@ -62,7 +62,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             bounded = not call.additive and _largest_norm(Q) * K_norm <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
-                tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.offset)
+                tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.place)
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
                 for step in call.score_steps:
                     step.apply(S, tile, keep=False)
@@ -111,7 +111,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
                 K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
                 for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
-                    tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.offset)
+                    tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.place)
                     P, dS = rows.recompute(tile, K_tile, V_tile)
                     dV[keys] += P.T @ rows.dO[q_start:q_stop, :-1]
                     dK[keys] += dS.T @ rows.Q[q_start:q_stop, :-1]
@@ -182,7 +182,7 @@ class Sequence(NamedTuple):
     queries: slice
     keys: slice
     band: Band
-    offset: int
+    place: Place
 
     @property
     def q_len(self) -> int:
@@ -252,9 +252,17 @@ class _Call:
 
     def keep(self, tile: Tile) -> np.ndarray:
         """Dropout's factors of the tile: 0, or what keeps the expected value."""
-        head_index = tile.batch * self.problem.heads + tile.head
-        kept = keep_mask(self.seed, head_index, *tile.queries, *tile.keys, self.problem.dropout)
-        return kept * self.problem.accumulation.type(keep_scale(self.problem.dropout))
+        problem, (q_first, kv_first, _, step) = self.problem, tile.place
+        head_index = tile.batch * problem.whole_heads + problem.first_head + tile.head
+        if step == 1:
+            kept = keep_mask(
+                self.seed, head_index, q_first + tile.q_start, q_first + tile.q_stop,
+                kv_first + tile.kv_start, kv_first + tile.kv_stop, problem.dropout,
+            )  # fmt: skip
+        else:
+            i, j = q_first + step * np.arange(*tile.queries), kv_first + step * np.arange(*tile.keys)
+            kept = keep_mask_at(self.seed, head_index, i, j, problem.dropout)
+        return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
         """A task per key/value head; those that add to one slice of a bias gradient follow each other in one task,
@@ -339,12 +347,17 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
             for lengths, longest in ((operands.q_lengths, problem.q_len), (operands.kv_lengths, problem.kv_len))
         )
         row_of = list(range(problem.batch))
+    starts = None if operands.starts is None else operands.starts.numpy().tolist()
     sequences = []
     for batch, (row, *bounds) in enumerate(zip(row_of, q_starts, q_stops, k_starts, k_stops, strict=True)):
         queries, keys = slice(*bounds[:2]), slice(*bounds[2:])
         lengths = (queries.stop - queries.start, keys.stop - keys.start)
-        band, offset = problem.mask.band(*lengths), problem.mask.offset(*lengths)
-        sequences.append(Sequence(batch, row, queries, keys, band, offset))
+        place = Place(0, 0, problem.mask.offset(*lengths), 1)
+        if starts is not None:
+            q_first, kv_first, offset = starts[batch]
+            place = Place(q_first, kv_first, offset, problem.step)
+        band = problem.mask.band(*lengths, place.offset, place.step)
+        sequences.append(Sequence(batch, row, queries, keys, band, place))
     return sequences
 
 

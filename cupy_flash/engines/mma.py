@@ -70,6 +70,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
     elif dtype == "bfloat16" and device.arch == "sm_75":
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
+    if problem.shard and problem.dropout:
+        reasons.append("dropout of a shard, whose rows may be any positions: one Philox call serves eight scores here")
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

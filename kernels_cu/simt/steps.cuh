@@ -15,12 +15,13 @@ __device__ bool sees(const Score& score, const Band& band, int i, int j) {
   return seen;
 }
 
-// Dropout's factors along the columns of one row: columns c and c + 1, LANES apart, share their random bits.
+// Dropout's factors along the columns of one row: columns c and c + 1, LANES apart, share their random bits, unless a
+// shard begins where it likes.
 struct Kept {
   Philox bits;
 
   __device__ real factor(const Dropout& dropout, int c, int i, int j) {
-    if (c % 2 == 0) bits = dropout.bits(i, j);
+    if (SHARD || c % 2 == 0) bits = dropout.bits(i, j);
     return dropout.keeps(bits, i, j) ? (real)dropout.keep_scale : 0;
   }
 };

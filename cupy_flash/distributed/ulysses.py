@@ -1,0 +1,197 @@
+"""Attention over several ranks by trading rows for heads: each rank computes the whole sequence of a part of the heads.
+
+Two exchanges of all with all per pass, whatever the length, and one call of the engine; the number of key/value heads
+bounds the number of ranks. Jacobs et al., DeepSpeed Ulysses (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import backends
+from ..problem import Options, Packed, Saved, Shard, pose
+from .channel import Channel
+from .ring import (
+    describe,
+    read_options,
+    refuse_second_derivative,
+    require_rows,
+    tensors_of,
+    whole_lengths,
+    without_tensors,
+)
+from .shards import runs
+
+
+def ulysses_attention(q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, **options: Any) -> Any:
+    """`cupy_flash.attention` of a sequence spread over the ranks of a group, by all-to-all.
+
+    Args:
+        q, k, v: the rank's rows, `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`. The
+            heads of k and v, and with them those of q, must be a multiple of the number of ranks.
+        group, seqlen, options: those of `ring_attention`.
+
+    Returns, raises: as `ring_attention`. The gradient of a sink is that of the rank's heads, 0 for the others: the sum
+        over the ranks is the gradient of the sum of their losses.
+    """
+    return _attend("ulysses_attention", (q, k, v), group, seqlen, options)
+
+
+def ulysses_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *,
+    group: Any = None,
+    seqlen: Any = None,
+    **options: Any,
+) -> Any:
+    """`ulysses_attention` of a packed batch.
+
+    Unlike a ring's, the shards are of the packed row as a whole: rank r has q, k and v rows
+    `positions(T, r, ranks, "contiguous")` of it, whatever sequences they belong to. cu_seqlens and max_seqlen are those
+    of `attention_varlen` for the whole batch, int32 on the device of q, equal on all ranks; seqlen is T, or (Tq, Tk).
+    """
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, options, packed)
+
+
+def _attend(
+    function: str,
+    arrays: tuple[Any, Any, Any],
+    group: Any,
+    seqlen: Any,
+    options: dict[str, Any],
+    packed: Packed | None = None,
+) -> Any:
+    asked = read_options(function, arrays, options)
+    channel = Channel.of(function, group)
+    if packed is None:
+        pose(function, arrays, asked)  # what is wrong with the call shows on its part here
+    elif any(x.ndim != 3 for x in arrays):
+        raise ValueError(
+            f"{function}: q, k and v must be (T, H, D), not {', '.join(str(tuple(x.shape)) for x in arrays)}"
+        )
+    axes = Axes(1, 2) if asked.layout == "bshd" else Axes(2, 1)
+    axes = axes if packed is None else Axes(0, 1)
+    q, k, v = arrays
+    heads = [x.shape[axes.heads] for x in arrays]
+    if any(count % channel.ranks for count in heads):
+        raise ValueError(
+            f"{function}: the {heads[1]} heads of k and v and the {heads[0]} of q must be multiples of the "
+            f"{channel.ranks} ranks; ring_attention takes any number"
+        )
+    here = (q.shape[axes.rows], k.shape[axes.rows])
+    lengths = whole_lengths(function, seqlen, here, channel.ranks)
+    sizes = [
+        [len(run) for r in range(channel.ranks) for run in runs(n, r, channel.ranks, "contiguous")] for n in lengths
+    ]
+    require_rows(function, channel, here, (sizes[0][channel.rank], sizes[1][channel.rank]), "contiguous")
+    channel.agree(function, describe(arrays, asked, axes.rows) | {"lengths": lengths})
+    longest = None if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
+    call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(asked))
+    bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    out, lse = _Ulysses.apply(*arrays, *tensors_of(asked), *bounds, call)
+    return (out, lse) if asked.return_lse else out
+
+
+class Axes(NamedTuple):
+    """The dimensions of a tensor that are traded: of whole rows for whole heads."""
+
+    rows: int
+    heads: int
+
+
+LSE = Axes(-1, -2)
+
+
+class _Call(NamedTuple):
+    """A call on one rank: everything but its tensors."""
+
+    function: str
+    channel: Channel
+    axes: Axes  # of q, k, v and out
+    q_sizes: list[int]  # rows of every rank
+    kv_sizes: list[int]
+    longest: tuple[Any, Any] | None  # sequences of a packed batch
+    options: Options
+
+    def to_heads(self, x: Any, sizes: list[int], axes: Axes) -> Any:
+        """This rank's rows of all heads -> all rows of this rank's heads."""
+        pieces = x.chunk(self.channel.ranks, axes.heads)
+        shapes = []
+        for size in sizes:
+            shape = list(pieces[0].shape)
+            shape[axes.rows] = size
+            shapes.append(tuple(shape))
+        return torch.cat(self.channel.trade(pieces, shapes), axes.rows)
+
+    def to_rows(self, x: Any, sizes: list[int], axes: Axes) -> Any:
+        """All rows of this rank's heads -> this rank's rows of all heads."""
+        pieces = x.split(sizes, axes.rows)
+        shapes = [tuple(pieces[self.channel.rank].shape)] * self.channel.ranks
+        return torch.cat(self.channel.trade(pieces, shapes), axes.heads)
+
+    def heads_of(self, x: Any) -> Any:
+        """This rank's part of a tensor whose last dimension is heads."""
+        return None if x is None else x.chunk(self.channel.ranks, -1)[self.channel.rank].contiguous()
+
+    def pose(
+        self,
+        arrays: tuple[Any, Any, Any],
+        tensors: tuple[Any, ...],
+        bounds: tuple[Any, Any],
+        saved: Saved | None = None,
+    ) -> Any:
+        """(problem, operands) of the whole sequence and this rank's heads, which draw their own bits of dropout."""
+        sink, alibi_slopes, seed = tensors
+        options = replace(
+            self.options, sink=self.heads_of(sink), alibi_slopes=self.heads_of(alibi_slopes),
+            seed=self.options.seed if seed is None else seed,
+        )  # fmt: skip
+        packed = None if self.longest is None else Packed(*bounds, *self.longest)
+        heads = arrays[0].shape[self.axes.heads]
+        shard = Shard(first_head=self.channel.rank * heads, heads=self.channel.ranks * heads)
+        return pose(self.function, arrays, options, packed, saved, shard)
+
+
+class _Ulysses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+        *tensors, cu_seqlens_q, cu_seqlens_k, call = rest
+        bounds = (cu_seqlens_q, cu_seqlens_k)
+        q = call.to_heads(q, call.q_sizes, call.axes)
+        k, v = (call.to_heads(x, call.kv_sizes, call.axes) for x in (k, v))
+        out, lse = (x.result() for x in backends.forward(*call.pose((q, k, v), tuple(tensors), bounds)))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors, *bounds)
+        ctx.call = call
+        return call.to_rows(out, call.q_sizes, call.axes), call.to_rows(lse, call.q_sizes, LSE)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), *[None] * 5
+
+
+def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv, dsink) of this rank's rows; dsink of its heads, and 0."""
+    q, k, v, out, lse, *tensors, cu_seqlens_q, cu_seqlens_k = saved
+    dout = torch.zeros_like(out) if dout is None else call.to_heads(dout, call.q_sizes, call.axes)
+    dlse = None if dlse is None else call.to_heads(dlse, call.q_sizes, LSE)
+    posed = call.pose((q, k, v), tuple(tensors), (cu_seqlens_q, cu_seqlens_k), Saved(dout, out, lse, dlse))
+    dq, dk, dv, _, part = (None if x is None else x.result() for x in backends.backward(*posed))
+    dsink = None
+    if part is not None:
+        dsink = torch.zeros_like(tensors[0])
+        dsink.chunk(call.channel.ranks)[call.channel.rank].copy_(part)
+    dq = call.to_rows(dq, call.q_sizes, call.axes)
+    dk, dv = (call.to_rows(x, call.kv_sizes, call.axes) for x in (dk, dv))
+    return dq, dk, dv, dsink

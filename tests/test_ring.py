@@ -1,0 +1,465 @@
+"""Attention over 2 and 4 processes is attention on one: ring and Ulysses, forward and backward, in fp64 to 1e-12."""
+
+import copy
+import os
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from tolerance import assert_matches_reference
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import cupy_flash
+from cupy_flash import backends
+from cupy_flash.distributed import (
+    channel,
+    packed_rows,
+    positions,
+    ring,
+    ring_attention,
+    ring_attention_varlen,
+    ulysses_attention,
+    ulysses_attention_varlen,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on a whole sequence, or with tuples of lengths on a packed batch, and how its rows are spread."""
+
+    sharding: str = "zigzag"
+    q_len: int | tuple[int, ...] = 37
+    kv_len: int | tuple[int, ...] | None = None  # None: as many as queries
+    heads: int = 4
+    kv_heads: int = 2
+    dtype: str = "float64"
+    sink: bool = False
+    alibi: bool = False
+    dlse: bool = True
+    options: dict = field(default_factory=dict)
+
+    @property
+    def packed(self):
+        return isinstance(self.q_len, tuple)
+
+    @property
+    def lengths(self):
+        return self.q_len, self.q_len if self.kv_len is None else self.kv_len
+
+    @property
+    def row_axis(self):
+        return 0 if self.packed else 2 if self.options.get("layout") == "bhsd" else 1
+
+    def whole(self):
+        """NumPy arrays of the whole: q, k, v, dout, dlse, and the options."""
+        rng = np.random.default_rng(0)
+        options = dict(self.options)
+        if self.sink:
+            options["sink"] = rng.normal(size=self.heads)
+        if self.alibi:
+            options["alibi_slopes"] = rng.uniform(0, 0.5, self.heads).astype(np.float32)
+        q_rows, kv_rows = (sum(n) if self.packed else n for n in self.lengths)
+        shapes = [
+            (q_rows, self.heads, 8),
+            (kv_rows, self.kv_heads, 8),
+            (kv_rows, self.kv_heads, 6),
+            (q_rows, self.heads, 6),
+        ]
+        arrays = [rng.normal(size=shape if self.packed else (2, *shape)) for shape in shapes]
+        if self.row_axis == 2:
+            arrays = [x.swapaxes(1, 2) for x in arrays]
+        dlse = rng.normal(size=(self.heads, q_rows) if self.packed else (2, self.heads, q_rows))
+        arrays = [np.ascontiguousarray(x).astype(self.dtype) for x in arrays]
+        return *arrays, dlse.astype(np.float64 if self.dtype == "float64" else np.float32), options
+
+
+def boundaries(lengths):
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def on_one(case, arrays):
+    """Everything that one process computes of the whole."""
+    q, k, v, dout, dlse, options = arrays
+    packed = [*map(boundaries, case.lengths), *map(max, case.lengths)] if case.packed else []
+    forward, backward = (
+        (cupy_flash.attention_varlen, cupy_flash.attention_varlen_backward)
+        if case.packed
+        else (cupy_flash.attention, cupy_flash.attention_backward)
+    )
+    out, lse = forward(q, k, v, *packed, return_lse=True, **options)
+    # The gradient of an lse that is -inf is of no row.
+    dlse = np.where(np.isfinite(lse), dlse, 0).astype(dlse.dtype) if case.dlse else None
+    return out, lse, dlse, backward(dout, q, k, v, out, lse, *packed, dlse=dlse, **options)
+
+
+def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
+    """(out, lse, dq, dk, dv, dsink) of this rank, and the rows of the queries and keys that it holds."""
+    q, k, v, dout, _, options = arrays
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    if case.packed and scheme == "ring":
+        rows = [packed_rows(boundaries(n), world.rank, world.size, case.sharding) for n in case.lengths]
+    else:
+        counts = [sum(n) if case.packed else n for n in case.lengths]
+        rows = [positions(n, world.rank, world.size, case.sharding) for n in counts]
+        options["seqlen"] = tuple(counts)
+    rows = [torch.from_numpy(x) for x in rows]
+    leaves = [
+        torch.from_numpy(x).index_select(case.row_axis, at).requires_grad_()
+        for x, at in zip((q, k, v), (rows[0], rows[1], rows[1]), strict=True)
+    ]
+    if case.sink:
+        leaves.append(options["sink"].requires_grad_())
+    cu_seqlens = [torch.from_numpy(boundaries(n)) for n in case.lengths] if case.packed else []
+    if scheme == "ring":
+        function = partial(ring_attention_varlen if case.packed else ring_attention, sharding=case.sharding)
+    else:
+        function = ulysses_attention_varlen if case.packed else ulysses_attention
+        cu_seqlens += [*map(max, case.lengths)] if case.packed else []
+    out, lse = function(*leaves[:3], *cu_seqlens, group=group, return_lse=True, **options)
+    results, gradients = [out], [torch.from_numpy(dout).index_select(case.row_axis, rows[0])]
+    if dlse is not None:
+        results, gradients = [out, lse], [*gradients, torch.from_numpy(dlse).index_select(-1, rows[0])]
+    return [out, lse, *torch.autograd.grad(results, leaves, gradients)], rows
+
+
+def compare(case, world, group=None, scheme="ring"):
+    """This rank's rows of every result are those of one process; the parts of a sink's gradient add up."""
+    arrays = case.whole()
+    out, lse, dlse, gradients = on_one(case, arrays)
+    mine, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
+    axis = case.row_axis
+    wanted = [(out, q_rows, axis), (lse, q_rows, -1), (gradients.dq, q_rows, axis), (gradients.dk, kv_rows, axis)]
+    wanted += [(gradients.dv, kv_rows, axis)]
+    for name, x, (whole, rows, dimension) in zip(("out", "lse", "dq", "dk", "dv"), mine, wanted, strict=False):
+        expected = whole.take(rows.numpy(), dimension)
+        assert x.dtype == getattr(torch, str(whole.dtype)) and x.shape == expected.shape, name
+        np.testing.assert_allclose(x.detach().numpy(), expected, rtol=0, atol=1e-12, err_msg=name)
+    if case.sink:
+        distributed.all_reduce(mine[5], group=group)
+        np.testing.assert_allclose(mine[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
+
+
+CASES = {
+    "full": Case(),
+    "causal": Case(options=dict(causal=True)),
+    "causal-even": Case(q_len=32, options=dict(causal=True)),
+    "top-left-fewer-keys": Case(q_len=40, kv_len=21, options=dict(causal="top_left")),
+    "bottom-right-more-queries": Case(q_len=33, kv_len=18, options=dict(causal=True), sink=True),
+    "bottom-right-more-keys": Case(q_len=9, kv_len=50, options=dict(causal=True)),
+    "window": Case(options=dict(window=(5, 3))),
+    "window-narrow": Case(options=dict(window=(1, 0), softcap=2.0)),
+    "window-left-causal": Case(options=dict(window=(6, None), causal=True)),
+    "multi-query-bhsd": Case(kv_heads=1, options=dict(layout="bhsd", causal=True, scale=-0.7)),
+    "alibi": Case(alibi=True),
+    "dropout": Case(options=dict(dropout=0.4, seed=5)),
+    "alibi-causal-dropout-sink": Case(alibi=True, sink=True, options=dict(causal=True, dropout=0.3, seed=2**63 + 1)),
+    "no-dlse": Case(dlse=False, options=dict(causal=True)),
+    "empty-shards": Case(q_len=3, options=dict(causal=True), sink=True),
+    "no-positions": Case(q_len=0),
+    "no-keys": Case(q_len=5, kv_len=0, sink=True),
+    "packed": Case(q_len=(13, 0, 1, 22), options=dict(causal=True)),
+    "packed-dropout": Case(
+        q_len=(13, 5, 22), kv_len=(20, 0, 21), alibi=True, sink=True, options=dict(window=(7, 4), dropout=0.2, seed=1)
+    ),
+    "packed-of-none": Case(q_len=(0,)),
+}
+CHECKS = {
+    f"{sharding}-{name}": partial(compare, replace(case, sharding=sharding))
+    for sharding in ("contiguous", "zigzag", "striped")
+    for name, case in CASES.items()
+}
+# Heads for 4 ranks; a rank's share of the rows is a piece, whatever it belongs to.
+CHECKS |= {
+    f"ulysses-{name}": partial(compare, replace(case, sharding="contiguous", heads=8, kv_heads=4), scheme="ulysses")
+    for name, case in CASES.items()
+    if name != "packed-of-none"
+}
+
+
+def check(function):
+    CHECKS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@check
+def low_precision(world):
+    """Of parts in bfloat16, merged and added up in float32, the error stays that of one process."""
+    for dtype in ("bfloat16", "float32"):
+        case = Case(q_len=64, dtype="float32", options=dict(causal=True), dlse=False)
+        *arrays, dlse, options = case.whole()
+        arrays = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in arrays]
+        rows = torch.from_numpy(positions(64, world.rank, world.size, "zigzag"))
+
+        def results(attend, x):
+            q, k, v = (y.requires_grad_() for y in x[:3])
+            out = attend(q, k, v, causal=True)
+            return [out.detach(), *torch.autograd.grad(out, (q, k, v), x[3])]
+
+        exact = results(cupy_flash.attention, [x.double() for x in arrays])
+        alone = results(cupy_flash.attention, [x.clone() for x in arrays])
+        mine = results(ring_attention, [x[:, rows] for x in arrays])
+        for name, x, whole, low in zip(("out", "dq", "dk", "dv"), mine, exact, alone, strict=True):
+            assert x.dtype == arrays[0].dtype
+            actual = low.index_copy(1, rows, x)
+            assert_matches_reference(*(y.double() for y in (actual, whole, low)), dtype, f"{dtype} {name}")
+
+
+@check
+def next_keys_travel_while_the_present_ones_are_computed_with(world):
+    events, (forward, backward) = [], (backends.forward, backends.backward)
+    start, wait = distributed.batch_isend_irecv, channel.Arrival.wait
+
+    def noted(name, function):
+        def call(*arguments):
+            events.append(name)
+            return function(*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "batch_isend_irecv", noted("send", start))
+        patch.setattr(channel.Arrival, "wait", noted("wait", wait))
+        patch.setattr(backends, "forward", noted("compute", forward))
+        patch.setattr(backends, "backward", noted("compute", backward))
+        q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+        out = ring_attention(q, k, v, sharding="contiguous")
+        hops = world.size - 1
+        assert events == ["send", "compute", "wait"] * hops + ["compute"]
+        events.clear()
+        out.sum().backward()
+    # Keys leave before the step, gradients after it; both arrive during the next one.
+    first, middle, last = ["send", "compute", "send", "wait"], ["send", "compute", "wait", "send", "wait"], ["compute"]
+    assert events == first + middle * (hops - 1) + last + ["wait", "send", "wait"]
+
+
+@check
+def gradients_of_keys_travel_in_float32(world):
+    sent = []
+    start = distributed.batch_isend_irecv
+    q, k, v = (torch.randn(1, 4, 2, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "batch_isend_irecv", lambda o: sent.append({x.tensor.dtype for x in o}) or start(o))
+        out.sum().backward()
+    assert sent.count({torch.float32}) == world.size and sent.count({torch.bfloat16}) == world.size - 1
+    assert len(sent) == 2 * world.size - 1
+
+
+@check
+def parts_are_merged_in_float32(world):
+    merged = []
+    q = torch.randn(1, 8, 2, 4, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ring, "merge", lambda *parts, **options: merged.append(parts) or cupy_flash.merge(*parts, **options)
+        )
+        out = ring_attention(q, q, q)
+    assert len(merged) >= 2 * (world.size - 1)
+    assert {parts[0].dtype for parts in merged} == {torch.float32} and out.dtype == torch.bfloat16
+
+
+@check
+def far_keys_of_a_window_do_not_travel(world):
+    sent = []
+    start = distributed.batch_isend_irecv
+    q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "batch_isend_irecv", lambda o: sent.append(o) or start(o))
+        out = ring_attention(q, k, v, causal=True, window=(8, 0), sharding="contiguous")
+        assert len(sent) == 1
+        out.sum().backward()
+        assert len(sent) == 1 + 3  # the keys, their gradients, and those home
+
+
+@check
+def only_the_own_shards_are_kept_for_the_backward(world):
+    kept = []
+    q, k, v = (torch.randn(2, 8, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = ring_attention(q, k, v, causal=True)
+    lse = 2 * 4 * 8 * 4
+    own = sum(x.nbytes for x in (q, k, v, out)) + lse
+    assert sum(x.nbytes for x in kept) == own
+    kept.clear()
+    q, k, v = (torch.randn(2, 8, 4, 4, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = ulysses_attention(q, k, v, causal=True)
+    assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in (q, k, v, out)) + lse
+
+
+@check
+def ranks_that_ask_for_different_things_all_hear_of_it(world):
+    q = torch.randn(3, 8, 4, 4)  # of a shape that no other check has agreed on
+    odd = world.rank == world.size - 1
+    with pytest.raises(ValueError, match="scale: None on rank 0.*0.5 on rank"):
+        ring_attention(q, q, q, scale=0.5 if odd else None)
+    with pytest.raises(ValueError, match=r"must ask for the same, and do not\n  - lengths: \(.*\) on rank 0"):
+        x = q[:, :6] if odd else q
+        ring_attention(x, x, x)
+    with pytest.raises(ValueError, match=r"  - k: torch.float32 \(3, \*, 4, 4\) on rank 0.*\(3, \*, 2, 4\) on rank"):
+        ring_attention(q, *[q[:, :, :2] if odd else q] * 2)
+    with pytest.raises(ValueError, match="  - causal: "):
+        ulysses_attention(q, q, q, causal=odd)
+    # The group is as good as new.
+    compare(Case(), world)
+
+
+@check
+def agreed_once_nothing_is_asked_again(world):
+    asked = []
+    gather = distributed.all_gather_object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "all_gather_object", lambda *a, **o: asked.append(a) or gather(*a, **o))
+        for seed in (1, 2, 3):
+            q = torch.randn(1, 12, 4, 4)
+            ring_attention(q, q, q, dropout=0.1, seed=seed)
+        assert len(asked) == 1
+        ring_attention(q, q, q, dropout=0.2, seed=4)
+    assert len(asked) == 2
+
+
+@check
+def bad_calls_say_what_is_wrong(world):
+    q = torch.randn(1, 8, 4, 4)
+    with pytest.raises(
+        ValueError, match="bias is not served over several ranks\n  - mask is not served.*\n  - dropout needs"
+    ):
+        ring_attention(q, q, q, bias=q[0], mask=q[0] > 0, dropout=0.1)
+    with pytest.raises(TypeError, match="unknown option 'casual'"):
+        ring_attention(q, q, q, casual=True)
+    with pytest.raises(TypeError, match="q, k and v must be torch tensors, not <class 'numpy.ndarray'>"):
+        ring_attention(q.numpy(), q.numpy(), q.numpy())
+    with pytest.raises(ValueError, match="k and v must have one length, not 8 and 7"):
+        ring_attention(q, q, q[:, :7])
+    with pytest.raises(
+        ValueError, match=rf"rank {world.rank} of {world.size} has 8 queries and 8 keys, not the .*seqlen="
+    ):
+        ring_attention(q, q, q, seqlen=1000)
+    with pytest.raises(TypeError, match="seqlen must be None, a whole number or"):
+        ring_attention(q, q, q, seqlen="long")
+    with pytest.raises(ValueError, match="sharding must be one of contiguous, zigzag, striped, not 'round'"):
+        ring_attention(q, q, q, sharding="round")
+    with pytest.raises(ValueError, match="cu_seqlens_k must start at 0 and not decrease"):
+        ring_attention_varlen(q[0], q[0], q[0], [0, 8], [0, 9, 8])
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be \(B \+ 1,\) whole numbers"):
+        ring_attention_varlen(q[0], q[0], q[0], 8, [0, 8])
+    with pytest.raises(ValueError, match="the 3 heads of k and v and the 3 of q must be multiples of"):
+        ulysses_attention(*[q[:, :, :3]] * 3)
+    with pytest.raises(ValueError, match=r"must be \(T, H, D\)"):
+        ulysses_attention_varlen(q, q, q, torch.tensor([0, 8]), torch.tensor([0, 8]), 8, 8)
+    q.requires_grad_()
+    for attend in (ring_attention, ulysses_attention):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(attend(q, q, q).sum(), q, create_graph=True)
+
+
+class Layer(torch.nn.Module):
+    """Attention with a residual, on whatever rows of the sequence it is given."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24, dtype=torch.float64)
+        self.attend = attend
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
+        return x + self.attend(q, k, v, causal=True).flatten(2)
+
+
+@check
+def inside_fsdp2_with_checkpointing(world):
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(*(Layer(cupy_flash.attention) for _ in range(2)))
+    x = torch.randn(2, 16, 8, dtype=torch.float64)
+    model = copy.deepcopy(alone)
+    alone(x).square().sum().backward()
+    for layer in model:
+        layer.attend = ring_attention
+        fully_shard(layer)
+    fully_shard(model)
+    y = x[:, torch.from_numpy(positions(16, world.rank, world.size))]
+    for layer in model:
+        y = checkpoint(layer, y, use_reentrant=False)
+    y.square().sum().backward()
+    for (name, parameter), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        summed = parameter.grad.full_tensor() * world.size  # FSDP2 averages
+        torch.testing.assert_close(summed, theirs.grad, rtol=0, atol=1e-11, msg=name)
+
+
+ON_4 = {}
+
+
+def on_4(function):
+    ON_4[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@on_4
+def a_mesh_whose_ranks_are_not_0_to_n(world):
+    """Two rings at a time: processes 0 and 2, 1 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
+    here = replace(world, rank=world.rank // 2, size=2)
+    for sharding in ("zigzag", "contiguous"):
+        compare(Case(sharding=sharding, options=dict(causal=True)), here, mesh["sequence"])
+    compare(Case(sharding="contiguous"), here, mesh["sequence"], "ulysses")
+    with pytest.raises(ValueError, match="a DeviceMesh must have one dimension, not 2"):
+        compare(Case(), here, mesh)
+
+
+@on_4
+def a_group_in_another_order(world):
+    order = [3, 1, 2]
+    group = distributed.new_group(order, sort_ranks=False)
+    if world.rank in order:
+        here = replace(world, rank=order.index(world.rank), size=3)
+        compare(Case(options=dict(causal=True)), here, group)
+        compare(Case(sharding="striped", options=dict(dropout=0.5, seed=1)), here, group)
+    else:
+        with pytest.raises(ValueError, match="this process, rank 0, is not in the group"):
+            compare(Case(), world, group)
+
+
+@on_4
+def a_rank_that_dies_is_an_error_for_the_others(world):
+    """Last: it leaves no group. Rank 2 dies in the middle of its first step."""
+    q = torch.randn(1, 8, 4, 4)
+    ring_attention(q, q, q)
+
+    def die(problem, operands):
+        os._exit(1)
+
+    if world.rank == 2:
+        backends.forward = die
+    with pytest.raises(RuntimeError):  # torch's: the connection is closed
+        for _ in range(3):
+            ring_attention(q, q, q)
+
+
+SIZES = {2: CHECKS, 4: CHECKS | ON_4}
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory):
+    """What every process of a group of some size had to say about every check; they run once."""
+    return cache(lambda size: ranks.run(SIZES[size], size, tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize(
+    "size, name", [pytest.param(size, name, id=f"{size}-{name}") for size, checks in SIZES.items() for name in checks]
+)
+def test_on_ranks(complaints, size, name):
+    found = complaints(size)[name]
+    assert set(found) == set(range(size)) - ({2} if "dies" in name else set()), "ranks that came to an end"
+    assert not any(found.values()), "\n".join(f"rank {rank}: {text}" for rank, text in found.items() if text)
+
+
+def test_needs_a_process_group():
+    q = torch.randn(1, 8, 4, 4)
+    with pytest.raises(RuntimeError, match="init_process_group has not been called"):
+        ring_attention(q, q, q)

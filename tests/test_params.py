@@ -55,7 +55,7 @@ def expected_params(problem, operands, results):
             full = np.broadcast_to(array.numpy(), (problem.batch, problem.heads, problem.q_len, problem.kv_len))
             for stride, member in zip(full.strides, ("batch", "head", "row", "column"), strict=True):
                 field[member] = stride // array.dtype.itemsize
-        elif name in ("lse", "dlse", "delta"):
+        elif name in ("lse", "dlse", "delta", "lse2"):
             field["batch"], field["head"], field["row"] = (0, *array.strides)[-3:]
             field["aligned"] = 1
         else:
@@ -71,6 +71,7 @@ def expected_params(problem, operands, results):
     expected["scale"], expected["softcap"] = problem.scale, problem.softcap or 0
     expected["keep_scale"] = dropout.keep_scale(problem.dropout)
     expected["drop_below"] = dropout.threshold(problem.dropout)
+    expected["step"], expected["first_head"], expected["whole_heads"] = 1, 0, problem.heads
     expected["batch"], expected["heads"], expected["group"] = problem.batch, problem.heads, problem.group
     axis = {"bshd": 1, "bhsd": 2, "thd": 0}[problem.layout]
     expected["q_len"], expected["kv_len"] = operands.q.shape[axis], operands.k.shape[axis]

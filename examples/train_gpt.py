@@ -5,6 +5,7 @@
     python examples/train_gpt.py --steps 2000 --save gpt.pt            # stop it when you like; run it again, it goes on
     python examples/train_gpt.py --checkpoint --context 1024           # less memory: blocks keep their input alone
     torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp        # two processes share parameters and batch
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --ring        # every sequence spread over two processes
 
 One seed gives one run: the same batches and first weights, and with either attention the same losses but for rounding,
 unless there is dropout, for which the two draw other random bits. Written to be read from top to bottom and copied: the
@@ -14,6 +15,7 @@ text, the model, the processes, the saved state, the loop.
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import hashlib
 import importlib.util
@@ -35,6 +37,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cupy_flash.adapters.torch import attention
+from cupy_flash.distributed import positions, ring_attention
 
 VOCABULARY = 256  # a token is a byte
 HELD_OUT = 10  # every tenth file is for validation
@@ -58,7 +61,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", action="store_true", help="keep the input of a block alone; its backward reruns it"
     )
-    parser.add_argument("--fsdp", action="store_true", help="share parameters and batch with the processes of torchrun")
+    shared = parser.add_mutually_exclusive_group()
+    shared.add_argument("--fsdp", action="store_true", help="share parameters and batch with the processes of torchrun")
+    shared.add_argument("--ring", action="store_true", help="spread every sequence over the processes of torchrun")
     parser.add_argument("--save", type=Path, help="file to save to, and to go on from where it exists")
     parser.add_argument("--save-every", type=int, default=100, help="steps; also saved at the end [%(default)s]")
     parser.add_argument("--sample-every", type=int, default=100, help="steps; also at the end [%(default)s]")
@@ -69,8 +74,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--embed {arguments.embed} is not a multiple of --heads {arguments.heads}")
     if arguments.fsdp and arguments.save:
         parser.error("--save is for one process: with --fsdp each has a part of the parameters")
-    if arguments.fsdp and not distributed.is_torchelastic_launched():
-        parser.error("--fsdp needs torchrun: torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp")
+    if arguments.ring and arguments.attention != "cupy_flash":
+        parser.error(f"--ring is cupy_flash's own attention: it has no --attention {arguments.attention}")
+    if (arguments.fsdp or arguments.ring) and not distributed.is_torchelastic_launched():
+        option = "--fsdp" if arguments.fsdp else "--ring"
+        parser.error(f"{option} needs torchrun: torchrun --nproc-per-node 2 -- examples/train_gpt.py {option}")
     return arguments
 
 
@@ -95,13 +103,15 @@ def read_text() -> tuple[Tensor, Tensor]:
 def draw_batch(text: Tensor, arguments: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """(tokens, the tokens that follow each), (batch, context) each, int64, from random places of the text.
 
-    All processes draw the same places, and each takes its share of them.
+    All processes draw the same places, and each takes its share: with FSDP of the places, in a ring of the positions.
     """
     starts = torch.randint(len(text) - arguments.context, (arguments.batch, 1), generator=generator)
-    rank, processes = rank_and_processes()
-    starts = starts[rank::processes]
+    if arguments.fsdp:
+        rank, processes = rank_and_processes()
+        starts = starts[rank::processes]
     windows = text[starts + torch.arange(arguments.context + 1)].long().to(arguments.device)
-    return windows[:, :-1], windows[:, 1:]
+    held = held_positions(arguments)
+    return windows[:, :-1][:, held], windows[:, 1:][:, held]
 
 
 # --------------------------------------------------------------------------------------------------------- the model
@@ -114,6 +124,12 @@ def cupy_flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
+
+
+def attention_in_ring(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    # All processes have drawn equally many numbers, from one seed, so they agree on this one.
+    seed = int(torch.randint(2**63 - 1, ())) if dropout else None
+    return ring_attention(q, k, v, causal=True, dropout=dropout, seed=seed)
 
 
 # Causal attention of q, k, v (batch, context, heads, embed // heads), the result likewise.
@@ -129,7 +145,8 @@ class Block(nn.Module):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         embed = arguments.embed
-        self.heads, self.dropout, self.attention = arguments.heads, arguments.dropout, ATTENTIONS[arguments.attention]
+        self.heads, self.dropout = arguments.heads, arguments.dropout
+        self.attention = attention_in_ring if arguments.ring else ATTENTIONS[arguments.attention]
         self.attention_norm, self.mlp_norm = nn.LayerNorm(embed), nn.LayerNorm(embed)
         self.qkv, self.attention_out = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
         self.mlp_in, self.mlp_out = nn.Linear(embed, 4 * embed), nn.Linear(4 * embed, embed)
@@ -150,6 +167,7 @@ class GPT(nn.Module):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         self.context, self.dropout, self.checkpoint = arguments.context, arguments.dropout, arguments.checkpoint
+        self.held = held_positions(arguments)
         self.tokens = nn.Embedding(VOCABULARY, arguments.embed)
         self.positions = nn.Embedding(arguments.context, arguments.embed)
         self.blocks = nn.ModuleList(Block(arguments) for _ in range(arguments.layers))
@@ -163,7 +181,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[self.held][: tokens.shape[1]]
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
@@ -189,6 +207,7 @@ def sample(model: GPT, arguments: argparse.Namespace) -> str:
     """The prompt and SAMPLE_BYTES more, printable whatever the model says: it may say half a character, or escape."""
     generator = torch.Generator().manual_seed(arguments.seed)
     text = list(arguments.prompt.encode() or b"\n")
+    model = without_ring(model) if arguments.ring else model
     model.eval()
     for _ in range(SAMPLE_BYTES):
         logits = model(torch.tensor([text[-model.context :]], device=arguments.device))[0, -1].cpu()
@@ -210,6 +229,29 @@ def mean_of_processes(loss: Tensor) -> float:
     if distributed.is_initialized():
         distributed.all_reduce(loss)
     return loss.item() / rank_and_processes()[1]
+
+
+def held_positions(arguments: argparse.Namespace) -> slice | Tensor:
+    """The positions of a sequence that this process has: all, or in a ring equally many as every other."""
+    if not arguments.ring:
+        return slice(None)
+    return torch.from_numpy(positions(arguments.context, *rank_and_processes())).to(arguments.device)
+
+
+def average_gradients(model: GPT) -> None:
+    """Over the processes of a ring, each of which has the mean over its positions; FSDP does this by itself."""
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= rank_and_processes()[1]
+
+
+def without_ring(model: GPT) -> GPT:
+    """A copy, for sequences that this process has to itself."""
+    alone = copy.deepcopy(model)
+    alone.held = slice(None)
+    for block in alone.blocks:
+        block.attention = cupy_flash_attention
+    return alone
 
 
 def shard(model: GPT, arguments: argparse.Namespace) -> None:
@@ -273,6 +315,7 @@ def progress_bar(step: int, steps: int) -> Any:
 
 def train(arguments: argparse.Namespace) -> None:
     steps, saved = arguments.steps, arguments.save
+    saves = saved is not None and rank_and_processes()[0] == 0
     training, validation = read_text()
     described = {name: getattr(arguments, name) for name in ("layers", "heads", "embed", "context")}
     described["text"] = hashlib.sha256(training.numpy()).hexdigest()[:16]
@@ -314,6 +357,8 @@ def train(arguments: argparse.Namespace) -> None:
             loss = loss_of(model, *draw_batch(training, arguments, batches))
             optimizer.zero_grad()
             loss.backward()
+            if arguments.ring:
+                average_gradients(model)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
@@ -322,7 +367,7 @@ def train(arguments: argparse.Namespace) -> None:
                 held_out = line["validation_loss"] = validation_loss(model, validation, arguments)
             if log:
                 log.write(json.dumps(line) + "\n")
-            if saved and (done % arguments.save_every == 0 or done == steps):
+            if saves and (done % arguments.save_every == 0 or done == steps):
                 state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), **described}
                 state |= {"batches": batches.get_state(), "rng": torch.get_rng_state()}
                 state["cuda_rng"] = torch.cuda.get_rng_state_all() if on_cuda else []
@@ -343,7 +388,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    if not arguments.fsdp:
+    if not (arguments.fsdp or arguments.ring):
         train(arguments)
         return
     if torch.device(arguments.device).type == "cuda":
@@ -351,8 +396,10 @@ def main(argv: list[str] | None = None) -> None:
     distributed.init_process_group()
     try:
         rank, processes = rank_and_processes()
-        if arguments.batch % processes:
+        if arguments.fsdp and arguments.batch % processes:
             raise SystemExit(f"--batch {arguments.batch} is not a multiple of {processes} processes")
+        if arguments.ring and arguments.context % (2 * processes):
+            raise SystemExit(f"--context {arguments.context} is not two equal pieces for each of {processes} processes")
         if rank > 0:  # the first speaks for all
             arguments.log = None
         with redirect_stdout(io.StringIO()) if rank > 0 else nullcontext():

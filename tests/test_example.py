@@ -234,19 +234,19 @@ def test_checkpoint_keeps_the_input_of_every_block(example):
         assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
 
 
-def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
-    """Two processes on halves of every batch, blocks checkpointed, to the losses of one, but for rounding."""
+def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
+    """torchrun's two processes come to the losses of one, but for rounding."""
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     options = ["--steps", "8", "--sample-every", "4"]
     alone, other = (train(example, tmp_path / "log", *options, "--attention", it) for it in ("cupy_flash", "formula"))
-    log = tmp_path / "fsdp.log"
+    log = tmp_path / "shared.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command += [EXAMPLES / "train_gpt.py", *TINY, *options, "--fsdp", "--checkpoint", "--log", log]
+    command += [EXAMPLES / "train_gpt.py", *TINY, *options, *sharing, "--log", log]
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--- sample after 8 steps") == 1  # one process speaks
+    assert result.stdout.count("--- sample after 8 steps\ndef ") == 1  # one process speaks
 
     shared = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in shared] == [*range(1, 9)]
@@ -255,14 +255,51 @@ def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
     assert shared[-1]["validation_loss"] == pytest.approx(alone[-1]["validation_loss"], abs=4 * rounding)
 
 
-def test_fsdp_needs_torchrun_and_saves_nothing(example, capsys):
-    for options, message in (
+def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
+    """On halves of every batch, blocks checkpointed."""
+    assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--fsdp", "--checkpoint")
+
+
+def test_ring_trains_alike(example, tmp_path, monkeypatch):
+    """On halves of every sequence; what the first process saved goes on in one."""
+    saved = tmp_path / "ring.pt"
+    assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--ring", "--save", saved)
+    lines = train(example, tmp_path / "later.log", "--steps", 10, "--save", saved)
+    assert [line["step"] for line in lines] == [9, 10]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
         (["--fsdp"], "--fsdp needs torchrun: torchrun --nproc-per-node 2"),
+        (["--ring"], "--ring needs torchrun: torchrun --nproc-per-node 2"),
         (["--fsdp", "--save", "gpt.pt"], "--save is for one process"),
-    ):
-        with pytest.raises(SystemExit):
-            example.main([*TINY, *options])
-        assert message in capsys.readouterr().err
+        (["--ring", "--attention", "sdpa"], "--ring is cupy_flash's own attention: it has no --attention sdpa"),
+        (["--ring", "--fsdp"], "argument --fsdp: not allowed with argument --ring"),
+    ],
+    ids=["fsdp alone", "ring alone", "fsdp saving", "ring of sdpa", "fsdp in ring"],
+)
+def test_what_does_not_go_together_is_refused(example, capsys, options, message):
+    with pytest.raises(SystemExit):
+        example.main([*TINY, *options])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--fsdp", "--batch 4 is not a multiple of 3 processes"),
+        ("--ring", "--context 128 is not two equal pieces for each of 3 processes"),
+    ],
+    ids=["batch", "context"],
+)
+def test_processes_get_equal_shares(example, monkeypatch, option, message):
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(example.distributed, name, lambda: None)
+    monkeypatch.setattr(example.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(example, "rank_and_processes", lambda: (0, 3))
+    with pytest.raises(SystemExit, match=message):
+        example.main([*TINY, option])
 
 
 @pytest.mark.parametrize("document", ["README.md", "train_gpt.py"])

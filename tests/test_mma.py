@@ -95,13 +95,13 @@ def test_every_option(case, arch, small_tile):
     check(case, run_mma(case, arch))
 
 
-@half_rows(covering(6, without=("bfloat16", "float64")), *BUILDS, sm_80="float16")
+@half_rows(covering(6, without=("bfloat16", "float64")), "sm_80", "sm_90", sm_80="float16")
 def test_all_pairs_of_options(case, arch, take):
     take(SMALL_FRAGMENTS, DQ[arch])
     check(case, run_mma(case, arch))
 
 
-@half_rows(test_varlen.CASES, "sm_80", "sm_90")
+@half_rows(test_varlen.CASES, "sm_90")
 def test_packed(case, arch, take):
     take(SMALL_FRAGMENTS, DQ[arch])
     check(case, run_mma(case, arch))

@@ -1,7 +1,8 @@
 """The tables of the README, generated from the stored results.
 
 Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
-there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static, or ring.
+there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static,
+static-sass (its last table alone), or ring.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
 
 def block(name: str, results: Path) -> str:
     """The Markdown of one table."""
-    if name == "static":
+    if name in ("static", "static-sass"):
         result = json.loads((results / "static.json").read_text(encoding="utf-8"))
+        every = static.tables(result["static"])
         return "\n\n".join(
-            [f"`{result['command']}`.", *(table.markdown() for table in static.tables(result["static"]))]
+            [f"`{result['command']}`.", *(table.markdown() for table in (every if name == "static" else every[-1:]))]
         )
     if name == "ring":
         result = json.loads((results / "ring.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 // recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
 // broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
 // entry.
+#include "../dbias.cuh"
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
@@ -17,26 +18,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
   real* lse_smem = dS_smem + BLOCK_Q * p_stride(BLOCK_KV);     // [BLOCK_Q]
   real* delta_smem = lse_smem + BLOCK_Q;                       // [BLOCK_Q]
 
-  bool all_batches = p.dbias.batch == 0, all_heads = p.dbias.head == 0;
-  bool all_rows = p.dbias.row == 0, all_columns = p.dbias.column == 0;
-  int kv_tiles = all_columns ? 1 : (p.kv_len + BLOCK_KV - 1) / BLOCK_KV;
-  int q_begin = all_rows ? 0 : blockIdx.x / kv_tiles * BLOCK_Q, q_end = all_rows ? p.q_len : q_begin + BLOCK_Q;
-  int kv_begin = all_columns ? 0 : blockIdx.x % kv_tiles * BLOCK_KV,
-      kv_end = all_columns ? p.kv_len : kv_begin + BLOCK_KV;
-  int h_begin = all_heads ? 0 : blockIdx.y, h_end = all_heads ? p.heads : h_begin + 1;
-  int b_begin = all_batches ? 0 : blockIdx.z, b_end = all_batches ? p.batch : b_begin + 1;
-
+  BiasTile bias(p);
   real dS_rmem[ROWS][COLS] = {};
-  for (int b = b_begin; b < b_end; ++b) {
+  for (int b = bias.batches.begin; b < bias.batches.end; ++b) {
     Sequence sequence(p, b);
     Band band(p, sequence);
-    for (int head = h_begin; head < h_end; ++head) {
+    for (int head = bias.heads.begin; head < bias.heads.end; ++head) {
       int kv_head = head / p.group;
       Score score(p, sequence, head);
       Dropout dropout(p, b, head);
-      for (int q_start = q_begin; q_start < min(q_end, sequence.q_len); q_start += BLOCK_Q) {
+      for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
         Range keys = {band.kv_begin(q_start), band.kv_end(min(q_start + BLOCK_Q, sequence.q_len))};
-        for (int kv_start = kv_begin; kv_start < min(kv_end, keys.end); kv_start += BLOCK_KV) {
+        for (int kv_start = bias.keys.begin; kv_start < min(bias.keys.end, keys.end); kv_start += BLOCK_KV) {
           if (kv_start + BLOCK_KV <= keys.begin) continue;
           __syncthreads();
           load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start,
@@ -60,17 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
     }
   }
 
-  // Sum over the rows and columns that the bias broadcasts over, then store.
   store_p(dS_smem, dS_rmem);
   __syncthreads();
-  int rows = all_rows ? 1 : min(BLOCK_Q, p.q_len - q_begin),
-      columns = all_columns ? 1 : min(BLOCK_KV, p.kv_len - kv_begin);
-  bias_element* dbias = (bias_element*)p.dbias.data + blockIdx.z * p.dbias.batch + blockIdx.y * p.dbias.head;
-  for (int n = threadIdx.x; n < rows * columns; n += THREADS) {
-    int row = n / columns, column = n % columns;
-    real sum = 0;
-    for (int r = row; r < (all_rows ? BLOCK_Q : row + 1); ++r)
-      for (int c = column; c < (all_columns ? BLOCK_KV : column + 1); ++c) sum += dS_smem[r * p_stride(BLOCK_KV) + c];
-    store(dbias + (q_begin + row) * p.dbias.row + (kv_begin + column) * p.dbias.column, sum);
-  }
+  bias.store(dS_smem, p_stride(BLOCK_KV));
 }

@@ -20,7 +20,7 @@ from cases import (
     run,
     run_kernels,
 )
-from conftest import SMALL_FRAGMENTS, every_kernel_in
+from tiles import SMALL_FRAGMENTS, every_kernel_in
 
 from cupy_flash import backends
 from cupy_flash.backends.simulator.errors import (

@@ -485,8 +485,8 @@ BUGS = {
     ),
     "no-barrier-before-dbias-is-summed": Bug(
         "mma/backward_bias.cu",
-        f"}}\n  {SYNC}  int rows_out",
-        "}\n  int rows_out",
+        f"}}\n  {SYNC}  bias.store",
+        "}\n  bias.store",
         Race,
         replace(EVERYTHING, bias="1h1k"),
     ),

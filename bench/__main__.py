@@ -83,7 +83,7 @@ def _static(asked: argparse.Namespace, arguments: list[str]) -> int:
     with progress("compile", len(libraries) * len(archs) * len(problems)) as step:
         compiled = static.compile_all(problems, archs, libraries, asked.jobs, step)
     with progress("simulate", len(problems)) as step:
-        steps = static.count_steps(problems, "sm_80", step)
+        steps = [each for arch in static.STEP_ARCHS for each in static.count_steps(problems, arch, step)]
     # Where a compiler lies on this machine is of no interest elsewhere; its release is in every record.
     given = [Path(word).name if word in asked.nvrtc else word for word in arguments]
     result = describe(given, asked.jobs) | {"static": static.record(compiled, steps)}

@@ -86,6 +86,7 @@ REGIMES = {
         BF16(dim, 4096, causal, backward)
         for dim in (128, 64, 256) for causal in (False, True) for backward in (False, True)
     ],
+    "sweep of wgmma": [BF16(dim, 4096, causal) for dim in (128, 64, 256) for causal in (False, True)],
     "sweep of simt": [Regime("float32", 64, 2048, False, backward, tokens=4096) for backward in (False, True)],
 }  # fmt: skip
 SAMPLES, WARM_UP = 15, 3

@@ -10,9 +10,9 @@ from pathlib import Path
 
 # Every opcode of the loop is one of these classes; the rest are addresses, conditions and branches.
 CLASSES = {
-    "products": ("HMMA",),
+    "products": ("HMMA", "HGMMA"),
     "ldmatrix": ("LDSM",),
-    "copies": ("LDGSTS",),
+    "copies": ("LDGSTS", "UTMALDG"),
     "exp": ("MUFU",),
     "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSETP"),
     "convert": ("F2FP", "F2F", "HADD2"),
@@ -31,7 +31,7 @@ def disassembler() -> str:
 
 
 def steady_loop(cubin: bytes) -> dict[str, int]:
-    """How many instructions of each class (`CLASSES`, "rest") one round of the loop with most products executes.
+    """How many instructions of each class (`CLASSES`, "rest") one round of the inner loop with most products executes.
 
     Of the ways round, the one with most products, then most copies, then fewest instructions: a tile that no mask cuts
     through, none of whose maxima outgrows its reference, while the next tile is copied.
@@ -41,7 +41,14 @@ def steady_loop(cubin: bytes) -> dict[str, int]:
         file.write_bytes(cubin)
         text = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, check=True).stdout
     instructions, labels = parse(text)
-    head, back = max(loops(instructions, labels), key=lambda loop: (_products(instructions, *loop), loop[0] - loop[1]))
+    multiply = [
+        loop
+        for loop in loops(instructions, labels)
+        if _products(instructions, *loop) and shortest_round(instructions, labels, *loop)
+    ]
+    # A loop over tiles of queries holds that over tiles of keys, and may hold products of its own.
+    inner = [loop for loop in multiply if not any(loop[0] < head and back <= loop[1] for head, back in multiply)]
+    head, back = max(inner, key=lambda loop: (_products(instructions, *loop), loop[0] - loop[1]))
     executed = Counter(map(opcode, shortest_round(instructions, labels, head, back)))
     found = {name: sum(executed.pop(each, 0) for each in opcodes) for name, opcodes in CLASSES.items()}
     return found | {"rest": executed.total()}
@@ -80,11 +87,12 @@ def loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, in
 
 
 def _products(instructions: list[str], head: int, back: int) -> int:
-    return sum(opcode(instruction) == "HMMA" for instruction in instructions[head : back + 1])
+    return sum(opcode(instruction) in CLASSES["products"] for instruction in instructions[head : back + 1])
 
 
 def shortest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
-    """The instructions of the way from `head` to the branch `back` that `steady_loop` means; inner loops run once."""
+    """The instructions of the way from `head` to the branch `back` that `steady_loop` means; inner loops run once. None
+    where no way leads there: what waits again from the end of the text goes back, but is no loop."""
     best: dict[int, tuple[int, int, int]] = {head: (0, 0, 0)}
     came_from: dict[int, int] = {}
     for n in range(head, back):
@@ -93,7 +101,7 @@ def shortest_round(instructions: list[str], labels: dict[str, int], head: int, b
         instruction = instructions[n]
         products, copies, length = best[n]
         name = opcode(instruction)
-        value = (products + (name == "HMMA"), copies + (name in CLASSES["copies"]), length - 1)
+        value = (products + (name in CLASSES["products"]), copies + (name in CLASSES["copies"]), length - 1)
         goes_to = target(instruction, labels)
         branches_always = name == "BRA" and not re.match(r"@|BRA\S* !?U?P", instruction)
         following = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]
@@ -102,6 +110,8 @@ def shortest_round(instructions: list[str], labels: dict[str, int], head: int, b
         for successor in following:
             if value > best.get(successor, (-1, -1, 0)):
                 best[successor], came_from[successor] = value, n
+    if back not in best:
+        return []
     way = [back]
     while way[-1] != head:
         way.append(came_from[way[-1]])

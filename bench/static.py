@@ -25,6 +25,7 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import wgmma
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.problem import Operands, Options, Saved, pose
@@ -35,6 +36,7 @@ from .report import NOTHING, Table
 from .run import Progress
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
+STEP_ARCHS = ("sm_80", wgmma.ARCH)  # whose tile steps are counted; on the second those of its own instructions
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
@@ -56,12 +58,27 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 256": dict(dtype="float16", head_dim=256, engine="mma"),
     "fp16 D 64 all options": dict(dtype="float16", head_dim=64, engine="mma") | EVERY_OPTION,
     "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
+    # Hopper's own instructions.
+    **{
+        f"Hopper {name}": words | dict(engine="wgmma", backward=False)
+        for name, words in {
+            "fp16 D 64": dict(dtype="float16", head_dim=64),
+            "fp16 D 96": dict(dtype="float16", head_dim=96),
+            "bf16 D 128": dict(dtype="bfloat16", head_dim=128),
+            "fp16 D 192/128": dict(dtype="float16", head_dim=192, head_dim_v=128),
+            "fp16 D 256": dict(dtype="float16", head_dim=256),
+            "fp16 D 64 all options": dict(dtype="float16", head_dim=64) | EVERY_OPTION,
+            "fp16 D 128 all options": dict(dtype="float16", head_dim=128) | EVERY_OPTION,
+        }.items()
+    },
 }
 # Where registers are scarcest: what --all compiles, which is for every architecture and more than one compiler.
 SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
+    "Hopper fp16 D 64", "Hopper bf16 D 128", "Hopper fp16 D 256", "Hopper fp16 D 128 all options",
 )  # fmt: skip
 STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tiles are counted
+NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # words of a problem that a call has not
 TILE_CONSTANTS = ("THREADS", "BLOCK_Q", "BLOCK_KV", "COLUMN_WARPS", "STAGES", "Q_IN_REGISTERS", "ADD_DQ")
 LIMIT = 1.10  # bytes moved over the least that the tiles need
 
@@ -100,7 +117,7 @@ def compile_all(
     problems: Iterable[str], archs: Iterable[str], libraries: Sequence[str | None], jobs: int, progress: Progress
 ) -> list[Kernel]:
     """Every kernel of the problems for every architecture by every compiler: paths of libnvrtc, None the one found."""
-    tasks = [(name, arch) for name in problems for arch in archs]
+    tasks = [(name, arch) for name in problems for arch in archs if is_served(name, arch)]
     found: list[Kernel] = []
     context = multiprocessing.get_context("spawn")
     for library in libraries:
@@ -110,6 +127,16 @@ def compile_all(
                 progress(f"{name}, {arch}")
                 found += kernels_of_task
     return found
+
+
+def step_arch(name: str) -> str:
+    """Where the tile steps of a problem are counted."""
+    return STEP_ARCHS[PROBLEMS[name].get("engine") == "wgmma"]
+
+
+def is_served(name: str, arch: str) -> bool:
+    """Whether the engine that a problem asks for runs on an architecture."""
+    return step_arch(name) != wgmma.ARCH or arch == wgmma.ARCH
 
 
 def _use(library: str | None) -> None:
@@ -146,8 +173,10 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """The tile steps of the tiles that plans choose on `arch` for a long problem of each kind, on the simulator."""
     found = []
     for name in problems:
+        if step_arch(name) != arch:
+            continue
         progress(name)
-        for backward in (False, True):
+        for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:
             for launch in _chosen(PROBLEMS[name], backward, arch):
                 if launch.function in ("forward", "backward_q", "backward_kv"):
                     found.append(_count(name, launch, backward, arch))
@@ -178,8 +207,11 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
     scores = 2 * block_q * block_kv
     per_score = {key: 32 * count / scores for key, count in added.items()}
-    # Lanes that read one address cost one; of a sector that several instructions share each counts its part.
+    # Lanes that read one address cost one; of a sector that several instructions share each counts its part. Boxes have
+    # nothing in common.
     moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
+    if launch.boxes:
+        moved = base.global_bytes_read + base.global_bytes_written
     least = None if "mask" in words else _least_bytes(launch.function, words, block_q, block_kv)
     over = None if least is None else moved / least
     return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
@@ -187,10 +219,12 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
 
 def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     tile = launch.tile
-    if tile is None or not launch.kernel.startswith("mma/"):
+    if tile is None or not launch.kernel.startswith(("mma/", "wgmma/")):
         return None
     text = assemble(launch.kernel, dict(launch.constants))
     block_q, block_kv, threads = tile
+    if launch.kernel.startswith("wgmma/"):
+        threads -= 128  # of the warpgroup that computes nothing
     executed = sass.steady_loop(nvrtc.compile(text, launch.kernel, arch).code)
     return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
 
@@ -211,7 +245,7 @@ def _least_bytes(function: str, words: dict[str, Any], block_q: int, block_kv: i
 
 def _run(words: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
     """The counters of a kernel on so many queries and keys, of one head."""
-    options = {key: value for key, value in words.items() if key not in ("dtype", "head_dim", "head_dim_v")}
+    options = {key: value for key, value in words.items() if key not in NOT_OPTIONS}
     (q_len, kv_len), dim = lengths, words["head_dim"]
     rng = np.random.default_rng(0)
     element = ahead.element_dtype(words["dtype"])
@@ -332,7 +366,11 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
             for step in with_products
         ]
         columns = ["problem", "kernel", "tile", *classes, "all but products"]
-        found.append(Table("The steady loop as sm_80 executes it, SASS of a thread for one score", columns, rows))
+        found.append(
+            Table(
+                "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows
+            )
+        )
     return found
 
 

@@ -28,8 +28,8 @@ def block(name: str, results: Path) -> str:
         )
     if name == "ring":
         result = json.loads((results / "ring.json").read_text(encoding="utf-8"))
-        every = (ring.memory_table(result["ring"]), ring.plan_table())
-        return "\n\n".join([ring.provenance(result), *(table.markdown() for table in every)])
+        both = (ring.memory_table(result["ring"]), ring.plan_table())
+        return "\n\n".join([ring.provenance(result), *(table.markdown() for table in both)])
     stem, _, section = name.rpartition("-")
     path = results / f"{stem}.json"
     if not path.is_file():

@@ -105,7 +105,8 @@ def _problem(
     )
     bounds = array(np.int32, 2)
     problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
-    return replace(problem, device="cuda:0", framework="cupy", backend=asked.backend)
+    # Of arrays as they usually are.
+    return replace(problem, device="cuda:0", framework="cupy", backend=asked.backend, aligned=True)
 
 
 def element_dtype(dtype: Any) -> np.dtype[Any]:

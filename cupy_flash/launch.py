@@ -8,6 +8,7 @@ import numpy as np
 
 from .arrays import Array
 from .problem import Problem
+from .tensor_map import Box
 
 Constant = int | float | bool | str
 
@@ -24,6 +25,7 @@ class Launch:
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0
+    boxes: tuple[Box, ...] = ()  # a tensor map of each is the second argument
 
     @property
     def function(self) -> str:
@@ -62,6 +64,34 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "SHARD": problem.shard,
         "DLSE": problem.dlse,
     }
+
+
+# A scale in these bounds goes into the exponent in one step with log2(e); any other takes a pass over the scores.
+SCALES = 2.0**-60, 2.0**60
+RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
+
+
+def is_modified(problem: Problem) -> bool:
+    """Whether something other than a scale comes between q.k and the softmax."""
+    return problem.softcap is not None or problem.alibi or problem.bias is not None
+
+
+def fragment_constants(problem: Problem) -> dict[str, Constant]:
+    """`shared_constants`, and what kernels know whose scores live in the fragments of matrix instructions."""
+    low, high = SCALES
+    return shared_constants(problem) | {
+        "RESCALE_ABOVE": RESCALE_ABOVE,
+        "MODIFIED": is_modified(problem) or not low <= problem.scale <= high,
+    }
+
+
+def fragment_refusals(problem: Problem) -> list[str]:
+    """What no kernel whose scores live in fragments serves."""
+    if problem.shard and problem.dropout:
+        return [
+            "dropout of a shard, whose rows may be any positions: one Philox call serves eight scores of a fragment"
+        ]
+    return []
 
 
 # What the kernels of rows know of a plan. Tiles, masks and scores are nothing to them, so many plans share one.

@@ -1,10 +1,11 @@
-"""The one argument of every kernel: its NumPy dtype, derived from params.cuh, and the filling of it."""
+"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the filling of it; and tensor maps, which
+are the second argument of those that copy boxes."""
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from . import dropout
 from .arrays import Array
 from .problem import Operands, Problem
 from .source import kernel_folder
+from .tensor_map import DATA_TYPES, Box, TensorMap
 
 SCALARS = {
     "int": np.int32,
@@ -33,6 +35,9 @@ CODES = {
 }
 
 Address = Callable[[Array], int]  # where an array lies in the eyes of the kernel
+Encode = Callable[[TensorMap], bytes]
+
+BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
 
 
 @lru_cache(maxsize=1)
@@ -98,6 +103,37 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
         for name, array in arrays.items()
     }
     return _filled("Partials", members | {"rows": (arrays["lse"].shape[-1],)})
+
+
+def pack_maps(
+    boxes: Iterable[Box], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
+) -> np.ndarray[Any, Any]:
+    """Tensor maps of these boxes in their order, in an array without dimensions."""
+    encoded = bytearray()
+    for operand, rows, columns in boxes:
+        array = arrays[operand]
+        start, *strides, _ = _tensor(array, layout, address)
+        shape = array.shape
+        if layout == "bshd":
+            batch, length, heads, dim = shape
+        elif layout == "bhsd":
+            batch, heads, length, dim = shape
+        else:
+            batch, (length, heads, dim) = 1, shape
+        kind = BOX_TYPES[array.dtype.name]
+        encoded += _encoded(encode, kind, start, (dim, length, heads, batch), tuple(strides[::-1]), rows, columns)
+    return np.ndarray((), f"V{len(encoded)}", encoded)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(
+    encode: Encode, kind: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
+) -> bytes:
+    """A map of (column, row, head, batch); strides of the last three in elements of 16 bits. Where there is one row,
+    head or batch, nothing is known of its stride: it may be what no map takes."""
+    row_bytes = -(-2 * shape[0] // 16) * 16
+    in_bytes = tuple(2 * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True))
+    return encode(TensorMap(kind, start, shape, in_bytes, (columns, rows, 1, 1), swizzle=128))
 
 
 class _Form(NamedTuple):

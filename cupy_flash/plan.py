@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from .device import Device
-from .engines import Engine, cpu, mma, simt
+from .engines import Engine, cpu, mma, simt, wgmma
 from .launch import Launch
 from .problem import DTYPES, ENGINES, Problem, UnsupportedError
 
-MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma}  # those of problem.ENGINES that this version has
+# Those of problem.ENGINES that this version has.
+MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}
 
 
 @dataclass(frozen=True, slots=True)

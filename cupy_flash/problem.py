@@ -136,6 +136,7 @@ class Problem:
     dlse: bool
     q_lengths: bool
     kv_lengths: bool
+    aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
     dropout: float
     shard: bool  # positions are not those of whole sequences
     step: int
@@ -275,7 +276,24 @@ def _facts(
     if not PLAIN.issuperset(kinds):
         return None
     described = [(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]
-    return (words, kinds, type(options.window), *described)
+    return (words, kinds, type(options.window), _are_aligned(call), *described)
+
+
+def _are_aligned(call: dict[str, Array]) -> bool:
+    """Whether every row of q, k and v starts at a multiple of 16 bytes, and no stride repeats or reverses rows: what
+    is asked of a tensor that is copied in boxes. Rows that are not contiguous are copied to such as are."""
+    for name in ("q", "k", "v"):
+        array = call[name]
+        size = array.dtype.itemsize
+        if array.strides[-1:] != (1,) and array.shape[-1:] > (1,):
+            if array.shape[-1] * size % 16:
+                return False
+        elif array.pointer % 16 or not all(
+            extent < 2 or (stride > 0 and stride * size % 16 == 0)
+            for extent, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
+        ):
+            return False
+    return True
 
 
 def _state(
@@ -315,6 +333,7 @@ def _state(
         dlse="dlse" in call,
         q_lengths="q_lengths" in call,
         kv_lengths="kv_lengths" in call,
+        aligned=_are_aligned(call),
         dropout=words.dropout,
         shard="starts" in call,
         step=shard.step,

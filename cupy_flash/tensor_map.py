@@ -11,7 +11,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 BYTES, ALIGNMENT = 128, 64
 # CUtensorMapDataType
@@ -84,6 +84,14 @@ class TensorMap:
         if self.l2_promotion not in L2_PROMOTIONS:
             found.append("l2_promotion must be 0, 64, 128 or 256 bytes")
         return found
+
+
+class Box(NamedTuple):
+    """What a kernel copies at once of an operand: rows by columns of one head of one sequence."""
+
+    operand: str  # by its name in params.cuh
+    rows: int
+    columns: int
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ import cupy_flash
 from cupy_flash import cache, device
 from cupy_flash.backends import cuda
 from cupy_flash.params import dtypes
+from cupy_flash.tensor_map import decode, encode_for_simulator
 
 STREAM = 0xABC0
 
@@ -47,12 +48,12 @@ def cupy(monkeypatch, tmp_path):
 
     def function(name):
         def launch(grid, block, arguments, *, shared_mem, stream):
-            (params,) = arguments
+            params, *maps = arguments
             raised = getattr(launch, "max_dynamic_shared_size_bytes", None)
             assert shared_mem in (raised, *(value for _, _, value in attributes))
             assert Card.entered == [1] and params.dtype == dtypes()["Params"] and params.size == 1
             launches.append(SimpleNamespace(name=name, grid=grid, block=block, shared=shared_mem, stream=stream.ptr,
-                                            params=params.copy()))  # fmt: skip
+                                            params=params.copy(), maps=maps))  # fmt: skip
 
         launch.ptr = name
         return launch
@@ -130,6 +131,27 @@ def test_forward_launches_one_kernel_on_the_callers_stream_and_device(cupy):
     assert (out.x == 7).all()  # nothing else wrote or copied
     (path,) = cupy.loaded
     assert "cubin" in path
+
+
+def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
+    """One array of 128 bytes for each box; what the driver encodes is kept, but a new address is a new map."""
+    encoded = []
+
+    def encode(tensor_map):
+        encoded.append(tensor_map)
+        return encode_for_simulator(tensor_map)
+
+    monkeypatch.setattr(cuda, "encode_for_gpu", encode)
+    x = np.ones((1, 40, 2, 64), np.float16)
+    q, k, v = (Array(x.copy()) for _ in range(3))
+    for _ in range(2):
+        cupy_flash.attention(q, k, v, engine="wgmma")
+    cupy_flash.attention(q, k, Array(x), engine="wgmma")
+    for launch in cupy.launches:
+        (maps,) = launch.maps
+        assert (maps.shape, maps.nbytes) == ((), 3 * 128)
+        assert [decode(maps.tobytes()[at : at + 128]).address for at in (0, 128)] == [q.data.ptr, k.data.ptr]
+    assert len(encoded) == 4
 
 
 def test_backward_launches_its_kernels_in_order(cupy):

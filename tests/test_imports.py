@@ -34,6 +34,7 @@ FLOW = (
     "engines.cpu",
     "engines.mma",
     "engines.simt",
+    "engines.wgmma",
     "plan",
     "ahead",
     "partials",

@@ -28,9 +28,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def test_the_simulator_knows_every_inline_instruction():
     """Also of kernels that no test has compiled yet: the mnemonic of each line of inline PTX in kernels_cu."""
     texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
-    inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(\s*"([^"]*)"', text)]
-    lines = [line.strip() for asm in inline for line in asm.split(";") if line.strip()]
-    opcodes = {re.sub(r"^@!?\S+\s+", "", line).split()[0].split(".")[0] for line in lines}
+    inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(((?:[\s\\]*"[^"]*")+)', text)]
+    lines = [re.sub(r'[\s\\"{}]+', " ", line).strip() for asm in inline for line in asm.split(";")]
+    # Without labels and guards; a declaration has no opcode.
+    words = [re.sub(r"^(\w+: )?(@!?\S+ )?", "", line).split(" ")[0] for line in lines]
+    opcodes = {word.split(".")[0] for word in words if word and not word.startswith(".") and not word.endswith(":")}
     assert opcodes and opcodes <= OPCODES
 
 

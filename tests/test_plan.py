@@ -91,7 +91,9 @@ def test_text_is_a_line():
         ),
         pytest.param(dict(backend="cuda"), ['cpu: backend="cuda" was asked for'], id="backend"),
         pytest.param(
-            dict(engine="wgmma"), ['cpu: engine="wgmma" was asked for', "wgmma: not part of this"], id="engine"
+            dict(engine="wgmma"),
+            ['cpu: engine="wgmma" was asked for', "wgmma: the call goes to backend cpu", "wgmma: float32 is not"],
+            id="engine",
         ),
         pytest.param(dict(dtype=np.dtype(np.int8)), ["cpu: int8 is not one of float16,"], id="dtype"),
         pytest.param(

@@ -59,6 +59,20 @@ def test_the_steady_loop_is_its_products(steps):
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
 
 
+def test_hoppers_own_instructions():
+    """On sm_90a alone. One instruction multiplies 64 x N x 16: at D 128 each warpgroup needs 8 for the scores of a tile
+    and one for 16 keys of it; in the steady loop alone, though the first tile stands before it."""
+    name = "Hopper bf16 D 128"
+    assert [static.is_served(name, arch) for arch in static.ARCHS] == [False, False, True]
+    assert static.count_steps([name], "sm_80", unseen) == []
+    (step,) = static.count_steps([name], "sm_90a", unseen)
+    block_q, block_kv, _ = step.tile
+    assert step.sass["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
+    assert step.sass["exp"] == 1
+    assert 4 < sum(step.sass.values()) - step.sass["products"] <= 7
+    assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
+
+
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..arrays import Array, stream_of
 from ..launch import Constant, Launch
 from ..plan import Plan
 from ..problem import Gradients, Operands
+from ..tensor_map import encode_for_gpu
 from . import kernels
 
 
@@ -32,7 +34,8 @@ def _start(work: kernels.Work) -> None:
     index = int(like.device.removeprefix("cuda:"))
     # CuPy reads a stream's `ptr` and nothing else.
     stream = SimpleNamespace(ptr=stream_of(like))
-    params = work.params(lambda array: array.pointer)
+    address = operator.attrgetter("pointer")
+    params = work.params(address)
     with cupy.cuda.Device(index):
         for launch in work.launches:
             function = _loaded.get((launch.kernel, launch.constants, index))
@@ -41,7 +44,8 @@ def _start(work: kernels.Work) -> None:
                 function = load(launch, work.arch)
             block = (launch.threads, 1, 1)
             # CuPy passes a NumPy array of one element by value.
-            function(launch.grid, block, (params,), shared_mem=launch.shared_bytes, stream=stream)
+            arguments = work.arguments(launch, params, address, encode_for_gpu)
+            function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
 
 
 _loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..launch import Launch, partials_launch
-from ..params import Address, pack, pack_partials
+from ..params import Address, Encode, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 
@@ -28,7 +28,14 @@ class Work(NamedTuple):
     arch: str
     inputs: dict[str, Array]
     results: Results
+    layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all of them, once arrays have addresses
+
+    def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
+        """Those of one launch: params, and its tensor maps where it copies boxes."""
+        if not launch.boxes:
+            return (params,)
+        return params, pack_maps(launch.boxes, self.inputs, self.layout, address, encode)
 
 
 Start = Callable[[Work], object]
@@ -77,7 +84,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
     results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
     launch = partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
     params = partial(pack_partials, inputs | results, layout)
-    start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, params))
+    start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, layout, params))
     return results["out"], results["lse"]
 
 
@@ -92,7 +99,8 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     }
     if rows:
         operands, inputs = replace(operands, **rows), inputs | rows
-    return Work(plan.launches, plan.device.arch, inputs, results, partial(pack, plan.problem, operands, results))
+    params = partial(pack, plan.problem, operands, results)
+    return Work(plan.launches, plan.device.arch, inputs, results, plan.problem.layout, params)
 
 
 def given(operands: Operands) -> dict[str, Array]:

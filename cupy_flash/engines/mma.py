@@ -5,16 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Constant, Launch, grid_refusals, known_constants, of_something, sequences, shared_constants
+from ..launch import (
+    Constant,
+    Launch,
+    fragment_constants,
+    fragment_refusals,
+    grid_refusals,
+    is_modified,
+    known_constants,
+    of_something,
+    sequences,
+)
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
 LARGEST = 512  # head dimension
-RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
-# A scale in these bounds goes into the exponent in one step with log2(e); any other takes a pass over the scores.
-SCALES = 2.0**-60, 2.0**60
 # Numbers of one thread that live through a step, sums and fragments: the rest of 255 registers holds operands and
 # addresses. Up to here the static gate finds no spill (bench/results/static.json).
 LIVE = {"forward": 164, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
@@ -64,14 +71,12 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = grid_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
     elif dtype == "bfloat16" and device.arch == "sm_75":
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
-    if problem.shard and problem.dropout:
-        reasons.append("dropout of a shard, whose rows may be any positions: one Philox call serves eight scores here")
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -154,27 +159,19 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
     by_key = kernel == "mma/backward_kv"
-    low, high = SCALES
-    constants: dict[str, Constant] = shared_constants(problem) | {
+    constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
         "BLOCK_KV": tile.rows if by_key else tile.step,
         "COLUMN_WARPS": tile.column_warps,
         "STAGES": tile.stages,
         "Q_IN_REGISTERS": tile.q_in_registers,
-        "RESCALE_ABOVE": RESCALE_ABOVE,
-        "MODIFIED": _is_modified(problem) or not low <= problem.scale <= high,
         "LSE2": True,
         "ADD_DQ": tile.add_dq,
     }
     name = kernel.removeprefix("mma/")
     shared = _shared_bytes(name, problem, tile) if name in LIVE else 0
     return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared)
-
-
-def _is_modified(problem: Problem) -> bool:
-    """Whether something other than a scale comes between q.k and the softmax."""
-    return problem.softcap is not None or problem.alibi or problem.bias is not None
 
 
 def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
@@ -199,7 +196,7 @@ def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool =
 def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile | None:
     """With Q in registers if it fits, and the longest pipeline that leaves as many blocks side by side."""
     limit = LIVE[kernel]
-    limit -= LIVE_IN_OPTIONS if _is_modified(problem) or problem.dropout else 0
+    limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)

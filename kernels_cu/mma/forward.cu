@@ -7,80 +7,6 @@ constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 
-// What a query does not see becomes -inf; MODIFIED: products to scores.
-template <bool MASKED>
-__device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band, int q_start, int kv_start) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int i = q_start + row_of(m, 2 * half);
-      Range keys = band.keys(i);
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          int j = kv_start + column_of(n, e);
-          bool seen = !MASKED || keys(j);
-          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-          float slope_of_cap;
-          if constexpr (MODIFIED)
-            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, slope_of_cap) : -infinity();
-          else
-            S[m][n][e] = seen ? S[m][n][e] : -infinity();
-        }
-    }
-}
-
-// Scores to probabilities; row sums and, when a maximum has outgrown its reference, O.
-__device__ void update(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float (&O)[M][fragments_of(HEAD_DIM_V)][4],
-                       float unit) {
-  float largest[M][2];
-  bool outgrown = false;
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      largest[m][half] = -infinity();
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-        largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
-      outgrown |= softmax[m][half].outgrown(largest[m][half], unit);
-    }
-  if (__any_sync(0xFFFFFFFF, outgrown)) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float factor = softmax[m][half].move(row_max(largest[m][half]), unit);
-#pragma unroll
-        for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n) O[m][n][2 * half] *= factor, O[m][n][2 * half + 1] *= factor;
-      }
-  }
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], unit);
-        softmax[m][e / 2].l += S[m][n][e];
-      }
-}
-
-__device__ void drop(float (&P)[M][N][4], const Dropout& dropout, int q_start, int kv_start) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      Bits bits;
-      bits.draw(dropout, q_start + row_of(m, 0), kv_start + column_of(n, 0));
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (bits(e / 4, e % 4) < dropout.drop_below) P[m][n + e / 4][e % 4] = 0;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
@@ -100,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
   auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   element* O = sequence.queries<element>(p.out, head);
-  float* lse = sequence.queries<float>(p.lse, head);
   float unit = unit_of(p);
   int row = row_warp() * M * 16;
   auto of_Q = Tile<HEAD_DIM>::rows_of_a(row).kept(), of_K = Tile<HEAD_DIM>::rows_of_b().kept();
@@ -160,29 +85,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
       else if constexpr (MODIFIED || DENSE_MASK)
         modify<false>(S_rmem, score, band, q_start + row, kv_start);
-      update(S_rmem, softmax, O_rmem, unit);
+      float moved[M][2];
+      if (follow(moved, softmax, S_rmem, unit)) rescale(O_rmem, moved);
+      exponentiate(S_rmem, softmax, unit);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, of_V);
     }
 
-    float factor[M][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int i = q_start + row + row_of(m, 2 * half);
-        softmax[m][half].l = row_sum(softmax[m][half].l);
-        Softmax2::Ending ending = softmax[m][half].end(unit, OF_PRODUCT ? (float)p.scale : 1.0f);
-        if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
-        factor[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
-        if (column_warp() == 0 && lane_of() % 4 == 0 && i < sequence.q_rows)
-          lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
-      }
+    float factors[M][2];
+    finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
     wait_for_copies<0>();  // of Q, where there was no key
     __syncthreads();
-    store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factor[m][half]; });
+    store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();
     store_tile<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, q_start, sequence.q_rows);
   }

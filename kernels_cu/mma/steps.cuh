@@ -1,26 +1,6 @@
 // Steps that the forward and the backward kernels of the mma engine share, element by element of their fragments.
 #pragma once
-#include "../dropout.cuh"
-#include "../mask.cuh"
-#include "../score.cuh"
-#include "../softmax2.cuh"
 #include "tile.cuh"
-
-// Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
-constexpr bool OF_PRODUCT = !MODIFIED;
-
-__device__ inline float unit_of(const Params& p) {
-  return OF_PRODUCT ? (float)p.scale * LOG2_E : LOG2_E;
-}
-
-// The 16 random bits of the elements of two fragments side by side, one Philox call for a lane: of the 16 x 16 block
-// that a fragment pair covers, a lane has the eight elements of one counter.
-struct Bits {
-  Philox bits;
-
-  __device__ void draw(const Dropout& dropout, int i, int j) { bits = dropout.bits(i, j); }
-  __device__ unsigned int operator()(int n, int e) const { return bits.half(8 * (e / 2), 8 * (n % 2) + e % 2); }
-};
 
 // Transposed, a lane has the elements of two counters, one of each of two columns, and its neighbour the other halves
 // of their words: each makes one, and they exchange.

@@ -7,24 +7,16 @@
 // A tile is ROWS x DIM, a row is DIM / 8 chunks of 16 bytes. A warp that reads 16 x 16 of it reads 8 rows of one chunk
 // at a time, which must lie in different banks: chunk c of row r lies at place c ^ twist(r).
 #pragma once
-#include "../ptx.cuh"
-#include "../sequence.cuh"
+#include "../fragments.cuh"
 
-constexpr int WARP = 32;
 constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps one below the other
 
-__device__ constexpr int round_up(int n, int multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
 // Columns of a tile: whole fragments for every warp.
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
 
-// A position of this thread's warp among the others, and of the thread in its warp.
-__device__ inline int lane_of() {
-  return threadIdx.x % WARP;
-}
+// The position of this thread's warp among the others.
 __device__ inline int row_warp() {
   return threadIdx.x / WARP / COLUMN_WARPS;
 }
@@ -37,24 +29,6 @@ __device__ inline int column_warp() {
 template <typename T>
 __device__ T keep(T x) {
   return __shfl_sync(0xFFFFFFFF, x, threadIdx.x % WARP);
-}
-
-// Element e of fragment (m, n) of C: its row and column among those of the warp.
-__device__ inline int row_of(int m, int e) {
-  return 16 * m + 8 * (e / 2) + lane_of() / 4;
-}
-__device__ inline int column_of(int n, int e) {
-  return 8 * n + 2 * (lane_of() % 4) + e % 2;
-}
-
-// Reductions over the four lanes that share a row.
-__device__ inline float row_max(float x) {
-  x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
-  return max(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
-}
-__device__ inline float row_sum(float x) {
-  x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
-  return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
 // The layout of DIM numbers in a row.
@@ -271,18 +245,6 @@ __device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[padded(DIM) 
                        const typename Tile<DIM>::Lane& of_b) {
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, of_b, k);
-}
-
-// C, rounded, as the left factor of the next product.
-template <int M, int N>
-__device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)[M][N][4]) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      A[m][n / 2][n % 2 * 2] = pack<element>(C[m][n][0], C[m][n][1]);
-      A[m][n / 2][n % 2 * 2 + 1] = pack<element>(C[m][n][2], C[m][n][3]);
-    }
 }
 
 // P (M x 16 rows, K x 16 columns) times the K x 16 rows of tile X: the columns of this warp.

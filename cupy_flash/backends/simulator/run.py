@@ -6,6 +6,7 @@ from ...ahead import compile_launch
 from ...arrays import Array
 from ...plan import Plan
 from ...problem import Gradients, Operands
+from ...tensor_map import ALIGNMENT, encode_for_simulator
 from .. import kernels
 from . import Memory, launch
 from .counters import Counters
@@ -28,13 +29,21 @@ def start(work: kernels.Work) -> list[Counters]:
     for name, result in work.results.items():
         if result is not None:
             addresses[id(result)] = memory.add(result.numpy(), name, initialised=False)
-    params = work.params(lambda array: addresses[id(array)]).tobytes()
+
+    def address(array: Array) -> int:
+        return addresses[id(array)]
+
+    params = work.params(address)
     counters = []
     for step in work.launches:
         target = work.arch.replace("sm_", "compute_")
         ptx = compile_launch(step, target).ptx
         block = (step.threads, 1, 1)
+        parameters = b""
+        for argument in work.arguments(step, params, address, encode_for_simulator):
+            # Where the compiler puts the next: params are numbers of 8 bytes, maps have an alignment of their own.
+            parameters = parameters.ljust(-(-len(parameters) // ALIGNMENT) * ALIGNMENT, b"\0") + argument.tobytes()
         counters.append(
-            launch(ptx, step.function, step.grid, block, params, memory=memory, dynamic_shared=step.shared_bytes)
+            launch(ptx, step.function, step.grid, block, parameters, memory=memory, dynamic_shared=step.shared_bytes)
         )
     return counters

@@ -1,0 +1,176 @@
+// What a forward does with the fragments of matrix instructions, element by element, whichever instruction made them:
+//
+//   modify         products -> scores, -inf where a query does not see a key
+//   follow         the references of the exponents, moved to larger scores
+//   exponentiate   scores -> probabilities, and their sums
+//   drop           probabilities that dropout takes
+//   finish         what each row ends with
+//
+// A warp has M x 16 rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, as ptx.cuh says of
+// `multiply`; those of wgmma are the same.
+#pragma once
+#include "dropout.cuh"
+#include "mask.cuh"
+#include "score.cuh"
+#include "softmax2.cuh"
+
+constexpr int WARP = 32;
+
+__device__ constexpr int round_up(int n, int multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// The position of this thread in its warp.
+__device__ inline int lane_of() {
+  return threadIdx.x % WARP;
+}
+
+// Element e of fragment (m, n) of C: its row and column among those of the warp.
+__device__ inline int row_of(int m, int e) {
+  return 16 * m + 8 * (e / 2) + lane_of() / 4;
+}
+__device__ inline int column_of(int n, int e) {
+  return 8 * n + 2 * (lane_of() % 4) + e % 2;
+}
+
+// Reductions over the four lanes that share a row.
+__device__ inline float row_max(float x) {
+  x = max(x, __shfl_xor_sync(0xFFFFFFFF, x, 1));
+  return max(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
+}
+__device__ inline float row_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
+}
+
+// Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
+constexpr bool OF_PRODUCT = !MODIFIED;
+
+__device__ inline float unit_of(const Params& p) {
+  return OF_PRODUCT ? (float)p.scale * LOG2_E : LOG2_E;
+}
+
+// What a query does not see becomes -inf; MODIFIED: products to scores.
+template <bool MASKED, int M, int N>
+__device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band, int q_start, int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = q_start + row_of(m, 2 * half);
+      Range keys = band.keys(i);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          int j = kv_start + column_of(n, e);
+          bool seen = !MASKED || keys(j);
+          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+          float slope_of_cap;
+          if constexpr (MODIFIED)
+            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, slope_of_cap) : -infinity();
+          else
+            S[m][n][e] = seen ? S[m][n][e] : -infinity();
+        }
+    }
+}
+
+// Whether a maximum of the warp has outgrown its reference: then all move, and `factors` is what they bring along.
+template <int M, int N>
+__device__ bool follow(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4], float unit) {
+  float largest[M][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[m][half] = -infinity();
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
+      outgrown |= softmax[m][half].outgrown(largest[m][half], unit);
+    }
+  if (!__any_sync(0xFFFFFFFF, outgrown)) return false;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) factors[m][half] = softmax[m][half].move(row_max(largest[m][half]), unit);
+  return true;
+}
+
+template <int M, int N>
+__device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];
+}
+
+template <int M, int N>
+__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float unit) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], unit);
+        softmax[m][e / 2].l += S[m][n][e];
+      }
+}
+
+// The 16 random bits of the elements of two fragments side by side, one Philox call for a lane: of the 16 x 16 block
+// that a fragment pair covers, a lane has the eight elements of one counter.
+struct Bits {
+  Philox bits;
+
+  __device__ void draw(const Dropout& dropout, int i, int j) { bits = dropout.bits(i, j); }
+  __device__ unsigned int operator()(int n, int e) const { return bits.half(8 * (e / 2), 8 * (n % 2) + e % 2); }
+};
+
+template <int M, int N>
+__device__ void drop(float (&P)[M][N][4], const Dropout& dropout, int q_start, int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      Bits bits;
+      bits.draw(dropout, q_start + row_of(m, 0), kv_start + column_of(n, 0));
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (bits(e / 4, e % 4) < dropout.drop_below) P[m][n + e / 4][e % 4] = 0;
+    }
+}
+
+// C, rounded, as the left factor of the next product.
+template <int M, int N>
+__device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      A[m][n / 2][n % 2 * 2] = pack<element>(C[m][n][0], C[m][n][1]);
+      A[m][n / 2][n % 2 * 2 + 1] = pack<element>(C[m][n][2], C[m][n][3]);
+    }
+}
+
+// What the rows from q_start end with: `factors` of what was summed, and, of one warp that has them, lse.
+template <int M>
+__device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
+                       const Dropout& dropout, int head, int q_start, bool writes_lse) {
+  float* lse = sequence.queries<float>(p.lse, head);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = q_start + row_of(m, 2 * half);
+      softmax[m][half].l = row_sum(softmax[m][half].l);
+      Softmax2::Ending ending = softmax[m][half].end(unit_of(p), OF_PRODUCT ? (float)p.scale : 1.0f);
+      if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
+      factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+      if (writes_lse && lane_of() % 4 == 0 && i < sequence.q_rows)
+        lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
+    }
+}

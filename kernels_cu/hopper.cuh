@@ -1,0 +1,182 @@
+// Hopper's own instructions, one function each: copies of boxes of tensors (TMA), the mbarriers that they report to,
+// and the matrix products of warpgroups (wgmma). Addresses are of shared memory, from shared_address.
+#pragma once
+#include "ptx.cuh"
+
+// What the driver makes of a tensor's address, shape and strides and of a box of it (cupy_flash/tensor_map.py).
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// One thread of a warp, the same at every call.
+__device__ inline bool elected() {
+  unsigned int is;
+  asm volatile(
+      "{ .reg .pred p;"
+      "elect.sync _|p, -1;"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(is));
+  return is;
+}
+
+// Registers of every thread of a warpgroup from here on; all its warps pass here.
+template <int REGISTERS>
+__device__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Until `threads` threads have come to barrier `id`, 1 to 15.
+__device__ inline void wait_for_threads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// An mbarrier of 8 bytes completes a phase when `arrivals` have come and all bytes that were announced.
+__device__ inline void init_mbarrier(unsigned int mbarrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
+}
+// Before copies may report to what this thread has initialised.
+__device__ inline void fence_mbarriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void arrive(unsigned int mbarrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+}
+__device__ inline void arrive_expecting(unsigned int mbarrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
+}
+// Until the phase of this parity is complete: the first is of parity 0, and the one before it, of parity 1, is.
+__device__ inline void wait_for_phase(unsigned int mbarrier, unsigned int parity) {
+  asm volatile(
+      "{ .reg .pred p;"
+      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
+      "@p bra DONE;"
+      "bra AGAIN;"
+      "DONE: }" ::"r"(mbarrier),
+      "r"(parity)
+      : "memory");
+}
+
+// What this thread did with shared memory comes before what copies and wgmma do with it.
+__device__ inline void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Asks for the box of a tensor of four dimensions at (x, y, z, w), the innermost first; zeros where it ends.
+__device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
+                                int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(&map), "r"(mbarrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// Around products: registers are as ordinary instructions left them, the products since the last end are one group, and
+// all but the last PENDING groups are done.
+__device__ inline void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ inline void end_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The compiler moves no use of these registers across, which it would where an instruction in flight has them.
+template <int N>
+__device__ void pin(float (&x)[1][N][4]) {
+#pragma unroll
+  for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+f"(x[0][n / 4][n % 4])::"memory");
+}
+template <int N>
+__device__ void pin(unsigned int (&x)[1][N][4]) {
+#pragma unroll
+  for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+r"(x[0][n / 4][n % 4])::"memory");
+}
+
+// A matrix in panels of 64 columns: rows of 128 bytes, chunk c of row r at place c ^ r % 8, as copies with the 128-byte
+// swizzle leave them. It starts at a multiple of 1024; what is `panel` bytes further is the next 64 columns, which only
+// the product with transposed B looks for.
+__device__ inline unsigned long long matrix(unsigned int address, int panel) {
+  return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
+         (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
+}
+constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel
+constexpr int NEXT_16_ROWS = 2048 >> 4;   // and down its panels
+
+// D (64 x N) = A (64 x 16) B^T, or += with `adds`; A and B (N x 16) in shared memory. Warp w of the warpgroup has rows
+// [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` has them.
+template <typename T, int N>
+__device__ void multiply(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
+// D (64 x N) += A (64 x 16) B; A in the fragments of `multiply`, B (16 x N) in shared memory.
+template <typename T, int N>
+__device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b);
+
+// The names of the registers of D and what they are, for 8 N = 64, 80 .. columns.
+#define NAMES_8                                                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_10 \
+  NAMES_8        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define NAMES_12 \
+  NAMES_10       \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_16 \
+  NAMES_12       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_24                                                                     \
+  NAMES_16                                                                           \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_32                                                                                 \
+  NAMES_24                                                                                       \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FRAGMENT(n) "+f"(d[0][n][0]), "+f"(d[0][n][1]), "+f"(d[0][n][2]), "+f"(d[0][n][3])
+#define FRAGMENTS_8 \
+  FRAGMENT(0), FRAGMENT(1), FRAGMENT(2), FRAGMENT(3), FRAGMENT(4), FRAGMENT(5), FRAGMENT(6), FRAGMENT(7)
+#define FRAGMENTS_10 FRAGMENTS_8, FRAGMENT(8), FRAGMENT(9)
+#define FRAGMENTS_12 FRAGMENTS_10, FRAGMENT(10), FRAGMENT(11)
+#define FRAGMENTS_16 FRAGMENTS_12, FRAGMENT(12), FRAGMENT(13), FRAGMENT(14), FRAGMENT(15)
+#define FRAGMENTS_24                                                                                              \
+  FRAGMENTS_16, FRAGMENT(16), FRAGMENT(17), FRAGMENT(18), FRAGMENT(19), FRAGMENT(20), FRAGMENT(21), FRAGMENT(22), \
+      FRAGMENT(23)
+#define FRAGMENTS_32                                                                                              \
+  FRAGMENTS_24, FRAGMENT(24), FRAGMENT(25), FRAGMENT(26), FRAGMENT(27), FRAGMENT(28), FRAGMENT(29), FRAGMENT(30), \
+      FRAGMENT(31)
+
+#define DEFINE_PRODUCTS(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                                      \
+  template <>                                                                                                         \
+  __device__ inline void multiply<T, N>(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
+    asm volatile(                                                                                                     \
+        "{ .reg .pred p;"                                                                                             \
+        "setp.ne.b32 p, %" #R2                                                                                        \
+        ", 0;"                                                                                                        \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N "}, %" #R0 ", %" #R1     \
+                                                                                             ", p, 1, 1, 0, 0; }"     \
+        : FRAGMENTS_##N                                                                                               \
+        : "l"(a), "l"(b), "r"((int)adds));                                                                            \
+  }                                                                                                                   \
+  template <>                                                                                                         \
+  __device__ inline void multiply<T, N>(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N                 \
+                 "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", 1, 1, 1, 1;"                                 \
+                 : FRAGMENTS_##N                                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
+  }
+#define DEFINE_PRODUCTS_OF(T, TYPE)                      \
+  DEFINE_PRODUCTS(T, TYPE, 8, 64, 32, 33, 34, 35, 36)    \
+  DEFINE_PRODUCTS(T, TYPE, 10, 80, 40, 41, 42, 43, 44)   \
+  DEFINE_PRODUCTS(T, TYPE, 12, 96, 48, 49, 50, 51, 52)   \
+  DEFINE_PRODUCTS(T, TYPE, 16, 128, 64, 65, 66, 67, 68)  \
+  DEFINE_PRODUCTS(T, TYPE, 24, 192, 96, 97, 98, 99, 100) \
+  DEFINE_PRODUCTS(T, TYPE, 32, 256, 128, 129, 130, 131, 132)
+DEFINE_PRODUCTS_OF(half16, "f16")
+DEFINE_PRODUCTS_OF(bfloat16, "bf16")

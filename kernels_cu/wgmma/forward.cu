@@ -1,0 +1,177 @@
+// Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
+//
+// The first warpgroup brings tiles of Q, K and V, a thread of it for all. Each of the others computes 64 queries: while
+// its tensor core multiplies the probabilities of one tile with V, it works out those of the next.
+#include "tile.cuh"
+
+constexpr int N = BLOCK_KV / 8;                // fragments of scores in a row
+constexpr int N_V = fragments_of(HEAD_DIM_V);  // and of O
+// The warpgroup that brings tiles needs few registers: two others share what it gives back, or three.
+constexpr int FEW_REGISTERS = THREADS == 384 ? 24 : 32, MANY_REGISTERS = THREADS == 384 ? 240 : 160;
+
+// The tensors, with the box of each that is one panel of a tile.
+struct Maps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+};
+
+// Whether scores take a pass of their own before the softmax, masked or not. It needs the registers of P, so the sums
+// of the tile before are waited for.
+constexpr bool PASS = MODIFIED || DENSE_MASK;
+
+using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM>;
+using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM>;
+using V_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM_V>;
+
+// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V, mbarriers.
+struct Rings {
+  static constexpr int Q_BYTES = panels_of(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
+  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES;
+
+  Q_Ring Q;
+  K_Ring K;
+  V_Ring V;
+
+  __device__ Rings(unsigned int smem)
+      : Q(smem, smem + MBARRIERS),
+        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
+        V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
+};
+
+// The tiles of keys that a tile of queries visits, from the last, through which a mask cuts, to the first.
+struct Visits {
+  int first;
+  int last;  // before the first: none
+
+  __device__ Visits(const Band& band, int q_start) {
+    int q_stop = min(q_start + BLOCK_Q, band.q_len);
+    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
+    first = begin / BLOCK_KV * BLOCK_KV;
+    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
+  }
+};
+
+__device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
+                        int kv_head, int tiles) {
+  int batch = PACKED ? 0 : sequence.batch;
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q;
+    Visits visits(band, q_start);
+    rings.Q.fill(maps.q, sequence.q_start + q_start, head, batch);
+    for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
+      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch);
+      rings.V.fill(maps.v, sequence.kv_start + kv_start, kv_head, batch);
+    }
+  }
+}
+
+__device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
+                        int head, int tiles) {
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  float unit = unit_of(p);
+  int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
+  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
+
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
+    Visits visits(band, q_start);
+    Range unmasked = band.sees_all(q_group, q_group + 64);
+    unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
+    Softmax2 softmax[1][2];
+    softmax[0][0].init(), softmax[0][1].init();
+    float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], moved[1][2];
+    unsigned int P_rmem[1][N / 2][4];
+
+    // S becomes probabilities; whether O must be rescaled by `moved`.
+    auto probabilities = [&](int kv_start) {
+      if (PASS || kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
+        modify<true>(S_rmem, score, band, q_start + row, kv_start);
+      bool moves = follow(moved, softmax, S_rmem, unit);
+      exponentiate(S_rmem, softmax, unit);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      return moves;
+    };
+    // Both products begin and are waited for elsewhere; in between they use their registers and tiles.
+    auto begin_scores = [&] {
+      rings.K.wait();
+      pin(S_rmem);
+      begin_products();
+      scores<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
+    };
+    auto begin_sums = [&](int kv_start) {
+      rings.V.wait();
+      if constexpr (PACKED || KV_LENGTHS)
+        if (kv_start + BLOCK_KV > sequence.kv_len)
+          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(), sequence.kv_len - kv_start);
+      accumulate(O_rmem, P_rmem, rings.V.tile());
+    };
+    auto end_scores = [&] {
+      pin(S_rmem);
+      rings.K.release();
+    };
+    auto end_sums = [&] {
+      wait_for_products<0>();
+      pin(O_rmem), pin(P_rmem);
+      rings.V.release();
+    };
+
+    rings.Q.wait();
+    if (visits.last >= visits.first) {
+      begin_scores();
+      wait_for_products<0>();
+      end_scores();
+      probabilities(visits.last);
+      round_fragments(P_rmem, S_rmem);
+      for (int kv_start = visits.last - BLOCK_KV; kv_start >= visits.first; kv_start -= BLOCK_KV) {
+        pin(O_rmem), pin(P_rmem);
+        begin_scores();
+        begin_sums(kv_start + BLOCK_KV);
+        if constexpr (PASS) end_sums();
+        wait_for_products<1>();
+        end_scores();
+        bool moves = probabilities(kv_start);
+        if constexpr (!PASS) end_sums();
+        if (moves) rescale(O_rmem, moved);
+        round_fragments(P_rmem, S_rmem);
+      }
+      pin(O_rmem), pin(P_rmem);
+      begin_products();
+      begin_sums(visits.first);
+      end_sums();
+    }
+
+    float factors[1][2];
+    finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
+    element* O = sequence.queries<element>(p.out, head);
+    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, O_rmem, factors, row, q_start + row, sequence.q_rows);
+    fence_async();
+    __syncwarp();
+    rings.Q.release();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Rings rings(shared_address(smem));
+  if (threadIdx.x == 0) {
+    rings.Q.init(), rings.K.init(), rings.V.init();
+    fence_mbarriers();
+  }
+  __syncthreads();
+
+  int head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  // The last tiles see most keys under a causal mask, so they go first.
+  int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
+  if (threadIdx.x < WARPGROUP) {
+    fewer_registers<FEW_REGISTERS>();
+    if (threadIdx.x < WARP && elected()) produce(maps, rings, sequence, band, head, head / p.group, tiles);
+  } else {
+    more_registers<MANY_REGISTERS>();
+    consume(p, rings, smem, sequence, band, head, tiles);
+  }
+}

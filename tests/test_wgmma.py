@@ -1,0 +1,336 @@
+"""The wgmma engine's forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work,
+planted bugs; what it refuses; the tensor maps that it is launched with."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import Case, Result, check, posed
+
+import cupy_flash
+from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors, launch
+from cupy_flash.engines import wgmma
+from cupy_flash.params import pack_maps
+from cupy_flash.plan import plan
+from cupy_flash.problem import Options, UnsupportedError, pose
+from cupy_flash.source import assemble
+from cupy_flash.tensor_map import Box, decode, encode_for_simulator
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
+
+# Several tiles of both kinds, the last of each in part.
+LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
+TILE = wgmma.Tile(block_q=128, block_kv=64, stages=2)
+LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What is simulated is Hopper."""
+    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
+
+
+@pytest.fixture
+def small_tile(monkeypatch):
+    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
+    plan.cache_clear()
+    yield
+    plan.cache_clear()
+
+
+def forward(case, blocks=None, **asked):
+    """(out, lse) of a case; of `blocks` blocks in each head, else of one for each tile of queries."""
+    call = case.call()
+    options = call.options | dict(backend="simulator", engine="wgmma") | asked
+    chosen, operands = posed_as(case, call._replace(options=options))
+    if blocks is not None:
+        steps = tuple(replace(step, grid=(blocks, *step.grid[1:])) for step in chosen.launches)
+        chosen = replace(chosen, launches=steps)
+    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    return Result(out, lse, *[None] * 5)
+
+
+def posed_as(case, call):
+    problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
+    return backends.plan_for(problem), operands
+
+
+def check_forward(case, result=None):
+    check(case, forward(case) if result is None else result, only=("out", "lse"))
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "causal-more-queries": dict(causal=True, q_len=210, kv_len=150),
+    "top-left": dict(causal="top_left"),
+    "window": dict(window=(40, 20)),
+    "window-left": dict(window=(30, None), causal=True),
+    "window-empty-tiles": dict(window=(3, 3), q_len=300, kv_len=40),
+    "scale-negative": dict(scale=-0.3),
+    "scale-zero": dict(scale=0.0),
+    "softcap": dict(softcap=1.5, scale=1.0),
+    "alibi": dict(alibi="h", causal=True),
+    "bias": dict(bias="1hqk"),
+    "bias-hides": dict(bias="1hqk", bias_hides=True, bias_dtype="float32", sink=True),
+    "mask": dict(mask="1hqk"),
+    "sink": dict(sink=True, causal=True, q_len=210, kv_len=150),
+    "dropout": dict(dropout=0.3, causal=True),
+    "all": dict(
+        causal=True, window=(100, None), softcap=5.0, alibi="bh", bias="qk", mask="1hqk", sink=True, dropout=0.2,
+        q_lengths=(140,), kv_lengths=(190,),
+    ),
+    "lengths": dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)),
+    "lengths-zero": dict(batch=3, q_lengths=(0, 150, 20), kv_lengths=(70, 0, 64), sink=True),
+    "lengths-causal": dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210), causal=True),
+    "packed": dict(batch=3, q_lengths=(150, 0, 61), kv_lengths=(100, 30, 190), packed=True),
+    "packed-causal": dict(batch=3, q_lengths=(31, 150, 0), kv_lengths=(100, 210, 7), packed=True, causal=True),
+    "bhsd": dict(layout="bhsd", batch=2, causal=True),
+    "grouped": dict(heads=6, kv_heads=2, batch=2),
+    "bfloat16": dict(dtype="bfloat16", causal=True),
+    "rising": dict(scores="rising"),
+    "falling": dict(scores="falling"),
+    "huge": dict(scores="huge"),
+    "one-query": dict(q_len=1, kv_len=200, causal=True),
+    "one-key": dict(kv_len=1, scores="integers"),
+    "narrow": dict(head_dim=40, head_dim_v=24),
+    "wide-values": dict(head_dim=32, head_dim_v=128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_option(options, small_tile):
+    check_forward(Case(**LONG | options))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_planned_tile(dims, dtype):
+    """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
+    dim, dim_v = dims
+    check_forward(Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True)))
+
+
+@pytest.mark.parametrize("case", [Case(**LONG), LENGTHS], ids=["plain", "lengths"])
+def test_every_order_gives_the_same_bits(case, small_tile, monkeypatch):
+    """Copies and products land early, late, at any time; and one block computes all tiles, or each has its own."""
+    results = []
+    for order, seed, blocks in (
+        ("early", 0, None),
+        ("late", 0, 1),
+        ("random", 0, 1),
+        ("random", 1, 1),
+        ("random", 2, 2),
+    ):
+        how = functools.partial(launch, order=order, seed=seed)
+        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", how)
+        results.append(forward(case, blocks))
+    check_forward(case, results[0])
+    for result in results[1:]:
+        assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+def test_bytes_and_conflicts(small_tile, monkeypatch):
+    """Each tile of queries reads its keys once; no two lanes want one bank."""
+    counters = []
+
+    def counting(*args, **kw):
+        counters.append(launch(*args, **kw))
+        return counters[-1]
+
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
+    case = Case(**LONG | dict(q_len=256, kv_len=192, heads=1))
+    forward(case)
+    (count,) = counters
+    row = 2 * case.head_dim
+    assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
+    assert count.global_bytes_written == case.q_len * (row + 4)
+    assert count.bank_conflicts == 0
+
+
+# name -> (what stands there, what is planted, errors; a number of the result where no check can see it)
+PLANTED = {
+    "no wait for Q": ("rings.Q.wait();", "", errors.PendingCopy),
+    "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
+    "no wait for V": ("rings.V.wait();", "", errors.PendingCopy),
+    "no wait for an empty place": (
+        "wait_for_phase(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+    ),
+    "too few bytes": (
+        "arrive_expecting(full(), TILE_BYTES);", "arrive_expecting(full(), TILE_BYTES / 2);",
+        (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
+    ),
+    "too many bytes": ("arrive_expecting(full(), TILE_BYTES);", "arrive_expecting(full(), TILE_BYTES + 16);",
+                       errors.Deadlock),
+    "parity of a full place": (
+        "wait_for_phase(full(), parity());", "wait_for_phase(full(), parity() ^ 1);",
+        (errors.PendingCopy, errors.Deadlock),
+    ),
+    "parity of the round": (
+        "return turn / PLACES % 2;", "return 0;",
+        (errors.PendingCopy, errors.Deadlock, errors.BarrierMisuse),
+    ),
+    "arrivals": ("CONSUMERS / WARP);", "CONSUMERS / WARP + 1);", errors.Deadlock),
+    "no release": (
+        "    if (lane_of() == 0) arrive(empty());\n", "", errors.Deadlock,
+    ),
+    "no fence of the mbarriers": ("    fence_mbarriers();\n", "", errors.MissingFence),
+    "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
+    "no fence of registers": ("begin_products();\n      scores", "scores", errors.MissingFence),
+    "scores not waited for": ("wait_for_products<1>();", "wait_for_products<2>();", errors.PendingRegister),
+    "sums not waited for": (
+        "wait_for_products<0>();\n      pin(O_rmem), pin(P_rmem);", "pin(O_rmem), pin(P_rmem);",
+        (errors.PendingRegister, errors.PendingCopy),
+    ),
+    "sums not ended": (
+        "multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);\n  end_products();",
+        "multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
+    ),
+    "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
+    "Q released before O has left": (
+        "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
+    ),
+    "no fence after rows are cleared": (
+        "fence_async();\n  wait_for_threads", "wait_for_threads", errors.MissingFence,
+    ),
+    "no barrier after rows are cleared": (
+        "wait_for_threads(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
+    ),
+    "rows not cleared": ("if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
+    "panels": ("k % 4 * NEXT_16_COLUMNS,", "(k + 1) % 4 * NEXT_16_COLUMNS,", AssertionError),
+    "past the keys": ("kv_start + BLOCK_KV > unmasked.end)", "false)", AssertionError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_found(bug, small_tile, monkeypatch):
+    """In one block for all tiles, so that every place is used again."""
+    good, bad, found = PLANTED[bug]
+
+    def planted(kernel, constants):
+        text = assemble(kernel, constants)
+        assert text.count(good) == 1, text.count(good)
+        return text.replace(good, bad)
+
+    monkeypatch.setattr(ahead, "assemble", planted)
+    with pytest.raises(found):
+        check_forward(LENGTHS, forward(LENGTHS, 1))
+
+
+def test_every_tile_compiles_without_spills():
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    for words in (dict(head_dim=128), dict(head_dim=64, causal=True, packed=True)):
+        words = dict(dtype="bfloat16", engine="wgmma", backward=False) | words
+        launches = ahead.launches(device.named("sm_90a", "cuda"), **words)
+        assert len(launches) > 3
+        for step in launches:
+            result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+            took = result.resources[step.function]
+            assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step
+
+
+# What it does not serve
+
+
+def refused(case=None, arch="sm_90a", call=None, **changes):
+    """Its reasons."""
+    case = Case(**LONG) if case is None else case
+    call = case.call() if call is None else call
+    chosen, _ = posed_as(case, call._replace(options=call.options | dict(backend="simulator")))
+    problem = replace(chosen.problem, **dict(engine="wgmma") | changes)
+    return wgmma.refusals(problem, device.named(arch))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param(dict(engine=None), 'serves only who asks for it: engine="wgmma"', id="not-asked-for"),
+        pytest.param(dict(arch="sm_80"), "sm_80 has not the instructions of sm_90a", id="arch"),
+        pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
+        pytest.param(dict(backward=True), "it has no gradients yet", id="backward"),
+        pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
+        pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
+        pytest.param(dict(batch=65536), "65536 sequences", id="grid"),
+    ],
+)
+def test_refusal(how, words):
+    assert refused() == []
+    (reason,) = refused(**how)
+    assert words in reason
+
+
+def test_rows_that_no_box_can_take():
+    """Found in the arrays; a call without a choice of engine goes to another, and its plan says why."""
+    case = Case(**LONG)
+    call = case.call()
+
+    def shifted(x, by):
+        wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)
+        wide[..., by : by + x.shape[-1]] = x
+        return wide[..., by : by + x.shape[-1]]
+
+    repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
+    columns = np.asfortranarray(call.v)  # copied before the kernel: contiguous rows
+    for arrays, aligned in (
+        (dict(q=shifted(call.q, 8)), True),
+        (dict(q=shifted(call.q, 1)), False),
+        (dict(k=repeated), False),
+        (dict(k=call.k[:, ::-1]), False),
+        (dict(v=columns), True),
+        (dict(q=call.q[..., :60], k=call.k[..., :60]), True),
+        (dict(q=np.ascontiguousarray(call.q[..., :60]), k=call.k[..., :60]), False),
+    ):
+        reasons = refused(call=call._replace(**arrays))
+        assert (reasons == []) == aligned, arrays.keys()
+    odd = call._replace(q=shifted(call.q, 1))
+    with pytest.raises(UnsupportedError, match="wgmma: not every row of q, k and v starts at a multiple of 16 bytes"):
+        cupy_flash.attention(*odd[:3], backend="simulator", engine="wgmma")
+    assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator")
+
+
+def test_odd_rows_that_a_box_can_take(small_tile):
+    """Rows of 60 of 64 numbers; columns that are copied first."""
+    case = Case(**LONG | dict(head_dim=60, head_dim_v=64, kv_heads=2))
+    call = case.call()
+
+    def in_rows_of_64(x):
+        wide = np.full((*x.shape[:-1], 64), np.nan, x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    call = call._replace(q=in_rows_of_64(call.q), k=in_rows_of_64(call.k), v=np.asfortranarray(call.v))
+    options = call.options | dict(backend="simulator", engine="wgmma", return_lse=True)
+    out, lse = cupy_flash.attention(call.q, call.k, call.v, **options)
+    check_forward(case, Result(out, lse, *[None] * 5))
+
+
+# Tensor maps
+
+
+def test_maps_of_every_layout():
+    """(column, row, head, batch) of an array, strides in bytes."""
+    expected = {"bshd": (2 * 6 * 64, 2 * 64, 2 * 6 * 64 * 50), "bhsd": (2 * 64, 2 * 64 * 50, 2 * 6 * 64 * 50)}
+    for layout in ("bshd", "bhsd"):
+        case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
+        _, operands = posed(case)
+        maps = pack_maps([Box("q", 32, 64)], {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
+        found = decode(maps.tobytes())
+        assert (found.address, found.shape, found.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
+        assert (found.strides, found.swizzle, found.item_bytes) == (expected[layout], 128, 2)
+
+
+def test_map_of_a_packed_batch():
+    """Rows of all sequences, one batch; where there is one head, its stride is anything that a map takes."""
+    _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
+    boxes = [Box("q", 128, 64), Box("k", 64, 64)]
+    maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
+    q, k = decode(maps[:128]), decode(maps[128:])
+    assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))
+    assert (k.shape, k.strides) == ((64, 17, 1, 1), (2 * 64, 128, 128))

@@ -1,0 +1,47 @@
+"""The tensor-core engines on a real GPU, every option in bfloat16: mma, and on Hopper the forward of wgmma."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import on_gpu
+import pytest
+from cases import OPTIONS, Case, Result, check, compare, references, run
+
+import cupy_flash
+from cupy_flash import UnsupportedError, device
+
+ROWS = {name: replace(case, dtype="bfloat16") for name, case in OPTIONS.items() if not name.startswith("dtype-")}
+ROWS |= {
+    f"long-{dim}": Case(1000, 1300, 1, 4, 2, dim, dim, "bfloat16", causal=True, sink=True) for dim in (64, 128, 256)
+}
+
+
+@pytest.fixture(autouse=True)
+def routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu.route(monkeypatch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_mma_on_cuda(case: Case, deterministic: bool) -> None:
+    call = case.call()
+    call.options.update(engine="mma", deterministic=deterministic)
+    check(case, run(case, "cuda", call))
+
+
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_wgmma_on_cuda(case: Case) -> None:
+    """Like the formula, or refused with a reason that is not the architecture."""
+    q, k, v, options, _, _, packed = case.call()
+    assert packed is None
+    if device.gpu(0).arch != "sm_90a":
+        with pytest.raises(UnsupportedError, match="has not the instructions of sm_90a"):
+            cupy_flash.attention(q, k, v, engine="wgmma", backend="cuda", **options)
+        return
+    try:
+        out, lse = cupy_flash.attention(q, k, v, return_lse=True, engine="wgmma", backend="cuda", **options)
+    except UnsupportedError as refusal:
+        assert any(why in str(refusal) for why in ("16 bytes", "without elements", "larger than 256"))
+        return
+    compare(case, Result(out, lse, *[None] * 5), *references(case), only=("out", "lse"))

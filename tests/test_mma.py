@@ -34,6 +34,7 @@ from cupy_flash.backends.simulator.errors import (
 )
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import mma
+from cupy_flash.launch import RESCALE_ABOVE
 from cupy_flash.plan import plan
 from cupy_flash.problem import Saved
 
@@ -214,8 +215,8 @@ STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
 def forward(monkeypatch, small_tile):
     """out and lse of a case with another threshold."""
 
-    def forward(case, rescale_above=mma.RESCALE_ABOVE):
-        monkeypatch.setattr(mma, "RESCALE_ABOVE", rescale_above)
+    def forward(case, rescale_above=RESCALE_ABOVE):
+        monkeypatch.setattr("cupy_flash.launch.RESCALE_ABOVE", rescale_above)
         plan.cache_clear()
         return run_mma(case, "sm_75" if case.dtype == "float16" else "sm_80")
 
@@ -529,8 +530,8 @@ BUGS = {
     ),
     # The softmax
     "o-not-rescaled": Bug(
-        "mma/forward.cu",
-        "O[m][n][2 * half] *= factor, O[m][n][2 * half + 1] *= factor;",
+        "fragments.cuh",
+        "O[m][n][e] *= factors[m][e / 2];",
         ";",
         case=replace(LONG, scores="falling"),
     ),
@@ -542,10 +543,10 @@ BUGS = {
         case=replace(LONG, scores="falling", dtype="float16"),
     ),
     "maximum-of-one-lane": Bug(
-        "mma/forward.cu", "move(row_max(largest[m][half]), unit)", "move(largest[m][half], unit)", case=LONG
+        "fragments.cuh", "move(row_max(largest[m][half]), unit)", "move(largest[m][half], unit)", case=LONG
     ),
-    "sum-of-one-lane": Bug("mma/forward.cu", "row_sum(softmax[m][half].l)", "softmax[m][half].l", case=LONG),
-    "no-sink": Bug("mma/forward.cu", "if constexpr (SINK)", "if constexpr (false)", case=replace(LONG, sink=True)),
+    "sum-of-one-lane": Bug("fragments.cuh", "row_sum(softmax[m][half].l)", "softmax[m][half].l", case=LONG),
+    "no-sink": Bug("fragments.cuh", "if constexpr (SINK)", "if constexpr (false)", case=replace(LONG, sink=True)),
     # Gradients
     "dq-not-scaled": Bug("mma/backward_q.cu", "return (float)p.scale;", "return 1.0f;", case=LONG),
     "added-dq-not-scaled": Bug("mma/dq.cu", "numbers[e] * (float)p.scale", "numbers[e]", case=LONG, dq="added"),
@@ -566,8 +567,8 @@ BUGS = {
     "neighbour-takes-the-wrong-half": Bug(
         "mma/steps.cuh", ">> 16 * odd & 0xFFFF", ">> 16 * (1 - odd) & 0xFFFF", case=DROPPED
     ),
-    "bits-of-the-other-columns": Bug("mma/steps.cuh", "8 * (n % 2) + e % 2", "e % 2", case=DROPPED),
-    "kept-not-scaled": Bug("mma/forward.cu", "DROPOUT ? (float)dropout.keep_scale : 1.0f", "1.0f", case=DROPPED),
+    "bits-of-the-other-columns": Bug("fragments.cuh", "8 * (n % 2) + e % 2", "e % 2", case=DROPPED),
+    "kept-not-scaled": Bug("fragments.cuh", "DROPOUT ? (float)dropout.keep_scale : 1.0f", "1.0f", case=DROPPED),
     # Products
     "half-of-the-depth-twice": Bug(
         "ptx.cuh",

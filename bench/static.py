@@ -25,7 +25,7 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
-from cupy_flash.engines import wgmma
+from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.problem import Operands, Options, Saved, pose
@@ -36,7 +36,7 @@ from .report import NOTHING, Table
 from .run import Progress
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
-STEP_ARCHS = ("sm_80", wgmma.ARCH)  # whose tile steps are counted; on the second those of its own instructions
+STEP_ARCHS = ("sm_80", hopper.ARCH)  # whose tile steps are counted; on the second those of its own instructions
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
@@ -136,7 +136,7 @@ def step_arch(name: str) -> str:
 
 def is_served(name: str, arch: str) -> bool:
     """Whether the engine that a problem asks for runs on an architecture."""
-    return step_arch(name) != wgmma.ARCH or arch == wgmma.ARCH
+    return step_arch(name) != hopper.ARCH or arch == hopper.ARCH
 
 
 def _use(library: str | None) -> None:

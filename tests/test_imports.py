@@ -34,6 +34,8 @@ FLOW = (
     "engines.cpu",
     "engines.mma",
     "engines.simt",
+    "engines.wgmma.hopper",
+    "engines.wgmma.forward",
     "engines.wgmma",
     "plan",
     "ahead",

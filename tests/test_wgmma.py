@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
 
 # Several tiles of both kinds, the last of each in part.
 LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
-TILE = wgmma.Tile(block_q=128, block_kv=64, stages=2)
+TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2)
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
 

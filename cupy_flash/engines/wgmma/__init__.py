@@ -1,0 +1,68 @@
+"""The engine of Hopper (sm_90a): warpgroups multiply tiles that another one brings, both while scores become
+probabilities. fp16 and bf16, a module for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from ...device import Device
+from ...launch import Launch, fragment_refusals, grid_refusals
+from ...problem import Problem
+from . import forward
+from .hopper import ARCH, LARGEST
+
+BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+MEASURED: str | None = None
+
+
+def step(problem: Problem) -> ModuleType:
+    """The module that has a problem's tiles, costs and launches."""
+    return forward
+
+
+def refusals(problem: Problem, device: Device) -> list[str]:
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    if problem.engine != "wgmma":
+        reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
+    if device.backend in BACKENDS and device.arch != ARCH:
+        reasons.append(f"{device.arch} has not the instructions of {ARCH}")
+    if problem.backward:
+        reasons.append("it has no gradients yet")
+    if problem.dtype.name not in ("float16", "bfloat16"):
+        reasons.append(f"{problem.dtype.name} is not float16 or bfloat16")
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        reasons.append("a tensor without elements has no boxes to copy")
+    if not problem.aligned:
+        reasons.append("not every row of q, k and v starts at a multiple of 16 bytes: only mma and simt read such")
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest > LARGEST:
+        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
+    elif device.backend in BACKENDS and not tiles(problem, device):
+        reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
+    return reasons
+
+
+def tiles(problem: Problem, device: Device) -> Sequence[Any]:
+    return step(problem).tiles(problem, device)
+
+
+def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+    return step(problem).seconds(problem, pairs, device, tile)
+
+
+def alike(tile: Any) -> object:
+    return tile
+
+
+def threads(device: Device, tile: Any, cost: float) -> int:
+    return tile.threads
+
+
+def workspaces(problem: Problem, tile: Any) -> tuple[str, ...]:
+    return step(problem).workspaces(problem, tile)
+
+
+def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+    return step(problem).launches(problem, device, tile)

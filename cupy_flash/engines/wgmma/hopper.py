@@ -1,0 +1,21 @@
+"""What every kernel of the engine knows of Hopper: its tiles' units, and what the written costs are made of."""
+
+ARCH = "sm_90a"
+LARGEST = 256  # head dimension
+WARPGROUP_ROWS = 64  # rows of a warpgroup's products
+PANEL = 64  # columns of a box: rows of 128 bytes
+COLUMNS = (64, 96, 128, 192, 256)  # of an operand's tile, by the products that hopper.cuh has; tile.cuh's fragments_of
+
+# Of one multiprocessor and clock. Nothing here was measured on a GPU by this project yet.
+MULTIPLY_ADDS = 2048
+EXPONENTIALS = 16
+SHARED_BYTES = 128
+CACHE_BYTES = 32  # from the second-level cache
+STEP = 100  # clocks of a step for waiting and signalling
+BLOCK = 2000  # clocks of a block before its first product and after its last
+CLOCK = 1.5e9
+
+
+def columns(dim: int) -> int:
+    """Of a product that has `dim` columns to make: as many as there is an instruction for."""
+    return min(columns for columns in COLUMNS if columns >= min(dim, LARGEST))

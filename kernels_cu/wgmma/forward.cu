@@ -98,13 +98,15 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
       rings.K.wait();
       pin(S_rmem);
       begin_products();
-      scores<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
+      scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
     };
     auto begin_sums = [&](int kv_start) {
       rings.V.wait();
       if constexpr (PACKED || KV_LENGTHS)
-        if (kv_start + BLOCK_KV > sequence.kv_len)
-          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(), sequence.kv_len - kv_start);
+        if (kv_start + BLOCK_KV > sequence.kv_len) {
+          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(), [&](int row) { return kv_start + row < sequence.kv_len; });
+          end_of_clearing();
+        }
       accumulate(O_rmem, P_rmem, rings.V.tile());
     };
     auto end_scores = [&] {
@@ -145,7 +147,8 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
     element* O = sequence.queries<element>(p.out, head);
-    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, O_rmem, factors, row, q_start + row, sequence.q_rows);
+    rescale(O_rmem, factors);
+    store_rows<BLOCK_Q>(O, p.out, smem, O_rmem, row, q_start + row, sequence.q_rows, HEAD_DIM_V);
     fence_async();
     __syncwarp();
     rings.Q.release();

@@ -10,7 +10,7 @@ from typing import Any
 from ...device import Device
 from ...launch import Launch, fragment_refusals, grid_refusals
 from ...problem import Problem
-from . import forward
+from . import backward, forward
 from .hopper import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -19,7 +19,7 @@ MEASURED: str | None = None
 
 def step(problem: Problem) -> ModuleType:
     """The module that has a problem's tiles, costs and launches."""
-    return forward
+    return backward if problem.backward else forward
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -28,8 +28,6 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
         reasons.append(f"{device.arch} has not the instructions of {ARCH}")
-    if problem.backward:
-        reasons.append("it has no gradients yet")
     if problem.dtype.name not in ("float16", "bfloat16"):
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16")
     if 0 in (problem.batch, problem.q_len, problem.kv_len):

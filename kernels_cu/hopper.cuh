@@ -65,13 +65,6 @@ __device__ inline void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The reverse of load_matrices: lane l names the address of row l % 8 of matrix l / 8.
-__device__ inline void store_matrices(unsigned int address, const unsigned int (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
-               "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
 // Asks for the box of a tensor of four dimensions at (x, y, z, w), the innermost first; zeros where it ends.
 __device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
                                 int w) {
@@ -80,6 +73,28 @@ __device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned 
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
       "l"(&map), "r"(mbarrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers, from where load_matrices has them to where it reads them.
+__device__ inline void store_matrices(unsigned int address, const unsigned int (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+// Asks for a box to be written as copy_box reads one; what lies past the tensor's end is left out.
+__device__ inline void store_box(const TensorMap& map, unsigned int from, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+// The stores of this thread since the last end are one group.
+__device__ inline void end_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all but its last PENDING groups have read shared memory; when they have written, the end of the kernel tells.
+template <int PENDING>
+__device__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Around products: registers are as ordinary instructions left them, the products since the last end are one group, and

@@ -505,7 +505,7 @@ BUGS = {
         "mma/tile.cuh", "if (x.aligned < 8) {", "if (x.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
     ),
     "alignment-ignored-when-stored": Bug(
-        "mma/tile.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
+        "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
         "mma/tile.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)

@@ -35,7 +35,8 @@ class Work(NamedTuple):
         """Those of one launch: params, and its tensor maps where it copies boxes."""
         if not launch.boxes:
             return (params,)
-        return params, pack_maps(launch.boxes, self.inputs, self.layout, address, encode)
+        arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
+        return params, pack_maps(launch.boxes, arrays, self.layout, address, encode)
 
 
 Start = Callable[[Work], object]

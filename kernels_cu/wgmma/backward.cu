@@ -131,15 +131,6 @@ __device__ void accumulate(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   end_products();
 }
 
-// The 16 rows of this warp of a share's columns of dK or dV, through a tile.
-template <int DIM, int N>
-__device__ void store_columns(element* rows, const Operand& x, unsigned char* tile, const float (&C)[1][N][4], int row,
-                              int share, int kv_start, const Sequence& sequence) {
-  int column = 8 * N * share;
-  store_rows<BLOCK_KV>(rows + column, x, tile + column / PANEL * BLOCK_KV * PANEL_ROW, C, row, kv_start + row,
-                       sequence.kv_rows, DIM - column);
-}
-
 __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
                         int kv_head) {
   float unit = unit_of(p);
@@ -248,9 +239,13 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
     wait_for_threads(COMMON_BARRIER, CONSUMERS);
     const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
     rescale(dK_rmem, scales);
-    store_columns<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, dK_rmem, row, share, kv_start, sequence);
-    store_columns<HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + rings.K.BYTES, dV_rmem, row, share,
-                              kv_start, sequence);
+    unsigned int dK_rounded[1][N_K / 2][4], dV_rounded[1][N_V / 2][4];
+    round_fragments(dK_rounded, dK_rmem);
+    round_fragments(dV_rounded, dV_rmem);
+    element *dK = sequence.keys<element>(p.dk, kv_head), *dV = sequence.keys<element>(p.dv, kv_head);
+    store_rows<BLOCK_KV, HEAD_DIM>(dK, p.dk, smem, dK_rounded, row, share * N_K, kv_start + row, sequence.kv_rows);
+    store_rows<BLOCK_KV, HEAD_DIM_V>(dV, p.dv, smem + rings.K.BYTES, dV_rounded, row, share * N_V, kv_start + row,
+                                     sequence.kv_rows);
     fence_async();
     __syncwarp();
     rings.K.release(), rings.V.release();

@@ -6,6 +6,7 @@
 //   accumulate     C += P X      fragments of P in registers, the rows of tile X
 //   clear_rows     zeros in place of what another sequence has there
 //   store_rows     fragments -> rows of a tensor
+//   store_boxes    the same by asynchronous copies
 #pragma once
 #include "../fragments.cuh"
 #include "../hopper.cuh"
@@ -96,7 +97,7 @@ template <int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
   unsigned long long x = matrix(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
-  for (int k = 0; k < K; ++k) multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);
+  for (int k = 0; k < K; ++k) multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   end_products();
 }
 
@@ -116,41 +117,49 @@ __device__ inline void end_of_clearing() {
   wait_for_threads(COMMON_BARRIER, CONSUMERS);
 }
 
-// Bytes from the start of a tile of ROWS rows to chunk `chunk` of a row.
+// Where chunk `chunk` of a row of a tile of ROWS rows lies in it.
 template <int ROWS>
-__device__ int at(int row, int chunk) {
+__device__ unsigned int place_of(int row, int chunk) {
   return chunk / 8 * ROWS * PANEL_ROW + row * PANEL_ROW + ((chunk % 8 ^ row % 8) << 4);
 }
 
-// Fragments of this warp into a tile of ROWS rows, from row `row` and chunk `chunk`.
+// Rounded fragments of this warp into 16 rows of a tile of ROWS rows, from row `row` and chunk `chunk`.
 template <int ROWS, int K>
 __device__ void store_fragments(unsigned int tile, const unsigned int (&A)[1][K][4], int row, int chunk) {
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    store_matrices(tile + at<ROWS>(row + lane_of() % 16, chunk + 2 * k + lane_of() / 16), A[0][k]);
+    store_matrices(tile + place_of<ROWS>(row + lane_of() % 16, chunk + 2 * k + lane_of() / 16), A[0][k]);
 }
 
-// The 16 rows of this warp, from row `row` of a tile of ROWS rows and row `first` of a tensor that ends at `end`, and
-// of those its `columns`: C, rounded, through shared memory, 16 bytes at once where they may be.
-template <int ROWS, int N>
-__device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const float (&C)[1][N][4], int row,
-                           int first, int end, int columns) {
-  unsigned int rounded[1][N / 2][4];
-  round_fragments(rounded, C);
-  store_fragments<ROWS>(shared_address(tile), rounded, row, 0);
+// The same through the tile to row `first` of a tensor of DIM columns that ends at `end`, 16 bytes at once where they
+// may.
+template <int ROWS, int DIM, int K>
+__device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const unsigned int (&A)[1][K][4],
+                           int row, int chunk, int first, int end) {
+  store_fragments<ROWS>(shared_address(tile), A, row, chunk);
   __syncwarp();
 #pragma unroll 4
-  for (int n = lane_of(); n < 16 * N; n += WARP) {
-    int r = n / N, chunk = n % N;
-    if (first + r >= end || 8 * chunk >= columns) continue;
-    uint4 numbers = *(const uint4*)(tile + at<ROWS>(row + r, chunk));
-    element* to = rows + (long long)(first + r) * x.row + 8 * chunk;
-    if (x.aligned == 8) {
-      *(uint4*)to = numbers;
-    } else {
+  for (int n = lane_of(); n < 16 * 2 * K; n += WARP) {
+    int r = n / (2 * K), its = chunk + n % (2 * K);
+    if (first + r >= end || 8 * its >= DIM) continue;
+    uint4 numbers = *(const uint4*)(tile + place_of<ROWS>(row + r, its));
+    store_chunk<DIM>(rows + (long long)(first + r) * x.row, x, its, numbers);
+  }
+}
+
+// All DIM columns in boxes of 16 rows, which nothing but the end of the tensor may cut. One thread asks for them, and
+// waits until they have been read from the tile.
+template <int ROWS, int DIM, int K>
+__device__ void store_boxes(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
+                            int first, int head, int batch) {
+  store_fragments<ROWS>(tile, A, row, 0);
+  fence_async();
+  __syncwarp();
+  if (lane_of() == 0) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (8 * chunk + e < columns) to[e].bits = ((unsigned int*)&numbers)[e / 2] >> 16 * (e % 2);
-    }
+    for (int n = 0; n < panels_of(DIM); ++n)
+      store_box(map, tile + (n * ROWS + row) * PANEL_ROW, n * PANEL, first, head, batch);
+    end_stores();
+    wait_for_stores<0>();
   }
 }

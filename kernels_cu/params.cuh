@@ -31,7 +31,8 @@ struct Params {
   Operand dlse;
   Operand delta;
   Operand lse2;     // a workspace like delta
-  Operand dq_sums;  // a workspace, laid out by dq_sums.cuh
+  Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
+  Operand dq_turns;
   Operand dq;
   Operand dk;
   Operand dv;

@@ -16,7 +16,7 @@ from ..arrays import Array, contiguous, empty
 from ..launch import Launch, partials_launch
 from ..params import Address, Encode, pack, pack_maps, pack_partials
 from ..plan import Plan
-from ..problem import Gradients, Operands, Problem
+from ..problem import Gradients, Operands, Problem, has_boxes
 
 Results = dict[str, Array | None]
 
@@ -68,10 +68,12 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
 
 def _workspace_shape(name: str, problem: Problem, q: Array) -> tuple[int, ...]:
     rows = problem.lse_shape(q)
-    if name != "dq_sums":
+    if name not in ("dq_sums", "dq_turns"):
         return rows
     # Squares of 16 x 16, one more for each packed sequence: it begins with one of its own (dq_sums.cuh).
     squares = rows[-1] // 16 + problem.batch if problem.layout == "thd" else -(-rows[-1] // 16)
+    if name == "dq_turns":
+        return (*rows[:-1], 2 * squares)
     return (*rows[:-1], 16 * squares, -(-problem.head_dim // 16) * 16)
 
 
@@ -90,13 +92,15 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework."""
+    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework, and a gradient of
+    the result that is to be copied in boxes and cannot."""
     by_any_stride = ("bias", "mask", "lse", "dlse", "seed")
+    boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
     rows = {
         name: contiguous(array)
         for name, array in inputs.items()
-        if name not in by_any_stride and not _has_contiguous_row(array)
+        if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
     if rows:
         operands, inputs = replace(operands, **rows), inputs | rows

@@ -9,36 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cupy_flash import backends
-from cupy_flash.plan import MODULES, Plan
+from cupy_flash.plan import MODULES, Plan, candidates
 from cupy_flash.problem import Operands, Options, Saved, pose
 
 from .gpu import REGIMES, WARM_UP, Call, Regime, sampled_gpu, summary, time_interleaved
 from .results import describe, write
-
-
-def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
-    """Every legal tile of an engine for the problem of a plan, and the plan with it; the smallest prediction first."""
-    problem, device, module = chosen.problem, chosen.device, MODULES[engine]
-    pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
-    costs = sorted((module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device))
-    return [
-        (
-            tile,
-            replace(
-                chosen, engine=engine, cost=cost, block_q=tile.block_q, block_kv=tile.block_kv,
-                threads=module.threads(device, tile, cost), launches=module.launches(problem, device, tile),
-                workspaces=module.workspaces(problem, tile),
-            ),
-        )
-        for cost, tile in costs
-    ]  # fmt: skip
 
 
 def posed(regime: Regime) -> tuple[Plan, Operands]:

@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.results import ROOT
 from bench.tables import block
 from cupy_flash import ahead, device
-from cupy_flash.plan import plan
+from cupy_flash.plan import candidates, plan
 
 
 def unseen(_):
@@ -102,10 +102,10 @@ def test_the_way_round_a_loop():
 def test_a_sweep_has_every_tile_and_the_plans_first():
     for problem in ahead.problems(dtype="float16", head_dim=128, causal=True, engine="mma"):
         chosen = plan(problem, device.named("sm_90a", "cuda"))
-        candidates = sweep.candidates(chosen, "mma")
-        assert [its.cost for _, its in candidates] == sorted(its.cost for _, its in candidates)
-        assert candidates[0][1] == chosen and len(candidates) > 3
-        assert {launch for _, its in candidates for launch in its.launches} >= set(chosen.launches)
+        plans = [its for _, its in candidates(chosen, "mma")]
+        assert [its.cost for its in plans] == sorted(its.cost for its in plans)
+        assert plans[0] == chosen and len(plans) > 3
+        assert {launch for its in plans for launch in its.launches} >= set(chosen.launches)
     rows = [
         dict(tile=f"tile {n}", predicted_ms=1.0 + n, milliseconds=[took]) for n, took in enumerate((3.0, 1.5, 2.0, 6.0))
     ]

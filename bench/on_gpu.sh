@@ -60,11 +60,11 @@ part_4() { # ours against peers, in fp32 and fp64; the host's share of a call
 }
 
 part_5() { # tensor cores: every tile of every engine beside every peer
-  step sweep-forward 470 "$PYTHON" -m bench forward --sweep --seconds 420 --out "$OUT"
+  step sweep-forward 470 "$PYTHON" -m bench forward --sweep --seconds 410 --out "$OUT"
 }
 
 part_6() { # and of the backward
-  step sweep-backward 470 "$PYTHON" -m bench backward --sweep --seconds 420 --out "$OUT"
+  step sweep-backward 470 "$PYTHON" -m bench backward --sweep --seconds 410 --out "$OUT"
 }
 
 part_7() { # compute-sanitizer on a few cases

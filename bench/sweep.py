@@ -6,11 +6,15 @@ predicted how the cost's constants have to change.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterable, Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any
 
 from cupy_flash import backends
+from cupy_flash.ahead import compile_launch
 from cupy_flash.plan import candidates
 from cupy_flash.problem import Operands, Options, Problem, Saved, UnsupportedError, pose
 
@@ -55,7 +59,10 @@ def measure_tiles(regime: Regime) -> dict[str, Any]:
         except UnsupportedError as error:
             refused[engine] = _reasons(engine, error)
             continue
-        for tile, its in candidates(chosen, engine):
+        plans = candidates(chosen, engine)
+        launches = {launch for _, its in plans for launch in its.launches}
+        list(compilers().map(compile_launch, launches, repeat(chosen.device.arch)))  # this process finds them on disk
+        for tile, its in plans:
             name, size = f"{engine} {tile}", f"{its.block_q}x{its.block_kv}/{its.threads}"
             calls[name] = partial(run, its, operands)
             tiles.append({"name": name, "engine": engine, "size": size, "predicted_ms": its.cost * 1e3})
@@ -67,6 +74,12 @@ def measure_tiles(regime: Regime) -> dict[str, Any]:
             case["left_out"][name] = f"its result is not that of {measured[0]}"
             del case["tflops"][name]
     return case | {"tiles": tiles}
+
+
+@lru_cache(maxsize=1)
+def compilers() -> ProcessPoolExecutor:
+    """In each of which NVRTC compiles one text at a time, whatever its threads."""
+    return ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
 
 
 def posed(regime: Regime) -> Iterable[tuple[str, Problem, Operands]]:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,19 +20,24 @@ HOPPER = device.named("sm_90a")
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The sweep on an H100 that is simulated, two tiles of each engine, each as fast as its prediction; one peer, which
-    refuses."""
+    """The sweep on an H100 that is simulated, two tiles of each engine; one peer, which refuses. Gives the kernels that
+    are compiled before."""
+    compiled = []
 
     def refuse():
         raise RuntimeError("not for these heads")
 
     monkeypatch.setattr(sweep, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        sweep, "compilers", lambda: SimpleNamespace(map=lambda _, each, archs: compiled.extend(each) or ())
+    )
     monkeypatch.setattr(sweep, "peers", lambda regime, ours: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
     monkeypatch.setattr(backends, "plan_for", lambda problem: plan(replace(problem, backend="simulator"), HOPPER))
     monkeypatch.setattr(gpu, "WARM_UP", 1)
     monkeypatch.setattr(gpu, "time_interleaved", lambda calls: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return compiled
 
 
 def tiny(backward):
@@ -41,6 +47,7 @@ def tiny(backward):
 def test_every_tile_of_every_engine_is_measured(simulated):
     """Wgmma serves only who asks for it by name, and is asked."""
     case = sweep.measure_tiles(tiny(backward=False))
+    assert [launch.kernel for launch in simulated] == 2 * ["mma/forward"] + 2 * ["wgmma/forward"]
     assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
     assert set(case["tflops"].values()) == {tiny(backward=False).flops / 2e9}

@@ -48,9 +48,11 @@ part_2() { # what the instructions do, and the simulator held to it
 
 part_3() { # the tests on the GPU
   tests
-  step gpu-tests 120 "$PYTHON" -m pytest -q -W default tests/gpu --ignore tests/gpu/test_gpu_half.py
+  step gpu-tests 100 "$PYTHON" -m pytest -q -W default tests/gpu --ignore tests/gpu/test_gpu_half.py \
+    --ignore tests/gpu/test_gpu_adapters.py
+  step adapters 60 "$PYTHON" -m pytest -q -W default tests/gpu/test_gpu_adapters.py # needs transformers
   # shellcheck disable=SC2086 # several words
-  step behaviour 330 "$PYTHON" -m pytest -q -W default $parallel -k cuda \
+  step behaviour 310 "$PYTHON" -m pytest -q -W default $parallel -k cuda \
     tests/test_attention.py tests/test_backward.py tests/test_varlen.py tests/gpu/test_gpu_half.py
 }
 

@@ -59,6 +59,7 @@ def test_every_part_runs_once(machine):
         "conformance",
         "simulator",
         "gpu-tests",
+        "adapters",
         "behaviour",
         "simt",
         "overhead",

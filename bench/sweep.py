@@ -157,7 +157,7 @@ def _of_engine(engine: str, case: dict[str, Any]) -> list[str]:
     """Its fastest tile, with its place in the order of predictions; and the first in that order."""
     tiles = [tile for tile in case["tiles"] if tile["engine"] == engine]
     places = {tile["name"]: f"({tile['size']}, {place} of {len(tiles)})" for place, tile in enumerate(tiles, 1)}
-    best = max(case["tflops"].keys() & places, key=case["tflops"].get, default=None)
+    best = max((name for name in places if name in case["tflops"]), key=case["tflops"].get, default=None)
     chosen = tiles[0]["name"] if tiles else None
     return [f"{_speed(case['tflops'].get(name))} {places[name]}" if name else NOTHING for name in (best, chosen)]
 

@@ -57,9 +57,10 @@ def test_every_tile_of_every_engine_is_measured(simulated):
 
 
 def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
-    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma", "cpu"))
+    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma", "wgmma", "cpu"))
     case = sweep.measure_tiles(tiny(backward=True))
-    assert len(case["tflops"]) == 2 and case["regime"].startswith("backward")
+    assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
+    assert {tile["engine"] for tile in case["tiles"]} == {"mma", "wgmma"} and case["regime"].startswith("backward")
     assert case["left_out"]["cpu"] == "the call goes to backend simulator"
 
 

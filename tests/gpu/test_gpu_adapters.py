@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import test_torch_registry
 import test_transformers
 import torch
 from tolerance import assert_matches_reference
@@ -19,27 +20,12 @@ from torch.nn.attention import (
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from cupy_flash import backends
 from cupy_flash.adapters import transformers
 
 DEVICE = "cuda"
 
 
-@pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ran in our backends, in order."""
-    seen: list[str] = []
-
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*arguments: Any) -> Any:
-            seen.append(name)
-            return function(*arguments)
-
-        return record
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(backends, name, recorded(name, getattr(backends, name)))
-    return seen
+steps = test_torch_registry.steps  # what ran in our backends, in order
 
 
 @pytest.fixture
@@ -59,19 +45,19 @@ def results(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> list[An
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_torch_calls_it_while_it_is_active(is_causal: bool, ours: list[str]) -> None:
+def test_torch_calls_it_while_it_is_active(is_causal: bool, steps: list[str]) -> None:
     before = results(SDPBackend.FLASH_ATTENTION, torch.bfloat16, is_causal)
     activate_flash_attention_impl("cupy_flash")
     try:
         actual = results(SDPBackend.FLASH_ATTENTION, torch.bfloat16, is_causal)
     finally:
         restore_flash_attention_impl()
-    assert ours == ["forward", "backward"]
+    assert steps == ["forward", "backward"]
     exact = results(SDPBackend.MATH, torch.float64, is_causal)
     for name, *three in zip(("out", "dq", "dk", "dv"), actual, exact, before, strict=True):
         assert_matches_reference(*three, "bfloat16", name)
     after = results(SDPBackend.FLASH_ATTENTION, torch.bfloat16, is_causal)
-    assert torch.equal(after[0], before[0]) and len(ours) == 2
+    assert torch.equal(after[0], before[0]) and len(steps) == 2
 
 
 # In bfloat16 a token may go to another of its experts.
@@ -82,7 +68,7 @@ MODELS += [(case, "bfloat16") for case in ("llama", "mistral-window", "gemma2-so
 @pytest.mark.parametrize("padding", ["none", "left", "holes"])
 @pytest.mark.parametrize(("case", "dtype"), MODELS, ids=map("-".join, MODELS))
 def test_a_model_says_what_it_says_with_sdpa(
-    case: str, dtype: str, padding: str, formula: None, ours: list[str]
+    case: str, dtype: str, padding: str, formula: None, steps: list[str]
 ) -> None:
     model = copy.deepcopy(test_transformers.model_of(case)).to(DEVICE, getattr(torch, dtype))
     tokens, valid = test_transformers.tokens().to(DEVICE), test_transformers.token_mask(padding)
@@ -93,5 +79,5 @@ def test_a_model_says_what_it_says_with_sdpa(
 
     with torch.no_grad():
         three = test_transformers.three_runs(model, case, logits)
-    assert ours
+    assert steps
     assert_matches_reference(*three, dtype, "logits")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -287,12 +288,16 @@ def _are_aligned(call: dict[str, Array]) -> bool:
 def has_boxes(array: Array) -> bool:
     """Whether every row starts at a multiple of 16 bytes, and no stride repeats or reverses rows: what is asked of a
     tensor that is copied in boxes. Rows that are not contiguous are copied to such as are."""
-    size = array.dtype.itemsize
-    if array.strides[-1:] != (1,) and array.shape[-1:] > (1,):
-        return array.shape[-1] * size % 16 == 0
-    return array.pointer % 16 == 0 and all(
+    return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
+
+
+@lru_cache(maxsize=STATED)
+def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, start: int) -> bool:
+    if strides[-1:] != (1,) and shape[-1:] > (1,):
+        return shape[-1] * size % 16 == 0
+    return start == 0 and all(
         extent < 2 or (stride > 0 and stride * size % 16 == 0)
-        for extent, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True)
     )
 
 

@@ -63,15 +63,19 @@ class Tile(NamedTuple):
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose scores, their gradients and sums fit into registers, and which fit into shared memory."""
-    return [
-        tile
-        for block_q in (128, 64)
-        for block_kv in (128, 64)
-        for dq_in_bulk in (False, True)[: 1 if problem.deterministic else 2]
-        for tile in (Tile(block_q, block_kv, 2, dq_in_bulk),)
-        if _live(problem, tile) <= LIVE and _shared_bytes(problem, tile) <= device.shared_bytes
-    ]
+    """Tiles whose scores, their gradients and sums fit into registers, and which fit into shared memory. Warpgroups
+    share keys, which costs more than it gives, only where nothing else is legal."""
+    for block_kv in (128, 64):
+        legal = [
+            tile
+            for block_q in (128, 64)
+            for dq_in_bulk in (False, True)[: 1 if problem.deterministic else 2]
+            for tile in (Tile(block_q, block_kv, 2, dq_in_bulk),)
+            if _live(problem, tile) <= LIVE and _shared_bytes(problem, tile) <= device.shared_bytes
+        ]
+        if legal:
+            return legal
+    return []
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
@@ -139,7 +143,7 @@ def _live(problem: Problem, tile: Tile) -> int:
     scores = tile.block_q // tile.shares // 2
     of_options = LIVE_OF_SCORES if is_modified(problem) or problem.dense_mask is not None else 0
     of_options += scores if problem.softcap is not None else 0  # the slope of each
-    of_options += scores // 4 if problem.layout == "thd" else 0
+    of_options += scores // 4 * ((problem.layout == "thd") + tile.dq_in_bulk)
     return sum(sums) // 2 + 2 * scores + of_options
 
 

@@ -31,6 +31,9 @@ def attention(
     kv_lengths: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     layout: Any = "bshd",
     return_lse: Any = False,
     deterministic: Any = False,
@@ -44,7 +47,8 @@ def attention(
     Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
 
     Args:
-        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below.
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below. float8_e4m3fn (of
+            ml_dtypes, torch, jax or DLPack) has a forward alone, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
         v: (B, Sk, Hk, Dv), the dtype of q.
         causal: True hides the keys after a query, the last query seeing all keys (bottom-right); "top_left" lets the
@@ -78,6 +82,9 @@ def attention(
         p). seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
         drops
             the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires one.
+        q_descale, k_descale, v_descale: of float8_e4m3fn alone: float32 (B, Hk), finite and not negative, what the
+            numbers of a sequence and a key/value head (those of q: of its group) stand for is a multiple of: scores are
+            scale * q_descale * k_descale * q.k, and v counts v_descale times. None is 1.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
@@ -86,7 +93,7 @@ def attention(
         engine: an engine of the backend by name; None chooses.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q, or (out, lse). A row that sees no key is 0, its lse -inf (the sink with
+        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0, its lse -inf (the sink with
         one).
 
     Raises:
@@ -106,7 +113,7 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths,
-        dropout, seed, layout, return_lse, deterministic, backend, engine,
+        dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 

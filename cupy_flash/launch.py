@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Array
-from .problem import Problem
+from .problem import DTYPES, Problem
 from .tensor_map import Box
 
 Constant = int | float | bool | str
@@ -43,7 +43,7 @@ class Launch:
 def shared_constants(problem: Problem) -> dict[str, Constant]:
     """What kernels of every engine know of a problem. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     return {
-        "element": ELEMENTS[problem.dtype.name],
+        "element": ELEMENTS[problem.out_dtype.name],
         "real": ELEMENTS[problem.accumulation.name],
         "bias_element": ELEMENTS[problem.bias_dtype],
         "sink_element": ELEMENTS[problem.sink_dtype],
@@ -99,6 +99,7 @@ SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_L
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
 
@@ -112,6 +113,13 @@ def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[
 def sequences(problem: Problem) -> int:
     """Of a grid. A packed batch has one more: the rows past its last sequence, which belong to none."""
     return problem.batch + (problem.layout == "thd")
+
+
+def dtype_refusals(problem: Problem) -> list[str]:
+    """Why an engine that takes every dtype but fp8 does not serve a problem."""
+    if problem.dtype.name in DTYPES:
+        return []
+    return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
 def grid_refusals(problem: Problem) -> list[str]:

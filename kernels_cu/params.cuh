@@ -30,8 +30,12 @@ struct Params {
   Operand dout;
   Operand dlse;
   Operand delta;
-  Operand lse2;     // a workspace like delta
-  Operand dq_sums;  // a workspace, laid out by dq_sums.cuh
+  Operand lse2;       // a workspace like delta
+  Operand dq_sums;    // a workspace, laid out by dq_sums.cuh
+  Operand vt;         // a workspace of fp8, laid out by wgmma/vt.cuh
+  Operand q_descale;  // of fp8 (b, kv head); null: 1
+  Operand k_descale;
+  Operand v_descale;
   Operand dq;
   Operand dk;
   Operand dv;

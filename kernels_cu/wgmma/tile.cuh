@@ -26,10 +26,11 @@ __device__ constexpr int fragments_of(int dim) {
 
 // PLACES for tiles of ROWS x DIM, as who fills them sees them, or who empties them: each counts its own turns. A place
 // has an mbarrier that completes when it is full, and one when it is empty; the ring begins empty.
-template <int PLACES, int ROWS, int DIM>
+// Its panels have COLUMNS of a tensor each, in rows of ROW bytes.
+template <int PLACES, int ROWS, int DIM, int COLUMNS = PANEL, int ROW = PANEL_ROW>
 struct Ring {
-  static constexpr int PANEL_BYTES = ROWS * PANEL_ROW;
-  static constexpr int TILE_BYTES = panels_of(DIM) * PANEL_BYTES;
+  static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
+  static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
   static constexpr int BYTES = PLACES * TILE_BYTES, MBARRIER_BYTES = 2 * 8 * PLACES;
 
   unsigned int tiles;
@@ -50,12 +51,12 @@ struct Ring {
   __device__ unsigned int empty() const { return mbarriers + 8 * (PLACES + turn % PLACES); }
 
   // One thread asks for a tile, once its place is empty.
-  __device__ void fill(const TensorMap& map, int row, int head, int batch) {
+  __device__ void fill(const TensorMap& map, int row, int head, int batch, int column = 0) {
     wait_for_phase(empty(), parity() ^ 1);
     arrive_expecting(full(), TILE_BYTES);
 #pragma unroll
-    for (int n = 0; n < panels_of(DIM); ++n)
-      copy_box(tile() + n * PANEL_BYTES, map, full(), n * PANEL, row, head, batch);
+    for (int n = 0; n < PANELS; ++n)
+      copy_box(tile() + n * PANEL_BYTES, map, full(), column + n * COLUMNS, row, head, batch);
     ++turn;
   }
 

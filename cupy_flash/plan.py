@@ -109,7 +109,9 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
 def _by_cost(engine: str, problem: Problem, pairs: int, device: Device) -> list[tuple[float, Any]]:
     """The legal tiles of an engine with their costs, the best first."""
     module = MODULES[engine]
-    return sorted((module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device))
+    costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
+    # What else a tile has may be None beside a record, and such have no order: of equals the first found is first.
+    return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
 
 def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ struct Softmax2 {
   };
   __device__ Ending end(float unit, float scale) const {
     if (l == 0) return {-infinity(), 0};
-    return {fmaf(m, scale, LN_2 * (log2f(l) - fmaf(m, unit, -reference))), 1 / l};
+    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, unit, -LARGEST_LOG2 - reference);
+    return {fmaf(m, scale, LN_2 * log2_sum), 1 / l};
   }
 };

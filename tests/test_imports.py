@@ -36,6 +36,7 @@ FLOW = (
     "engines.simt",
     "engines.wgmma.hopper",
     "engines.wgmma.forward",
+    "engines.wgmma.forward_fp8",
     "engines.wgmma",
     "plan",
     "ahead",

@@ -84,7 +84,7 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
 
     rings.Q.wait();
     for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
-      float S_rmem[1][N][4] = {};
+      float S_rmem[1][N][4];
       unsigned int P_rmem[1][N / 4][4];
       rings.K.wait();
       pin(S_rmem);

@@ -66,7 +66,7 @@ __device__ void add_products(float (&C)[1][N][4], unsigned int (&P)[1][K][4], un
   constexpr int PART = SUM_COLUMNS / 8, ROW = NARROW_PANEL >> 4;
 #pragma unroll
   for (int n = 0; n < N; n += PART) {
-    float sums[1][PART][4] = {};
+    float sums[1][PART][4];
     unsigned long long x = narrow_matrix(X_smem) + 8 * n * ROW;
     pin(sums), pin(P);
     begin_products();

@@ -299,16 +299,15 @@ def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt
     product and the old sum, cut off 13 bits below the largest exponent among them, added exactly, cut off once more.
     """
     # Exponents of products are sums of exponents: their fractions, up to 4, are not brought back to 1 first.
-    exponents = [np.clip(np.frexp(x)[1] - 1, -100, 127).astype(np.int16) for x in (a, b)]
+    exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]
     factors = [x.astype(np.float32) for x in (a, b)]
     found = np.empty_like(total)
     for n, old in enumerate(total):
-        top = np.frexp(old)[1].astype(np.int16) - 1
-        top[old == 0] = -126
+        top = np.where(old == 0, -126, np.frexp(old)[1] - 1).astype(np.int16)
         depths = range(a.shape[2])
         for k in depths:
             np.maximum(top, np.add.outer(exponents[0][n, :, k], exponents[1][n, :, k]), out=top)
-        unit = np.ldexp(np.float32(1), _FRACTION - np.maximum(top, -100))  # 1 / what the last bit is worth
+        unit = np.ldexp(np.float32(1), _FRACTION - np.maximum(top, -110))  # 1 / what the last bit is worth
         units = np.trunc(old * unit)
         for k in depths:
             product = np.multiply.outer(factors[0][n, :, k], factors[1][n, :, k])

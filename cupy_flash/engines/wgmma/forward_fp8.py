@@ -38,7 +38,7 @@ LIVE = {2: (232, 208), 3: (144, 120)}
 LIVE_IN_SUMS = {2: 200, 3: 120}
 # e4m3 ends at 448 = 2^8.8, and loses its last bit below 2^-6: probabilities go up to 2^8 where the reference is, and
 # from there to 2^8.8.
-LARGEST_LOG2, RESCALE_ABOVE = 8.0, 0.8
+LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
 
 
 class Tile(NamedTuple):

@@ -98,9 +98,11 @@ def fragment_refusals(problem: Problem) -> list[str]:
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ"),
+    "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
+ROWS = 64  # of a block of these
 
 
 def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[str, Constant], ...]:
@@ -134,6 +136,22 @@ def grid_refusals(problem: Problem) -> list[str]:
 def of_something(launches: list[Launch]) -> tuple[Launch, ...]:
     """Without those that an empty batch leaves no block: CUDA refuses a grid of none."""
     return tuple(launch for launch in launches if 0 not in launch.grid)
+
+
+def fragment_backward(problem: Problem, launches: list[Launch], *, add_dq: bool) -> tuple[Launch, ...]:
+    """The launches of a backward whose scores live in fragments, with the kernels of rows before and after them."""
+    constants = fragment_constants(problem) | {"THREADS": 128, "LSE2": True, "ADD_DQ": add_dq}
+
+    def of_rows(kernel: str, grid: tuple[int, int, int]) -> Launch:
+        return Launch(kernel, known_constants(kernel, constants), grid, 128)
+
+    grid = max(-(-problem.q_len // ROWS), 1), problem.heads, sequences(problem)
+    launches = [of_rows("delta", grid), *launches]
+    if add_dq:
+        launches.append(of_rows("dq", grid))
+    if problem.sink:
+        launches.append(of_rows("dsink", (problem.heads, 1, 1)))
+    return of_something(launches)
 
 
 def partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int) -> Launch:

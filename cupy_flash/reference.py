@@ -230,7 +230,9 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     growth = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
     weights = (probabilities * dropped * growth).astype(storage).astype(compute)
     out = v_descale * multiply(weights, v) / np.where(growth == 0, 1, growth)
-    return Forward(q, k, v, scale, softcap_slope, scores, dropped, out.astype(_of_results(storage)).astype(compute), lse)
+    return Forward(
+        q, k, v, scale, softcap_slope, scores, dropped, out.astype(_of_results(storage)).astype(compute), lse
+    )
 
 
 def _backward(

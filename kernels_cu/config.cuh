@@ -36,6 +36,10 @@ constexpr bool MODIFIED = true;         // scores are more than q.k times a posi
 constexpr bool LSE2 = false;            // delta.cu writes lse in powers of two beside delta
 constexpr bool ADD_DQ = false;          // dQ is added up in global memory, in any order; delta.cu clears the sums
 
+// The wgmma engine's.
+constexpr int SHARES = 1;  // backward: warpgroups that share keys
+#define O_BOXES 0  // O leaves in boxes; else row by row, where a box would reach another sequence's or starts no row
+
 // What a call asks for: the struct of a feature that is absent compiles to nothing.
 constexpr bool PACKED = false;        // sequences of different lengths in one row of tokens
 constexpr bool Q_LENGTHS = false;     // padded batches: how many queries of each sequence count

@@ -5,6 +5,7 @@
 //   exponentiate   scores -> probabilities, and their sums
 //   drop           probabilities that dropout takes
 //   finish         what each row ends with
+//   store_chunk    rounded numbers -> a row of a tensor
 //
 // A warp has M x 16 rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, as ptx.cuh says of
 // `multiply`; those of wgmma are the same.
@@ -182,4 +183,17 @@ template <int M>
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
                        const Dropout& dropout, int head, int q_start, bool writes_lse) {
   finish(factors, softmax, p, sequence, dropout, head, q_start, writes_lse, (float)p.scale);
+}
+
+// Chunk `chunk` of a row of DIM columns: its eight numbers at once where rows are aligned, else those of the row.
+template <int DIM>
+__device__ void store_chunk(element* row, const Operand& x, int chunk, uint4 numbers) {
+  element* to = row + 8 * chunk;
+  if (x.aligned == 8) {
+    *(uint4*)to = numbers;
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (8 * chunk + e < DIM) to[e].bits = ((unsigned int*)&numbers)[e / 2] >> 16 * (e % 2);
+  }
 }

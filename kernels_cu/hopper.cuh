@@ -75,6 +75,28 @@ __device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned 
       : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit numbers, from where load_matrices has them to where it reads them.
+__device__ inline void store_matrices(unsigned int address, const unsigned int (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+// Asks for a box to be written as copy_box reads one; what lies past the tensor's end is left out.
+__device__ inline void store_box(const TensorMap& map, unsigned int from, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+// The stores of this thread since the last end are one group.
+__device__ inline void end_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all but its last PENDING groups have read shared memory; when they have written, the end of the kernel tells.
+template <int PENDING>
+__device__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
 // Around products: registers are as ordinary instructions left them, the products since the last end are one group, and
 // all but the last PENDING groups are done.
 __device__ inline void begin_products() {
@@ -110,17 +132,29 @@ __device__ inline unsigned long long matrix(unsigned int address, int panel) {
 constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel; of e4m3 the next 32
 constexpr int NEXT_16_ROWS = 2048 >> 4;   // and down its panels
 
-// D (64 x N) = A (64 x 16) B^T, or += with `adds`; A and B (N x 16) in shared memory. Warp w of the warpgroup has rows
-// [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` has them.
-template <typename T, int N>
-__device__ void multiply(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
-// D (64 x N) += A (64 x 16) B; A in the fragments of `multiply`, B (16 x N) in shared memory.
-template <typename T, int N>
-__device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b);
+// How a factor of a product lies in shared memory: rows of the numbers that one sum runs over, or rows across the sums.
+constexpr bool K_MAJOR = false, MN_MAJOR = true;
 
-// The names of the registers of D and what they are, for 8 N = 64, 80 .. columns.
-#define NAMES_8                                                          \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+// The products of 8 N columns, from DEFINE_PRODUCTS.
+template <typename T, int N>
+struct Products;
+
+// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += with `adds`; A and B in shared memory. Warp w of the warpgroup has rows
+// [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` of ptx.cuh has them.
+template <typename T, bool A_MAJOR = K_MAJOR, bool B_MAJOR = K_MAJOR, int N>
+__device__ void multiply(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) {
+  Products<T, N>::template add<A_MAJOR, B_MAJOR>(d, a, b, adds);
+}
+// D += A B; A in the fragments of `multiply`, B in shared memory, MN_MAJOR.
+template <typename T, int N>
+__device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {
+  Products<T, N>::add(d, a, b);
+}
+
+// The names of the registers of D and what they are, for 8 N = 32, 64 .. columns.
+#define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_8 \
+  NAMES_4       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_10 \
   NAMES_8        \
@@ -140,8 +174,8 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FRAGMENT(n) "+f"(d[0][n][0]), "+f"(d[0][n][1]), "+f"(d[0][n][2]), "+f"(d[0][n][3])
-#define FRAGMENTS_8 \
-  FRAGMENT(0), FRAGMENT(1), FRAGMENT(2), FRAGMENT(3), FRAGMENT(4), FRAGMENT(5), FRAGMENT(6), FRAGMENT(7)
+#define FRAGMENTS_4 FRAGMENT(0), FRAGMENT(1), FRAGMENT(2), FRAGMENT(3)
+#define FRAGMENTS_8 FRAGMENTS_4, FRAGMENT(4), FRAGMENT(5), FRAGMENT(6), FRAGMENT(7)
 #define FRAGMENTS_10 FRAGMENTS_8, FRAGMENT(8), FRAGMENT(9)
 #define FRAGMENTS_12 FRAGMENTS_10, FRAGMENT(10), FRAGMENT(11)
 #define FRAGMENTS_16 FRAGMENTS_12, FRAGMENT(12), FRAGMENT(13), FRAGMENT(14), FRAGMENT(15)
@@ -152,26 +186,29 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
   FRAGMENTS_24, FRAGMENT(24), FRAGMENT(25), FRAGMENT(26), FRAGMENT(27), FRAGMENT(28), FRAGMENT(29), FRAGMENT(30), \
       FRAGMENT(31)
 
-#define DEFINE_PRODUCTS(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                                      \
-  template <>                                                                                                         \
-  __device__ inline void multiply<T, N>(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
-    asm volatile(                                                                                                     \
-        "{ .reg .pred p;"                                                                                             \
-        "setp.ne.b32 p, %" #R2                                                                                        \
-        ", 0;"                                                                                                        \
-        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N "}, %" #R0 ", %" #R1     \
-                                                                                             ", p, 1, 1, 0, 0; }"     \
-        : FRAGMENTS_##N                                                                                               \
-        : "l"(a), "l"(b), "r"((int)adds));                                                                            \
-  }                                                                                                                   \
-  template <>                                                                                                         \
-  __device__ inline void multiply<T, N>(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {      \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N                 \
-                 "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", 1, 1, 1, 1;"                                 \
-                 : FRAGMENTS_##N                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
-  }
+#define DEFINE_PRODUCTS(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                             \
+  template <>                                                                                                \
+  struct Products<T, N> {                                                                                    \
+    template <bool A_MAJOR, bool B_MAJOR>                                                                      \
+    static __device__ void add(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
+      asm volatile(                                                                                          \
+          "{ .reg .pred p;"                                                                                  \
+          "setp.ne.b32 p, %" #R2                                                                             \
+          ", 0;"                                                                                             \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N               \
+          "}, %" #R0 ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 "; }"                                            \
+          : FRAGMENTS_##N                                                                                    \
+          : "l"(a), "l"(b), "r"((int)adds), "n"((int)A_MAJOR), "n"((int)B_MAJOR));                             \
+    }                                                                                                        \
+    static __device__ void add(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {      \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N      \
+                   "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", 1, 1, 1, 1;"                      \
+                   : FRAGMENTS_##N                                                                           \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+    }                                                                                                        \
+  };
 #define DEFINE_PRODUCTS_OF(T, TYPE)                      \
+  DEFINE_PRODUCTS(T, TYPE, 4, 32, 16, 17, 18, 19, 20)    \
   DEFINE_PRODUCTS(T, TYPE, 8, 64, 32, 33, 34, 35, 36)    \
   DEFINE_PRODUCTS(T, TYPE, 10, 80, 40, 41, 42, 43, 44)   \
   DEFINE_PRODUCTS(T, TYPE, 12, 96, 48, 49, 50, 51, 52)   \

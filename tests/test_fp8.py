@@ -191,7 +191,9 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
 def test_turned_values(packed, small_tile):
     """Of each tile of keys, 16 by 16, those of a product's lane side by side; zeros past the last key of a sequence."""
     lengths = (150, 30, 0)
-    case = Case(**LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed))
+    case = Case(
+        **LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed)
+    )
     call = quantised(case, descales=False)
     problem, operands = pose("case", call[:3], Options(**call.options | dict(backend="simulator")), call.packed)
     chosen = backends.plan_for(problem)
@@ -271,7 +273,7 @@ PLANTED = {
     "sums not waited for": ("wait_for_products<0>();\n    pin(sums)", "pin(sums)", errors.PendingRegister),
     "sums not begun anew": ("NEXT_16_COLUMNS, k > 0);\n    end", "NEXT_16_COLUMNS, true);\n    end", AssertionError),
     "Q released before O has left": (
-        "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
+        "    store_boxes<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_boxes<",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
     ),
     "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),

@@ -272,7 +272,7 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     dout = np.broadcast_to(np.eye(40, 48)[:, None], out.shape).astype(out.dtype)
     chosen, others = planned(case, Saved(dout, out, lse, None), arch="sm_90", engine="mma")
-    assert ("mma/dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
+    assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
     gradients = backends.run_backward(chosen, replace(others, q=operands.q, k=operands.k, v=operands.v))
     of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
     np.testing.assert_array_equal(of_queries > 0, kept)
@@ -505,7 +505,7 @@ BUGS = {
         "mma/tile.cuh", "if (x.aligned < 8) {", "if (x.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
     ),
     "alignment-ignored-when-stored": Bug(
-        "mma/tile.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
+        "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
         "mma/tile.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)

@@ -222,7 +222,7 @@ def test_deterministic_adds_nothing_up_in_any_order():
         problem = replace(problem, deterministic=True)
         assert all(tile.of_q is not None for tile in mma.tiles(problem, named(arch)))
         kernels = [launch.kernel for launch in plan(problem, named(arch)).launches]
-        assert "mma/backward_q" in kernels and "mma/dq" not in kernels
+        assert "mma/backward_q" in kernels and "dq" not in kernels
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
 LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
 TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2)
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
+PACKED_LENGTHS = replace(LENGTHS, packed=True)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ OPTIONS = {
     "one-query": dict(q_len=1, kv_len=200, causal=True),
     "one-key": dict(kv_len=1, scores="integers"),
     "narrow": dict(head_dim=40, head_dim_v=24),
-    "wide-values": dict(head_dim=32, head_dim_v=128),
+    "wide-values": dict(head_dim=32, head_dim_v=96),
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
     assert count.bank_conflicts == 0
 
 
-# name -> (what stands there, what is planted, errors; a number of the result where no check can see it)
+# name -> (what stands there, what is planted, errors), of a padded batch
 PLANTED = {
     "no wait for Q": ("rings.Q.wait();", "", errors.PendingCopy),
     "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
@@ -160,10 +161,10 @@ PLANTED = {
         "wait_for_phase(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
     "too few bytes": (
-        "arrive_expecting(full(), TILE_BYTES);", "arrive_expecting(full(), TILE_BYTES / 2);",
+        "arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES / 2);",
         (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
     ),
-    "too many bytes": ("arrive_expecting(full(), TILE_BYTES);", "arrive_expecting(full(), TILE_BYTES + 16);",
+    "too many bytes": ("arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES + 16);",
                        errors.Deadlock),
     "parity of a full place": (
         "wait_for_phase(full(), parity());", "wait_for_phase(full(), parity() ^ 1);",
@@ -186,14 +187,19 @@ PLANTED = {
         (errors.PendingRegister, errors.PendingCopy),
     ),
     "sums not ended": (
-        "multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);\n  end_products();",
-        "multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
+        "multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);\n  end_products();",
+        "multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
     ),
-    "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
+    "no fence before O is stored": (
+        "row, 0);\n  fence_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if", errors.MissingFence,
+    ),
+    "stores not waited for": ("wait_for_stores<0>();", "", (errors.PendingCopy, errors.Race)),
+    "stores not ended": ("end_stores();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
-        "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
+        "    store_boxes<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_boxes<",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
     ),
+    "halves of O": ("n + lane_of() / 16), x);", "n + 1 - lane_of() / 16), x);", AssertionError),
     "no fence after rows are cleared": (
         "fence_async();\n  wait_for_threads", "wait_for_threads", errors.MissingFence,
     ),
@@ -205,12 +211,25 @@ PLANTED = {
     "panels": ("k % 4 * NEXT_16_COLUMNS,", "(k + 1) % 4 * NEXT_16_COLUMNS,", AssertionError),
     "past the keys": ("kv_start + BLOCK_KV > unmasked.end)", "false)", AssertionError),
 }  # fmt: skip
+# And of a packed one.
+PLANTED_IN_ROWS = {
+    "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
+    "Q released before O has left": (
+        "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
+    ),
+    "rows of the next sequence": ("if (first + r >= end) continue;", "", (AssertionError, errors.SimulationError)),
+}  # fmt: skip
+BUGS = {
+    f"{name}-{case.packed}": (case, *bug)
+    for case, bugs in ((LENGTHS, PLANTED), (PACKED_LENGTHS, PLANTED_IN_ROWS))
+    for name, bug in bugs.items()
+}
 
 
-@pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bug_is_found(bug, small_tile, monkeypatch):
+@pytest.mark.parametrize(("case", "good", "bad", "found"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, good, bad, found, small_tile, monkeypatch):
     """In one block for all tiles, so that every place is used again."""
-    good, bad, found = PLANTED[bug]
 
     def planted(kernel, constants):
         text = assemble(kernel, constants)
@@ -219,7 +238,7 @@ def test_planted_bug_is_found(bug, small_tile, monkeypatch):
 
     monkeypatch.setattr(ahead, "assemble", planted)
     with pytest.raises(found):
-        check_forward(LENGTHS, forward(LENGTHS, 1))
+        check_forward(case, forward(case, 1))
 
 
 def test_every_tile_compiles_without_spills():
@@ -252,7 +271,6 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
         pytest.param(dict(engine=None), 'serves only who asks for it: engine="wgmma"', id="not-asked-for"),
         pytest.param(dict(arch="sm_80"), "sm_80 has not the instructions of sm_90a", id="arch"),
         pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
-        pytest.param(dict(backward=True), "it has no gradients yet", id="backward"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),
         pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
@@ -295,9 +313,10 @@ def test_rows_that_no_box_can_take():
     assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator")
 
 
-def test_odd_rows_that_a_box_can_take(small_tile):
-    """Rows of 60 of 64 numbers; columns that are copied first."""
-    case = Case(**LONG | dict(head_dim=60, head_dim_v=64, kv_heads=2))
+@pytest.mark.parametrize("head_dim_v", [64, 60])
+def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
+    """Rows of 60 of 64 numbers, which no box of O can write; columns that are copied first."""
+    case = Case(**LONG | dict(head_dim=60, head_dim_v=head_dim_v, kv_heads=2))
     call = case.call()
 
     def in_rows_of_64(x):
@@ -305,7 +324,8 @@ def test_odd_rows_that_a_box_can_take(small_tile):
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
 
-    call = call._replace(q=in_rows_of_64(call.q), k=in_rows_of_64(call.k), v=np.asfortranarray(call.v))
+    v = np.asfortranarray(call.v) if head_dim_v == 64 else in_rows_of_64(call.v)
+    call = call._replace(q=in_rows_of_64(call.q), k=in_rows_of_64(call.k), v=v)
     options = call.options | dict(backend="simulator", engine="wgmma", return_lse=True)
     out, lse = cupy_flash.attention(call.q, call.k, call.v, **options)
     check_forward(case, Result(out, lse, *[None] * 5))

@@ -69,7 +69,9 @@ def _workspaces(plan: Plan, operands: Operands) -> Results:
     """By name; vt in bytes, as not every library has a dtype of 8-bit floats."""
     accumulation = plan.problem.accumulation
     return {
-        name: empty(_workspace_shape(name, plan, operands), np.dtype(np.uint8) if name == "vt" else accumulation, operands.q)
+        name: empty(
+            _workspace_shape(name, plan, operands), np.dtype(np.uint8) if name == "vt" else accumulation, operands.q
+        )
         for name in plan.workspaces
     }
 

@@ -8,6 +8,7 @@ from ..device import Device
 from ..launch import (
     Constant,
     Launch,
+    fragment_backward,
     fragment_constants,
     fragment_refusals,
     grid_refusals,
@@ -139,22 +140,21 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         assert of_q is not None
         return of_something([_launch("mma/forward", problem, of_q, q_grid(of_q))])
     kv_tiles = max(-(-problem.kv_len // of_kv.rows), 1)
-    of_rows = Tile(64, 64, 128, 1, 1, add_dq=of_kv.add_dq)
-    backward = [
-        _launch("delta", problem, of_rows, q_grid(of_rows)),
-        _launch("mma/backward_kv", problem, of_kv, (kv_tiles, problem.kv_heads, sequences(problem))),
-        _launch("mma/dq", problem, of_rows, q_grid(of_rows))
-        if of_q is None
-        else _launch("mma/backward_q", problem, of_q, q_grid(of_q)),
-    ]
-    if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
-        batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
-        its = legal_tiles("backward_bias", problem, device)[0]
-        of_rows_and_columns = -(-rows // its.rows) * -(-columns // its.step)
-        backward.append(_launch("mma/backward_bias", problem, its, (of_rows_and_columns, heads, batch)))
-    if problem.sink:
-        backward.append(_launch("dsink", problem, of_rows, (problem.heads, 1, 1)))
-    return of_something(backward)
+    kv_grid = max(-(-problem.kv_len // of_kv.rows), 1), problem.kv_heads, sequences(problem)
+    backward = [_launch("mma/backward_kv", problem, of_kv, kv_grid)]
+    if of_q is not None:
+        backward.append(_launch("mma/backward_q", problem, of_q, q_grid(of_q)))
+    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=of_kv.add_dq)
+
+
+def bias_launches(problem: Problem, device: Device) -> list[Launch]:
+    """The kernel of the bias's gradient, for every engine that keeps scores in fragments."""
+    if problem.bias is None or not problem.bias_gradient or 0 in problem.bias:
+        return []
+    batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
+    its = legal_tiles("backward_bias", problem, device)[0]
+    of_rows_and_columns = -(-rows // its.rows) * -(-columns // its.step)
+    return [_launch("mma/backward_bias", problem, its, (of_rows_and_columns, heads, batch))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:

@@ -1,5 +1,5 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
-#include "steps.cuh"
+#include "tile.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
 constexpr int N = BLOCK_KV / 8;              // fragments of scores in a row

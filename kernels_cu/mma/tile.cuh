@@ -290,13 +290,6 @@ __device__ void store_tile(element* rows, const Operand& x, const unsigned char*
     int row = n / CHUNKS, chunk = n % CHUNKS;
     if (first + row >= end) continue;
     uint4 numbers = *(const uint4*)(smem + T::at(row, chunk));
-    element* to = rows + (long long)(first + row) * x.row + 8 * chunk;
-    if (x.aligned == 8) {
-      *(uint4*)to = numbers;
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (8 * chunk + e < DIM) to[e].bits = ((unsigned int*)&numbers)[e / 2] >> 16 * (e % 2);
-    }
+    store_chunk<DIM>(rows + (long long)(first + row) * x.row, x, chunk, numbers);
   }
 }

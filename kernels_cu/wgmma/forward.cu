@@ -14,6 +14,9 @@ struct Maps {
   TensorMap q;
   TensorMap k;
   TensorMap v;
+#if O_BOXES
+  TensorMap out;
+#endif
 };
 
 // Whether scores take a pass of their own before the softmax, masked or not. It needs the registers of P, so the sums
@@ -66,8 +69,8 @@ __device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence
   }
 }
 
-__device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
-                        int head, int tiles) {
+__device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
+                        const Band& band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   float unit = unit_of(p);
@@ -98,13 +101,15 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
       rings.K.wait();
       pin(S_rmem);
       begin_products();
-      scores<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
+      scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
     };
     auto begin_sums = [&](int kv_start) {
       rings.V.wait();
       if constexpr (PACKED || KV_LENGTHS)
-        if (kv_start + BLOCK_KV > sequence.kv_len)
-          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(), sequence.kv_len - kv_start);
+        if (kv_start + BLOCK_KV > sequence.kv_len) {
+          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(), [&](int row) { return kv_start + row < sequence.kv_len; });
+          end_of_clearing();
+        }
       accumulate(O_rmem, P_rmem, rings.V.tile());
     };
     auto end_scores = [&] {
@@ -144,10 +149,17 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
 
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
+    unsigned int rounded[1][N_V / 2][4];
+    rescale(O_rmem, factors);
+    round_fragments(rounded, O_rmem);
+#if O_BOXES
+    store_boxes<BLOCK_Q, HEAD_DIM_V>(maps.out, rings.Q.tile(), rounded, row, q_start + row, head, sequence.batch);
+#else
     element* O = sequence.queries<element>(p.out, head);
-    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, O_rmem, factors, row, q_start + row, sequence.q_rows);
+    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, rounded, row, 0, q_start + row, sequence.q_rows);
     fence_async();
     __syncwarp();
+#endif
     rings.Q.release();
   }
 }
@@ -172,6 +184,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < WARP && elected()) produce(maps, rings, sequence, band, head, head / p.group, tiles);
   } else {
     more_registers<MANY_REGISTERS>();
-    consume(p, rings, smem, sequence, band, head, tiles);
+    consume(p, maps, rings, smem, sequence, band, head, tiles);
   }
 }

@@ -14,6 +14,9 @@ struct Maps {
   TensorMap q;
   TensorMap k;
   TensorMap vt;
+#if O_BOXES
+  TensorMap out;
+#endif
 };
 
 using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM, WIDE_PANEL>;
@@ -63,8 +66,8 @@ __device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence
   }
 }
 
-__device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
-                        int head, int tiles) {
+__device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
+                        const Band& band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   Descales descales(p, sequence.batch, head / p.group);
@@ -109,10 +112,17 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
     factors[0][0] *= descales.of_values, factors[0][1] *= descales.of_values;
+    unsigned int rounded[1][N_V / 2][4];
+    rescale(O_rmem, factors);
+    round_fragments(rounded, O_rmem);
+#if O_BOXES
+    store_boxes<BLOCK_Q, HEAD_DIM_V>(maps.out, rings.Q.tile(), rounded, row, q_start + row, head, sequence.batch);
+#else
     element* O = sequence.queries<element>(p.out, head);
-    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, O_rmem, factors, row, q_start + row, sequence.q_rows);
+    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, rounded, row, 0, q_start + row, sequence.q_rows);
     fence_async();
     __syncwarp();
+#endif
     rings.Q.release();
   }
 }
@@ -137,6 +147,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < WARP && elected()) produce(maps, rings, sequence, band, head, head / p.group, tiles);
   } else {
     more_registers<MANY_REGISTERS>();
-    consume(p, rings, smem, sequence, band, head, tiles);
+    consume(p, maps, rings, smem, sequence, band, head, tiles);
   }
 }

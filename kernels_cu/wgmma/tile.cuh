@@ -6,6 +6,7 @@
 //   accumulate     C += P X      fragments of P in registers, the rows of tile X
 //   clear_rows     zeros in place of what another sequence has there
 //   store_rows     fragments -> rows of a tensor
+//   store_boxes    the same by asynchronous copies
 #pragma once
 #include "../fragments.cuh"
 #include "../hopper.cuh"
@@ -24,43 +25,33 @@ __device__ constexpr int fragments_of(int dim) {
   return (dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256) / 8;
 }
 
-// PLACES for tiles of ROWS x DIM, as who fills them sees them, or who empties them: each counts its own turns. A place
-// has an mbarrier that completes when it is full, and one when it is empty; the ring begins empty.
-// Its panels have COLUMNS of a tensor each, in rows of ROW bytes.
-template <int PLACES, int ROWS, int DIM, int COLUMNS = PANEL, int ROW = PANEL_ROW>
-struct Ring {
-  static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
-  static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-  static constexpr int BYTES = PLACES * TILE_BYTES, MBARRIER_BYTES = 2 * 8 * PLACES;
+// PLACES of shared memory, as who fills them sees them, or who empties them: each counts its own turns. A place has an
+// mbarrier that completes when its FILLERS have filled it, and one when every warp that computes has emptied it; all
+// begin empty.
+template <int PLACES, int PLACE_BYTES, int FILLERS>
+struct Places {
+  static constexpr int BYTES = PLACES * PLACE_BYTES, MBARRIER_BYTES = 2 * 8 * PLACES;
 
-  unsigned int tiles;
+  unsigned int start;
   unsigned int mbarriers;
   unsigned int turn = 0;
 
-  __device__ Ring(unsigned int tiles, unsigned int mbarriers) : tiles(tiles), mbarriers(mbarriers) {}
+  __device__ Places(unsigned int start, unsigned int mbarriers) : start(start), mbarriers(mbarriers) {}
   __device__ void init() const {
 #pragma unroll
     for (int n = 0; n < PLACES; ++n) {
-      init_mbarrier(mbarriers + 8 * n, 1);
+      init_mbarrier(mbarriers + 8 * n, FILLERS);
       init_mbarrier(mbarriers + 8 * (PLACES + n), CONSUMERS / WARP);
     }
   }
   __device__ unsigned int parity() const { return turn / PLACES % 2; }
-  __device__ unsigned int tile() const { return tiles + turn % PLACES * TILE_BYTES; }
+  __device__ unsigned int place() const { return start + turn % PLACES * PLACE_BYTES; }
   __device__ unsigned int full() const { return mbarriers + 8 * (turn % PLACES); }
   __device__ unsigned int empty() const { return mbarriers + 8 * (PLACES + turn % PLACES); }
 
-  // One thread asks for a tile, once its place is empty.
-  __device__ void fill(const TensorMap& map, int row, int head, int batch, int column = 0) {
-    wait_for_phase(empty(), parity() ^ 1);
-    arrive_expecting(full(), TILE_BYTES);
-#pragma unroll
-    for (int n = 0; n < PANELS; ++n)
-      copy_box(tile() + n * PANEL_BYTES, map, full(), column + n * COLUMNS, row, head, batch);
-    ++turn;
-  }
-
-  // Until the tile is there.
+  // Until the place is empty.
+  __device__ void claim() const { wait_for_phase(empty(), parity() ^ 1); }
+  // Until it is full.
   __device__ void wait() const { wait_for_phase(full(), parity()); }
   // This warp has read all of it.
   __device__ void release() {
@@ -69,15 +60,36 @@ struct Ring {
   }
 };
 
-// Begins C = A B^T, for the 64 rows from address A of a tile of A_ROWS rows and the 8 N rows of tile B.
-template <int A_ROWS, int DIM, int N>
+// Places for tiles of ROWS x DIM, in panels of COLUMNS in rows of ROW bytes.
+template <int PLACES, int ROWS, int DIM, int COLUMNS = PANEL, int ROW = PANEL_ROW>
+struct Ring : Places<PLACES, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1> {
+  static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
+  static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
+  using Places<PLACES, TILE_BYTES, 1>::Places;
+
+  __device__ unsigned int tile() const { return this->place(); }
+
+  // One thread asks for a tile, once its place is empty.
+  __device__ void fill(const TensorMap& map, int row, int head, int batch, int column = 0) {
+    this->claim();
+    arrive_expecting(this->full(), TILE_BYTES);
+#pragma unroll
+    for (int n = 0; n < PANELS; ++n)
+      copy_box(tile() + n * PANEL_BYTES, map, this->full(), column + n * COLUMNS, row, head, batch);
+    ++this->turn;
+  }
+};
+
+// Begins C = A B^T, for the 64 rows from address A of a tile of A_ROWS rows and the 8 N rows from address B of one of
+// B_ROWS.
+template <int A_ROWS, int B_ROWS, int DIM, int N>
 __device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_smem) {
-  constexpr int NEXT_OF_A = A_ROWS * PANEL_ROW, NEXT_OF_B = 8 * N * PANEL_ROW;
+  constexpr int NEXT_OF_A = A_ROWS * PANEL_ROW, NEXT_OF_B = B_ROWS * PANEL_ROW;
   unsigned long long a = matrix(A_smem, NEXT_OF_A), b = matrix(B_smem, NEXT_OF_B);
 #pragma unroll
   for (int k = 0; k < round_up(DIM, 16) / 16; ++k)
-    multiply<element, N>(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
-                         b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);
+    multiply<element>(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
+                      b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);
   end_products();
 }
 
@@ -86,52 +98,69 @@ template <int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
   unsigned long long x = matrix(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
-  for (int k = 0; k < K; ++k) multiply<element, N>(C, P[0][k], x + k * NEXT_16_ROWS);
+  for (int k = 0; k < K; ++k) multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   end_products();
 }
 
-// Rows [first, ROWS) of a tile become 0, whatever another sequence has there; by all threads that compute.
-template <int ROWS, int DIM>
-__device__ void clear_rows(unsigned int tile, int first) {
+// Rows of a tile that are not `wanted(row)` become 0, whatever another sequence has there; by all threads that compute.
+template <int ROWS, int DIM, typename Wanted>
+__device__ void clear_rows(unsigned int tile, Wanted wanted) {
   constexpr int CHUNKS = PANEL_ROW / 16;
   const unsigned int zeros[4] = {};
-  for (int panel = 0; panel < panels_of(DIM); ++panel)
-    for (int n = first * CHUNKS + threadIdx.x - WARPGROUP; n < ROWS * CHUNKS; n += CONSUMERS)
-      store_shared(tile + panel * ROWS * PANEL_ROW + 16 * n, zeros);
+  for (int n = threadIdx.x - WARPGROUP; n < ROWS * CHUNKS; n += CONSUMERS)
+    if (!wanted(n / CHUNKS))
+      for (int panel = 0; panel < panels_of(DIM); ++panel)
+        store_shared(tile + panel * ROWS * PANEL_ROW + 16 * n, zeros);
+}
+// And all of them see it, their products too.
+__device__ inline void end_of_clearing() {
   fence_async();
   wait_for_threads(COMMON_BARRIER, CONSUMERS);
 }
 
-// The 16 rows of this warp, from row `row` of a tile of ROWS rows and row `first` of a tensor that ends at `end`: C
-// times `factors` of each row, rounded, through shared memory, 16 bytes at once where they may be.
-template <int ROWS, int DIM, int N>
-__device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const float (&C)[1][N][4],
-                           const float (&factors)[1][2], int row, int first, int end) {
-  constexpr int CHUNKS = (DIM + 7) / 8;
-  auto at = [&](int r, int chunk) {
-    return chunk / 8 * ROWS * PANEL_ROW + (row + r) * PANEL_ROW + ((chunk % 8 ^ r % 8) << 4);
-  };
+// Where chunk `chunk` of a row of a tile of ROWS rows lies in it.
+template <int ROWS>
+__device__ unsigned int place_of(int row, int chunk) {
+  return chunk / 8 * ROWS * PANEL_ROW + row * PANEL_ROW + ((chunk % 8 ^ row % 8) << 4);
+}
+
+// Rounded fragments of this warp into 16 rows of a tile of ROWS rows, from row `row` and chunk `chunk`.
+template <int ROWS, int K>
+__device__ void store_fragments(unsigned int tile, const unsigned int (&A)[1][K][4], int row, int chunk) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float by = factors[0][half];
-      *(unsigned int*)(tile + at(row_of(0, 2 * half), n) + lane_of() % 4 * 4) =
-          pack<element>(C[0][n][2 * half] * by, C[0][n][2 * half + 1] * by);
-    }
+  for (int k = 0; k < K; ++k)
+    store_matrices(tile + place_of<ROWS>(row + lane_of() % 16, chunk + 2 * k + lane_of() / 16), A[0][k]);
+}
+
+// The same through the tile to row `first` of a tensor of DIM columns that ends at `end`, 16 bytes at once where they
+// may.
+template <int ROWS, int DIM, int K>
+__device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const unsigned int (&A)[1][K][4],
+                           int row, int chunk, int first, int end) {
+  store_fragments<ROWS>(shared_address(tile), A, row, chunk);
   __syncwarp();
 #pragma unroll 4
-  for (int n = lane_of(); n < 16 * CHUNKS; n += WARP) {
-    int r = n / CHUNKS, chunk = n % CHUNKS;
-    if (first + r >= end) continue;
-    uint4 numbers = *(const uint4*)(tile + at(r, chunk));
-    element* to = rows + (long long)(first + r) * x.row + 8 * chunk;
-    if (x.aligned == 8) {
-      *(uint4*)to = numbers;
-    } else {
+  for (int n = lane_of(); n < 16 * 2 * K; n += WARP) {
+    int r = n / (2 * K), its = chunk + n % (2 * K);
+    if (first + r >= end || 8 * its >= DIM) continue;
+    uint4 numbers = *(const uint4*)(tile + place_of<ROWS>(row + r, its));
+    store_chunk<DIM>(rows + (long long)(first + r) * x.row, x, its, numbers);
+  }
+}
+
+// All DIM columns in boxes of 16 rows, which nothing but the end of the tensor may cut. One thread asks for them, and
+// waits until they have been read from the tile.
+template <int ROWS, int DIM, int K>
+__device__ void store_boxes(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
+                            int first, int head, int batch) {
+  store_fragments<ROWS>(tile, A, row, 0);
+  fence_async();
+  __syncwarp();
+  if (lane_of() == 0) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (8 * chunk + e < DIM) to[e].bits = ((unsigned int*)&numbers)[e / 2] >> 16 * (e % 2);
-    }
+    for (int n = 0; n < panels_of(DIM); ++n)
+      store_box(map, tile + (n * ROWS + row) * PANEL_ROW, n * PANEL, first, head, batch);
+    end_stores();
+    wait_for_stores<0>();
   }
 }

@@ -18,7 +18,9 @@ def require_roundable(arrays: tuple[Any, Any, Any], descales: tuple[Any, Any, An
         given = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise TypeError(f"fp8=True rounds q, k and v of float16 or bfloat16, not {given}")
     if any(x is not None for x in descales):
-        raise ValueError("fp8=True finds the descales itself: q_descale, k_descale and v_descale are for q, k, v in fp8")
+        raise ValueError(
+            "fp8=True finds the descales itself: q_descale, k_descale and v_descale are for q, k, v in fp8"
+        )
 
 
 def rounded(call: Any) -> Any:

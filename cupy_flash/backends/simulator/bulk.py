@@ -131,12 +131,13 @@ class BulkCopies:
             if copy.operation:
                 self._require_source(copy)
             everything = _sixteens(copy)
+            inside = pieces.inside.reshape(*everything.shape, -1).any(2)
             for who, mine in self._threads(rows, lanes):
                 agents = np.array(
                     [context.checks.clocks.agent((*who, int(r))) for r in context.rank_of_row[rows[mine]]]
                 )
                 issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1)
-                context.checks.async_read(issue, everything[mine], who)
+                context.checks.async_read(issue, everything[mine], who, inside[mine])
         self.stores.append(copy)
         random = context.random
         if self.order == "early" or self.order == "random" and random is not None and random.random() < _AT_ONCE:

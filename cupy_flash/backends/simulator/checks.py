@@ -202,7 +202,7 @@ class Checks:
             return
         rows, cluster, warp = self._who(group)
         known = self.clocks.known[cluster, warp]
-        if self._agents.shape != (1, known.shape[1]):
+        if self.context.program.asynchronous or self.context.cluster > 1:  # a column is not its agent's component
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
         found = self.readers[units]  # (accesses, units, columns)
         late = (found >> np.uint64(_CLOCK)) > known[:, None, :]
@@ -230,9 +230,11 @@ class Checks:
 
     # ---- accesses of the asynchronous proxy
 
-    def async_read(self, issue: Issue, index: Indices, reader: Agent) -> None:
+    def async_read(
+        self, issue: Issue, index: Indices, reader: Agent, used: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         """Matrix instructions or copies begin to read 16-byte pieces at index (n, pieces); `reader`: its block's name
-        for whom."""
+        for whom; `used`: those whose values matter, else all."""
         units = self._pieces(index)
         self._async_not_pending(issue, units)
         if self.written:
@@ -240,6 +242,8 @@ class Checks:
         if self.atomics is not None:
             self._async_against(self.atomics, issue, units, "atomic write, then asynchronous read")
         undefined = self.context.shared.undefined(index, 16)
+        if used is not None:
+            undefined &= used
         if undefined.any():
             i, j = (int(x) for x in np.argwhere(undefined)[0])
             raise Uninitialised(

@@ -10,7 +10,7 @@ from typing import Any
 from ...device import Device
 from ...launch import Launch, fragment_refusals, grid_refusals
 from ...problem import FP8, Problem
-from . import forward, forward_fp8
+from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -19,7 +19,9 @@ MEASURED: str | None = None
 
 def step(problem: Problem) -> ModuleType:
     """The module that has a problem's tiles, costs and launches."""
-    return forward_fp8 if problem.dtype.name == FP8 else forward
+    if problem.dtype.name == FP8:
+        return forward_fp8
+    return backward if problem.backward else forward
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -29,8 +31,6 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
         reasons.append(f"{device.arch} has not the instructions of {ARCH}")
-    if problem.backward:
-        reasons.append("it has no gradients yet")
     if fp8:
         reasons += forward_fp8.refusals(problem)
     elif problem.dtype.name not in ("float16", "bfloat16"):
@@ -38,7 +38,10 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("a tensor without elements has no boxes to copy")
     if not problem.aligned:
-        reasons.append("not every row of q, k and v starts at a multiple of 16 bytes" + (": only mma and simt read such" if not fp8 else ""))
+        reasons.append(
+            "not every row of q, k and v starts at a multiple of 16 bytes"
+            + (": only mma and simt read such" if not fp8 else "")
+        )
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

@@ -25,6 +25,7 @@ from .hopper import (
     PANEL,
     SHARED_BYTES,
     STEP,
+    WARP_ROWS,
     WARPGROUP_ROWS,
     columns,
 )
@@ -93,9 +94,12 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "O_BOXES": _is_stored_in_boxes(problem),
     }
     kernel = "wgmma/forward"
-    boxes = (Box("q", tile.block_q, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL))
+    boxes = [Box("q", tile.block_q, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
+    if _is_stored_in_boxes(problem):
+        boxes.append(Box("out", WARP_ROWS, PANEL))
     grid = max(-(-problem.q_len // tile.block_q), 1), problem.heads, sequences(problem)
     launch = Launch(
         kernel,
@@ -103,9 +107,15 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         grid,
         tile.threads,
         _shared_bytes(problem, tile),
-        boxes,
+        tuple(boxes),
     )
     return of_something([launch])
+
+
+def _is_stored_in_boxes(problem: Problem) -> bool:
+    """Whether boxes of O may be written: of a packed batch the last would reach into the next sequence, and rows start
+    at multiples of 16 bytes."""
+    return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:

@@ -25,6 +25,7 @@ from .hopper import (
     PANEL,
     SHARED_BYTES,
     STEP,
+    WARP_ROWS,
     WARPGROUP_ROWS,
     columns,
 )
@@ -120,6 +121,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,
+        "O_BOXES": problem.layout != "thd",  # a packed batch's last would reach into the next sequence
     }
     turn, kernel = "wgmma/vt", "wgmma/forward_fp8"
     key_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
@@ -129,14 +131,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         (key_tiles, problem.kv_heads, sequences(problem)),
         128,
     )
-    boxes = (
+    boxes = [
         Box("q", tile.block_q, WIDE_PANEL),
         Box("k", tile.block_kv, WIDE_PANEL),
         Box("vt", columns(problem.head_dim_v), NARROW_PANEL),
-    )
+    ]
+    if problem.layout != "thd":
+        boxes.append(Box("out", WARP_ROWS, PANEL))
     grid = max(-(-problem.q_len // tile.block_q), 1), problem.heads, sequences(problem)
     forward = Launch(
-        kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), boxes
+        kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), tuple(boxes)
     )
     return of_something([turning, forward])
 

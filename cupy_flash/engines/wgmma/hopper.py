@@ -3,6 +3,7 @@
 ARCH = "sm_90a"
 LARGEST = 256  # head dimension
 WARPGROUP_ROWS = 64  # rows of a warpgroup's products
+WARP_ROWS = 16  # and of each of its warps
 PANEL = 64  # columns of a box: rows of 128 bytes
 COLUMNS = (64, 96, 128, 192, 256)  # of an operand's tile, by the products that hopper.cuh has; tile.cuh's fragments_of
 

@@ -1,15 +1,15 @@
-// Backward, dQ from the sums that the blocks of backward_kv have added up: a warp for each square of 16 x 16. grid
-// (tiles of BLOCK_Q queries, heads, sequences)
-#include "../dq_sums.cuh"
-#include "steps.cuh"
+// dQ from the sums that the blocks of a backward have added up: a warp for each square of 16 x 16. grid (tiles of 64
+// queries, heads, sequences)
+#include "dq_sums.cuh"
+#include "fragments.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ Params p) {
-  constexpr int COLUMNS = DqSums::COLUMNS / 16, SQUARES = BLOCK_Q / 16 * COLUMNS;
+  constexpr int ROWS = 64, COLUMNS = DqSums::COLUMNS / 16, SQUARES = ROWS / 16 * COLUMNS;
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   DqSums sums(p, sequence, head);
   element* dQ = sequence.queries<element>(p.dq, head);
-  for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q)
+  for (int q_start = blockIdx.x * ROWS; q_start < sequence.q_rows; q_start += gridDim.x * ROWS)
     for (int n = threadIdx.x / WARP; n < SQUARES * 2; n += THREADS / WARP) {
       int row = q_start + n / 2 / COLUMNS * 16, column = n / 2 % COLUMNS * 16, half = n % 2;
       // No block has cleared or added to what lies past the queries that count.

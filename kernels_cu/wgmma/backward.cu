@@ -1,0 +1,279 @@
+// Backward: one block per tile of BLOCK_KV keys of one key/value head, over all queries that see them, head after head
+// of the group. dK and dV stay in registers; the block's part of dQ is added to the sums of all blocks. grid (key
+// tiles, key/value heads, sequences)
+//
+// The first warpgroup brings tiles: a thread K, V and, one after the other, tiles of Q and dO; a warp lse2 and delta.
+// Tiles of scores are transposed: rows are keys, columns queries. Each of the other warpgroups has 64 keys. SHARES of
+// them have the same ones: each has its part of the queries of the scores, and of the columns of dK and dV.
+#include "../dq_sums.cuh"
+#include "../gradients.cuh"
+#include "tile.cuh"
+
+constexpr int QUERIES = BLOCK_Q / SHARES;  // of one share
+constexpr int N = QUERIES / 8;             // fragments of scores in a row
+// A warpgroup has 64 queries of dQ: where others have the same, a part of the columns.
+constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
+// Columns of tiles: whole panels for every share.
+constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
+constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
+constexpr int N_K = fragments_of(SHARES == 1 ? HEAD_DIM : DIM / SHARES);  // fragments of dK, dV and dQ
+constexpr int N_V = fragments_of(SHARES == 1 ? HEAD_DIM_V : DIM_V / SHARES);
+constexpr int N_Q = fragments_of(DQ_SHARES == 1 ? HEAD_DIM : DIM / DQ_SHARES);
+
+// The tensors, with the box of each that is one panel of a tile.
+struct Maps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap dout;
+};
+
+// lse2 and delta of a tile of queries.
+using Rows_Ring = Places<2, 2 * 4 * BLOCK_Q, WARP>;
+
+// In shared memory: K and V, in whose places dK and dV leave; tiles of Q, tiles of dO; two places for dS^T and, where
+// warpgroups share keys, P^T; rows; mbarriers.
+struct Rings {
+  static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = SHARES == 1 ? 0 : dS_BYTES;
+
+  Ring<1, BLOCK_KV, DIM> K;
+  Ring<1, BLOCK_KV, DIM_V> V;
+  Ring<STAGES, BLOCK_Q, DIM> Q;
+  Ring<STAGES, BLOCK_Q, DIM_V> dO;
+  unsigned int dS;
+  Rows_Ring rows;
+
+  __device__ Rings(unsigned int smem)
+      : K(smem, smem + MBARRIERS),
+        V(K.start + K.BYTES, K.mbarriers + K.MBARRIER_BYTES),
+        Q(V.start + V.BYTES, V.mbarriers + V.MBARRIER_BYTES),
+        dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
+        dS(dO.start + dO.BYTES),
+        rows(dS + 2 * (dS_BYTES + P_BYTES), dO.mbarriers + dO.MBARRIER_BYTES) {}
+  static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
+                                   2 * (dS_BYTES + P_BYTES) + Rows_Ring::BYTES;
+
+  __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
+};
+
+// The tiles of queries that see a tile of keys: from the first to the last of a head, head after head.
+struct Walk {
+  Range queries;
+  int head;
+  int head_end;
+  int q_start;
+
+  __device__ Walk(const Params& p, const Sequence& sequence, const Band& band, int kv_head, int kv_start) {
+    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
+    queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
+    head = kv_head * p.group;
+    head_end = queries.begin < queries.end ? head + p.group : head;
+    q_start = first();
+  }
+  __device__ int first() const { return queries.begin / BLOCK_Q * BLOCK_Q; }
+  __device__ bool goes_on() const { return head < head_end; }
+  __device__ void advance() {
+    q_start += BLOCK_Q;
+    if (q_start >= queries.end) q_start = first(), ++head;
+  }
+};
+
+__device__ void produce_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence,
+                              const Band& band, int kv_head) {
+  int batch = PACKED ? 0 : sequence.batch;
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+    rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch);
+    rings.V.fill(maps.v, sequence.kv_start + kv_start, kv_head, batch);
+    for (Walk walk(p, sequence, band, kv_head, kv_start); walk.goes_on(); walk.advance()) {
+      rings.Q.fill(maps.q, sequence.q_start + walk.q_start, walk.head, batch);
+      rings.dO.fill(maps.dout, sequence.q_start + walk.q_start, walk.head, batch);
+    }
+  }
+}
+
+// Rows that see nothing, or belong to nobody, have an lse2 of +inf: no probability is left of them.
+__device__ void produce_rows(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
+                             const Band& band, int kv_head) {
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
+    for (Walk walk(p, sequence, band, kv_head, kv_start); walk.goes_on(); walk.advance()) {
+      const float* lse2 = sequence.queries<float>(p.lse2, walk.head);
+      const float* delta = sequence.queries<float>(p.delta, walk.head);
+      rings.rows.claim();
+      float* to = (float*)(smem + (rings.rows.place() - rings.K.start));
+      for (int n = lane_of(); n < BLOCK_Q; n += WARP) {
+        int i = walk.q_start + n;
+        bool counts = walk.queries(i);
+        to[n] = counts ? lse2[i * p.lse2.row] : infinity();
+        to[BLOCK_Q + n] = counts ? delta[i * p.delta.row] : 0;
+      }
+      arrive(rings.rows.full());
+      ++rings.rows.turn;
+    }
+}
+
+// Begins dQ = dS K, for 64 queries of tile dS^T and the columns of K from address K.
+__device__ void begin_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem) {
+  unsigned long long dS = matrix(dS_smem, BLOCK_KV * PANEL_ROW), K = matrix(K_smem, BLOCK_KV * PANEL_ROW);
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 16; ++k)
+    multiply<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);
+  end_products();
+}
+
+// Begins C += A X, for 64 keys of a tile A and the columns of a tile X of queries from address X.
+template <int N>
+__device__ void accumulate(float (&C)[1][N][4], unsigned int A_smem, unsigned int X_smem) {
+  unsigned long long a = matrix(A_smem, BLOCK_KV * PANEL_ROW), x = matrix(X_smem, BLOCK_Q * PANEL_ROW);
+#pragma unroll
+  for (int k = 0; k < BLOCK_Q / 16; ++k)
+    multiply<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
+                                         x + k * NEXT_16_ROWS, true);
+  end_products();
+}
+
+__device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
+                        int kv_head) {
+  float unit = unit_of(p);
+  int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
+  int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP % (WARPGROUP / WARP), 0);
+  // Of this warpgroup: its keys, its queries among those of a tile, its part of dQ.
+  int keys = warpgroup / SHARES * 64, share = warpgroup % SHARES, queries = share * QUERIES;
+  int dQ_rows = warpgroup / DQ_SHARES * 64, dQ_share = warpgroup % DQ_SHARES;
+  int row = keys + 16 * warp;
+  unsigned int dS_turn = 0;
+
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+    Range unmasked = band.seen_by_all(kv_start + keys, kv_start + keys + 64);
+    float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
+    unsigned int K_smem = rings.K.tile(), V_smem = rings.V.tile();
+    rings.K.wait(), rings.V.wait();
+    if constexpr (PACKED || KV_LENGTHS)
+      if (kv_start + BLOCK_KV > sequence.kv_len) {
+        auto counts = [&](int row) { return kv_start + row < sequence.kv_len; };
+        clear_rows<BLOCK_KV, DIM>(K_smem, counts);
+        clear_rows<BLOCK_KV, DIM_V>(V_smem, counts);
+        end_of_clearing();
+      }
+
+    for (Walk walk(p, sequence, band, kv_head, kv_start); walk.goes_on(); walk.advance()) {
+      int i0 = walk.q_start + queries;
+      Score score(p, sequence, walk.head);
+      Dropout dropout(p, sequence.batch, walk.head);
+      unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
+      unsigned int dS_smem = rings.dS + dS_turn % 2 * (Rings::dS_BYTES + Rings::P_BYTES);
+      unsigned int P_smem = dS_smem + Rings::dS_BYTES;
+      ++dS_turn;
+      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();
+      const float* lse2 = (const float*)(smem + (rings.rows.place() - rings.K.start));
+
+      // What stands in rows without a probability, which may be no number, is not multiplied with 0.
+      bool cleared = false;
+#pragma unroll
+      for (int n = 0; n < BLOCK_Q; n += WARP) cleared |= lse2[n + lane_of()] == infinity();
+      if (__any_sync(0xFFFFFFFF, cleared)) {
+        auto counts = [&](int row) { return lse2[row] != infinity(); };
+        clear_rows<BLOCK_Q, DIM>(Q_smem, counts);
+        clear_rows<BLOCK_Q, DIM_V>(dO_smem, counts);
+        end_of_clearing();
+      }
+
+      float S_rmem[1][N][4], dP_rmem[1][N][4];
+      pin(S_rmem), pin(dP_rmem);
+      begin_products();
+      scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S_rmem, K_smem + keys * PANEL_ROW, Q_smem + queries * PANEL_ROW);
+      scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP_rmem, V_smem + keys * PANEL_ROW, dO_smem + queries * PANEL_ROW);
+      wait_for_products<0>();
+      pin(S_rmem), pin(dP_rmem);
+      Rows rows = {lse2 + queries, lse2 + BLOCK_Q + queries};
+      if (i0 < unmasked.begin || i0 + QUERIES > unmasked.end)
+        differentiate<true, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, i0, kv_start + row);
+      else
+        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, i0, kv_start + row);
+      rings.rows.release();
+
+      // Where nobody shares the keys, P^T and dS^T are multiplied from registers. dS goes to the others for dQ.
+      unsigned int P_rmem[1][N / 2][4], dS_rmem[1][N / 2][4];
+      round_fragments(P_rmem, S_rmem);
+      round_fragments(dS_rmem, dP_rmem);
+      store_fragments<BLOCK_KV>(dS_smem, dS_rmem, row, queries / 8);
+      if constexpr (SHARES == 1) {
+        pin(dV_rmem), pin(P_rmem);
+        begin_products();
+        accumulate(dV_rmem, P_rmem, dO_smem);
+      } else {
+        store_fragments<BLOCK_KV>(P_smem, P_rmem, row, queries / 8);
+      }
+      fence_async();
+      wait_for_threads(COMMON_BARRIER, CONSUMERS);
+      float dQ_rmem[1][N_Q][4];
+      pin(dQ_rmem), pin(dK_rmem), pin(dS_rmem);
+      if constexpr (SHARES > 1) pin(dV_rmem);
+      begin_products();
+      if constexpr (SHARES > 1)
+        accumulate(dV_rmem, P_smem + keys * PANEL_ROW, dO_smem + share * (N_V / 8) * BLOCK_Q * PANEL_ROW);
+      begin_dQ(dQ_rmem, dS_smem + dQ_rows * BLOCK_KV / 64 * PANEL_ROW,
+               K_smem + dQ_share * (N_Q / 8) * BLOCK_KV * PANEL_ROW);
+      if constexpr (SHARES == 1)
+        accumulate(dK_rmem, dS_rmem, Q_smem);
+      else
+        accumulate(dK_rmem, dS_smem + keys * PANEL_ROW, Q_smem + share * (N_K / 8) * BLOCK_Q * PANEL_ROW);
+      wait_for_products<1>();
+      pin(dV_rmem), pin(P_rmem), pin(dQ_rmem);
+      rings.dO.release();
+
+      int i = walk.q_start + dQ_rows + 16 * warp;
+      if (i < sequence.q_len) {
+        DqSums sums(p, sequence, walk.head);
+#pragma unroll
+        for (int n = 0; n < N_Q; ++n) {
+          int column = 8 * (dQ_share * N_Q + n);
+          if (column < DqSums::COLUMNS) sums.add(i, column / 16 * 16, n % 2, dQ_rmem[0][n]);
+        }
+      }
+      wait_for_products<0>();
+      pin(dK_rmem), pin(dS_rmem);
+      rings.Q.release();
+    }
+
+    // The other warpgroups' products have read K and V.
+    wait_for_threads(COMMON_BARRIER, CONSUMERS);
+    const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
+    rescale(dK_rmem, scales);
+    unsigned int dK_rounded[1][N_K / 2][4], dV_rounded[1][N_V / 2][4];
+    round_fragments(dK_rounded, dK_rmem);
+    round_fragments(dV_rounded, dV_rmem);
+    element *dK = sequence.keys<element>(p.dk, kv_head), *dV = sequence.keys<element>(p.dv, kv_head);
+    store_rows<BLOCK_KV, HEAD_DIM>(dK, p.dk, smem, dK_rounded, row, share * N_K, kv_start + row, sequence.kv_rows);
+    store_rows<BLOCK_KV, HEAD_DIM_V>(dV, p.dv, smem + rings.K.BYTES, dV_rounded, row, share * N_V, kv_start + row,
+                                     sequence.kv_rows);
+    fence_async();
+    __syncwarp();
+    rings.K.release(), rings.V.release();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    backward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Rings rings(shared_address(smem));
+  if (threadIdx.x == 0) {
+    rings.init();
+    fence_mbarriers();
+  }
+  __syncthreads();
+
+  int kv_head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  if (threadIdx.x < WARPGROUP) {
+    fewer_registers<40>();
+    if (threadIdx.x < WARP) {
+      if (elected()) produce_tiles(p, maps, rings, sequence, band, kv_head);
+    } else if (threadIdx.x < 2 * WARP) {
+      produce_rows(p, smem, rings, sequence, band, kv_head);
+    }
+  } else {
+    more_registers<232>();
+    consume(p, rings, smem, sequence, band, kv_head);
+  }
+}

@@ -93,8 +93,8 @@ def attention(
         engine: an engine of the backend by name; None chooses.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0, its lse -inf (the sink with
-        one).
+        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0,
+        its lse -inf (the sink with one).
 
     Raises:
         TypeError, ValueError: one error that lists every requirement that is not met, with all shapes and dtypes;

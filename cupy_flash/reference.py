@@ -304,8 +304,8 @@ def _of_results(storage: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _multiply_in_14_bits(a: Array, b: Array) -> Array:
-    """a @ b, 32 products at once: of them and of the sum so far, 14 bits from where the largest begins, the rest cut off;
-    and so of their sum."""
+    """a @ b, 32 products at once: of them and of the sum so far, 14 bits from where the largest begins, the rest cut
+    off; and so of their sum."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for first in range(0, a.shape[-1], 32):
         columns = range(first, min(first + 32, a.shape[-1]))

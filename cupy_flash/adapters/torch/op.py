@@ -72,7 +72,8 @@ class Call(NamedTuple):
         options = Options(
             CAUSAL[self.causal], (self.window_left, self.window_right), self.scale, self.softcap, self.alibi_slopes,
             self.bias, self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.q_descale,
-            self.k_descale, self.v_descale, self.layout, deterministic=self.deterministic, backend=self.backend, engine=self.engine,
+            self.k_descale, self.v_descale, self.layout, deterministic=self.deterministic, backend=self.backend,
+            engine=self.engine,
         )  # fmt: skip
         if not self.is_packed:
             return pose("attention", (self.q, self.k, self.v), options, saved=saved)

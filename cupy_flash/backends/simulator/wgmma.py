@@ -293,10 +293,11 @@ _FRACTION = 13  # bits
 def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt.NDArray[np.float32]:
     """total + a b^T, (n, 64, columns), as Hopper sums products of 8-bit floats.
 
-    NVIDIA does not document it. Measured by others: the accumulator keeps a sign, 8 bits of exponent and 13 of fraction,
-    whatever is below is cut off (SageAttention2, arXiv 2411.10958, appendix; DeepSeek-V3, arXiv 2412.19437, 3.5.2), and
-    the products of an instruction are aligned to the largest exponent before they are added (DeepSeek-V3). So: every
-    product and the old sum, cut off 13 bits below the largest exponent among them, added exactly, cut off once more.
+    NVIDIA does not document it. Others have measured that the accumulator keeps a sign, 8 bits of exponent and 13 of
+    fraction, what is below being cut off (SageAttention2, arXiv 2411.10958), and that the products of an instruction
+    are aligned to the largest exponent before they are added, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2).
+    So: every product and the old sum, cut off 13 bits below the largest exponent among them, added exactly, and cut off
+    once more.
     """
     # Exponents of products are sums of exponents: their fractions, up to 4, are not brought back to 1 first.
     exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]

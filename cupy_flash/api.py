@@ -82,9 +82,9 @@ def attention(
         p). seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
         drops
             the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires one.
-        q_descale, k_descale, v_descale: of float8_e4m3fn alone: float32 (B, Hk), finite and not negative, what the
-            numbers of a sequence and a key/value head (those of q: of its group) stand for is a multiple of: scores are
-            scale * q_descale * k_descale * q.k, and v counts v_descale times. None is 1.
+        q_descale, k_descale, v_descale: of float8_e4m3fn alone, float32 (B, Hk), finite and not negative: q, k and v
+            stand for their numbers times the descale of their sequence and key/value head (of q: that of its group).
+            None is 1.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
@@ -245,6 +245,7 @@ def compile(
 
     Args:
         dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...
+            float8_e4m3fn needs backward=False.
         head_dim, head_dim_v: D and Dv, the same by default. group: Hq // Hk.
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.

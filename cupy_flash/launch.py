@@ -80,6 +80,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     """`shared_constants`, and what kernels know whose scores live in the fragments of matrix instructions."""
     low, high = SCALES
     return shared_constants(problem) | {
+        "LARGEST_LOG2": 0,
         "RESCALE_ABOVE": RESCALE_ABOVE,
         "MODIFIED": is_modified(problem) or not low <= problem.scale <= high,
     }

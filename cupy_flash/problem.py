@@ -694,11 +694,11 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
         check.require(sink.shape == (shape.heads,), f"sink must be (Hq,) = ({shape.heads},), not {sink.shape}")
     for name in DESCALES:
         if name in call:
-            descale, wanted = call[name], (shape.batch, shape.kv_heads)
+            descale, of_heads = call[name], (shape.batch, shape.kv_heads)
             of_fp8 = call["q"].dtype.name == FP8
             check.require_type(of_fp8, f"{name} is for {FP8}, and q, k and v are {call['q'].dtype.name}")
             check.require_type(descale.dtype == np.float32, f"{name} must be float32, not {descale.dtype.name}")
-            check.require(descale.shape == wanted, f"{name} must be (B, Hk) = {wanted}, not {descale.shape}")
+            check.require(descale.shape == of_heads, f"{name} must be (B, Hk) = {of_heads}, not {descale.shape}")
     if "starts" in call:
         starts, wanted = call["starts"], (shape.batch, 3)
         right = starts.dtype == np.int32 and starts.shape == wanted
@@ -709,10 +709,10 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
             check.require(
                 array.shape == shape.out, f"{name} must have the shape of the output, {shape.out}, not {array.shape}"
             )
-            wanted = _out_dtype(call["q"].dtype)
-            of = "the dtype of q" if wanted == call["q"].dtype else "the output's dtype"
-            same = array.dtype == wanted
-            check.require_type(same, f"{name} must have {of}, {wanted.name}, not {array.dtype.name}")
+            dtype = _out_dtype(call["q"].dtype)
+            of = "the dtype of q" if dtype == call["q"].dtype else "the output's dtype"
+            same = array.dtype == dtype
+            check.require_type(same, f"{name} must have {of}, {dtype.name}, not {array.dtype.name}")
     for name in ("lse", "dlse"):
         if name in call:
             array = call[name]

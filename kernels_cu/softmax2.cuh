@@ -17,8 +17,8 @@ struct Softmax2 {
     reference = l = 0;
   }
 
-  // A probability may grow to 2^(LARGEST_LOG2 + RESCALE_ABOVE) before the reference moves: the result is the same number, and O is
-  // multiplied once or twice in a row, not at every tile. Fragments of P in fp16 end at 2^16, in e4m3 at 448.
+  // A probability may grow to 2^(LARGEST_LOG2 + RESCALE_ABOVE) before the reference moves: the result is the same
+  // number, and O is multiplied once or twice in a row, not at every tile. P in fp16 ends at 2^16, in e4m3 at 448.
   __device__ bool outgrown(float largest, float unit) const { return largest > m + RESCALE_ABOVE / unit; }
 
   // The reference moves to the largest score of the row; the factor that brings along what was summed so far.

@@ -2,6 +2,7 @@
 planted bugs; V^T; sums over long rows; what is refused."""
 
 import functools
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -16,12 +17,12 @@ from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.plan import plan
 from cupy_flash.problem import Options, UnsupportedError, pose
-from cupy_flash.source import assemble
+from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Several tiles of keys, at times of queries, the last of each in part. What a case has beside q, k and v is of the dtype
+# Several tiles of keys, at times of queries, the last in part. What a case has beside q, k, v is of the dtype of out.
 # of out.
 LONG = dict(q_len=100, kv_len=150, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
 TILE = wgmma.forward_fp8.Tile(block_q=128, block_kv=128, stages=2, sum_columns=64)
@@ -298,6 +299,15 @@ def test_a_sequence_of_a_packed_batch_begins_with_a_tile(small_tile, monkeypatch
     planted(monkeypatch, ("(sequence.kv_start / BLOCK_KV + sequence.batch)", "(sequence.kv_start / BLOCK_KV)"))
     with pytest.raises((AssertionError, errors.Race)):
         check(case)
+
+
+def test_launches_hold_every_constant_that_their_kernels_name():
+    case = Case(**LONG | OPTIONS["all"])
+    problem, _ = pose("case", quantised(case)[:3], Options(**quantised(case).options | dict(backend="simulator")))
+    names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
+    for step in backends.plan_for(problem).launches:
+        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
+        assert names & set(re.findall(r"\w+", text)) <= set(dict(step.constants)), step.kernel
 
 
 def test_every_tile_compiles_without_spills():

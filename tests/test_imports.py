@@ -78,6 +78,7 @@ FLOW = (
     "backends.simulator.run",
     "backends",
     "adapters",
+    "adapters.torch.fp8",
     "adapters.torch.op",
     "adapters.torch.drop_in",
     "adapters.torch.module",

@@ -27,7 +27,8 @@ struct Descales {
   // The scale of the bare q.k. The softmax divides by it: in place of 0 stands what leaves all scores alike.
   __device__ float scale(const Params& p) const {
     float x = (float)p.scale * of_scores;
-    return OF_PRODUCT ? min(max(x, 0x1p-100f), 0x1p100f) : x;
+    if (!OF_PRODUCT) return x;
+    return x < 0x1p-100f ? 0x1p-100f : x > 0x1p100f ? 0x1p100f : x;
   }
 };
 

@@ -27,7 +27,7 @@ def rounded(call: Any) -> Any:
     """A call (op.Call) in fp8, with its descales."""
     heads = {"bshd": 2, "bhsd": 1}[call.layout] if not call.is_packed else 1
     kv_heads = call.k.shape[heads]
-    found = {}
+    found: dict[str, Any] = {}
     for name, of_queries in (("q", True), ("k", False), ("v", False)):
         x = getattr(call, name)
         if call.is_packed:

@@ -1,11 +1,14 @@
 """fp8=True of the torch adapter, on the simulator: what is rounded and how, that the backward is that of the arrays as
 they were given, and that nothing in fp8 outlives the forward."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from leaks import Kept, SavedTensors
 from tolerance import assert_matches_reference
+from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
 from cupy_flash import backends, reference
@@ -73,7 +76,7 @@ def test_forward(dtype):
 
 def test_backward_is_that_of_the_arrays_as_given():
     arrays = inputs()
-    options = dict(causal=True, softcap=30.0)
+    options = dict(causal=True)
     out, lse = adapter.attention(*arrays, return_lse=True, fp8=True, **options, **SIMULATOR)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     found = torch.autograd.grad(out, arrays, dout)
@@ -130,6 +133,17 @@ def test_saved_is_what_was_given():
         loss.backward()
         assert saved.alive == 0 and not find_retained(loss)
         assert not kept.beyond(*arrays, out, lse, loss, *(x.grad for x in arrays))
+
+
+def test_checkpointed():
+    arrays = inputs()
+    options = dict(causal=True, fp8=True, **SIMULATOR)
+    expected = torch.autograd.grad(adapter.attention(*arrays, **options).float().sum(), arrays)
+    with Kept() as kept:
+        loss = checkpoint(partial(adapter.attention, **options), *arrays, use_reentrant=False).float().sum()
+        found = torch.autograd.grad(loss, arrays)
+        assert all(map(torch.equal, found, expected))
+        assert not find_retained(loss) and not kept.beyond(loss, *arrays, *found, *expected)
 
 
 def test_detector_catches_a_tensor_in_fp8(monkeypatch):

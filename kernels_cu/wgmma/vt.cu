@@ -1,4 +1,5 @@
-// V^T of fp8 (vt.cuh), before a forward: a thread turns 16 keys by 4 columns.
+// V^T of fp8 (vt.cuh), before a forward: a thread turns 16 keys by 4 columns, and four neighbours 64 keys, so that what
+// they read and write together is whole sectors of 32 bytes.
 // grid (tiles of keys, key/value heads, sequences)
 #include "vt.cuh"
 
@@ -10,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vt(const __grid_constan
                       vt_start(sequence);
   int groups = (sequence.kv_len + BLOCK_KV - 1) / BLOCK_KV * (BLOCK_KV / 16);
   for (int n = blockIdx.x * THREADS + threadIdx.x; n < groups * WORDS; n += gridDim.x * THREADS) {
-    int key = n / WORDS * 16, column = n % WORDS * 4;
+    int key = (n / (4 * WORDS) * 4 + n % 4) * 16, column = n / 4 % WORDS * 4;
     unsigned int turned[4][4];  // (column, four keys)
 #pragma unroll
     for (int t = 0; t < 4; ++t) {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import gpu, overhead, ring, static
+from . import gpu, overhead, ring, static, sweep
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot
@@ -37,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments if named else ["all", *arguments])
     if asked.command == "static":
         return _static(asked, arguments)
-    if asked.command == "ring":
-        return _ring(asked, arguments)
     if asked.command == "overhead":
         return _overhead(asked.out, arguments)
     if asked.command == "tables":
         return _tables(asked.readme, asked.results, asked.check)
+    if getattr(asked, "sweep", False):
+        return _sweep(asked, arguments)
+    asked.head_dim, asked.dtype = asked.head_dim or 64, asked.dtype or "float32"
+    if asked.command == "ring":
+        return _ring(asked, arguments)
     if getattr(asked, "gpu", False):
         return _on_gpu(asked, arguments)
     asked.kv_heads = asked.kv_heads or asked.heads
@@ -114,7 +119,25 @@ def _on_gpu(asked: argparse.Namespace, arguments: list[str]) -> int:
         for seqlen in asked.seqlens or SEQLENS[asked.command]
     ]
     out = asked.out / f"gpu-{asked.command}.json"
-    return gpu.run(regimes, True, float("inf"), out, ["python -m bench", *arguments])
+    return gpu.run(regimes, partial(gpu.measure_peers, ours=True), asked.seconds, out, ["python -m bench", *arguments])
+
+
+def _sweep(asked: argparse.Namespace, arguments: list[str]) -> int:
+    """Every tile that may be the fastest, beside every peer there."""
+    regimes = sweep.regimes(
+        asked.command == "backward",
+        asked.dtype or "bfloat16",
+        [asked.head_dim] if asked.head_dim else sweep.HEAD_DIMS,
+        asked.seqlens or sweep.SEQLENS,
+        asked.causal,
+    )
+    out = asked.out / f"sweep-{asked.command}.json"
+    status = gpu.run(regimes, sweep.measure_tiles, asked.seconds, out, ["python -m bench", *arguments])
+    if out.is_file():
+        for table in sweep.tables(json.loads(out.read_text(encoding="utf-8"))["cases"]):
+            show(table)
+        print(f"\nEvery tile and sample: {out}")
+    return status
 
 
 def _ring(asked: argparse.Namespace, arguments: list[str]) -> int:
@@ -174,9 +197,11 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--batch", type=_positive, default=1)
     sizes.add_argument("--heads", type=_positive, default=8)
     sizes.add_argument("--kv-heads", type=_positive, help="default: as many as --heads")
-    sizes.add_argument("--head-dim", type=_positive, default=64)
-    sizes.add_argument("--seqlens", type=_lengths, metavar="S,S,...", help="default: 512 to 4096, memory to 16384")
-    sizes.add_argument("--dtype", choices=list(ITEMSIZE), default="float32")
+    sizes.add_argument("--head-dim", type=_positive, help="default: 64, a sweep has them all")
+    sizes.add_argument(
+        "--seqlens", type=_lengths, metavar="S,S,...", help="default: 512 to 4096, memory and sweep to 16384"
+    )
+    sizes.add_argument("--dtype", choices=list(ITEMSIZE), help="default: float32, a sweep's bfloat16")
     sizes.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: both, memory without")
     sizes.add_argument("--repeats", type=_positive, default=15, help="samples per peer, fewer where they take long")
     sizes.add_argument("--threads", type=_positive, default=blas_threads(), help="default: what NumPy's BLAS would use")
@@ -184,11 +209,14 @@ def _parser() -> argparse.ArgumentParser:
     forward = commands.add_parser("forward", parents=[sizes], help="exactness and time of the forward")
     backward = commands.add_parser("backward", parents=[sizes], help="exactness and time of forward and backward")
     for timed in (forward, backward):
-        timed.add_argument(
+        where = timed.add_mutually_exclusive_group()
+        where.add_argument(
             "--gpu",
             action="store_true",
             help="on the GPU, 16384 tokens of width 2048, beside its peers; backward alone",
         )
+        where.add_argument("--sweep", action="store_true", help="there, every tile of every engine beside its peers")
+        timed.add_argument("--seconds", type=float, default=440, help="on the GPU: begin no size that would end later")
     commands.add_parser("memory", parents=[sizes], help="peak memory as the sequence grows")
     commands.add_parser("all", parents=[sizes], help="all of these (default)")
     ranks = commands.add_parser("ring", parents=[sizes], help="peak memory and time per rank, and a million tokens")

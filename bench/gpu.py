@@ -1,4 +1,4 @@
-"""On a GPU: torch.matmul, every peer, and ours where it serves: python -m bench.gpu peers|simt|mma.
+"""On a GPU: torch.matmul, every peer, and ours where it serves: python -m bench.gpu peers|simt.
 
 Interleaved, L2 flushed before each sample, random normal data, CUDA events, medians; SM clock and power beside every
 case. A file that exists is continued: its finished cases are kept, so that a run which was cut off can go on.
@@ -74,20 +74,6 @@ REGIMES = {
         for causal in (False, True)
         for backward in (False, True)
     ],
-    # The engine that plans choose for 16-bit numbers.
-    "mma": [
-        BF16(dim, seqlen, causal, backward)
-        for seqlen in (4096, 1024)
-        for dim in (128, 64, 256)
-        for causal in (False, True)
-        for backward in (False, True)
-    ] + [BF16(192, 4096, True, head_dim_v=128), Regime("float16", 128, 4096, False), BF16(96, 4096, True)],
-    "sweep of mma": [
-        BF16(dim, 4096, causal, backward)
-        for dim in (128, 64, 256) for causal in (False, True) for backward in (False, True)
-    ],
-    "sweep of wgmma": [BF16(dim, 4096, causal) for dim in (128, 64, 256) for causal in (False, True)],
-    "sweep of simt": [Regime("float32", 64, 2048, False, backward, tokens=4096) for backward in (False, True)],
 }  # fmt: skip
 SAMPLES, WARM_UP = 15, 3
 SECONDS_OF_ONE = 2.0  # a peer that has been measured for this long in one regime sits out the rest of its samples
@@ -130,6 +116,7 @@ def peers(regime: Regime, ours: bool) -> dict[str, Call]:
     def flex() -> Any:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        torch.compiler.reset()  # it compiles for few lengths, and would go on without compiling
         mask = None
         if regime.causal:
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, regime.seqlen, regime.seqlen, "cuda")
@@ -158,21 +145,21 @@ def _flash_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
     return flash_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
 
 
-def measure(regime: Regime, ours: bool) -> dict[str, Any]:
+def measure(regime: Regime, calls: dict[str, Call]) -> dict[str, Any]:
     """The record of a regime: milliseconds of every sample by implementation, and why the others have none."""
     import torch
 
-    calls, left_out = {}, {}
-    for name, call in peers(regime, ours).items():
+    serving, left_out = {}, {}
+    for name, call in calls.items():
         try:
             for _ in range(WARM_UP):
                 call()
             torch.cuda.synchronize()
-            calls[name] = call
+            serving[name] = call
         except Exception as error:  # a peer refuses with any exception; the reason is part of the result
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     with sampled_gpu() as states:
-        samples = time_interleaved(calls)
+        samples = time_interleaved(serving)
     torch.cuda.empty_cache()
     tflops = {name: regime.flops / median(times) / 1e9 for name, times in samples.items()}
     return {
@@ -246,17 +233,28 @@ def summary(lines: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="ours and every peer on this GPU")
-    parser.add_argument("what", choices=[name for name in REGIMES if "sweep" not in name])
+    parser.add_argument("what", choices=list(REGIMES))
     parser.add_argument("--ours", action="store_true", help="cupy_flash among the peers")
-    parser.add_argument("--seconds", type=float, default=400, help="begin no further regime after so long")
+    parser.add_argument("--seconds", type=float, default=400, help="begin no regime that would end later")
     parser.add_argument("--out", type=Path, required=True, help="the JSON; continued where it exists")
     arguments = list(sys.argv[1:] if argv is None else argv)
     asked = parser.parse_args(arguments)
-    return run(REGIMES[asked.what], asked.ours, asked.seconds, asked.out, ["python -m bench.gpu", *arguments])
+    command = ["python -m bench.gpu", *arguments]
+    return run(REGIMES[asked.what], partial(measure_peers, ours=asked.ours), asked.seconds, asked.out, command)
 
 
-def run(regimes: Sequence[Regime], ours: bool, seconds: float, out: Path, command: Sequence[str]) -> int:
-    """Measures what the file `out` does not have yet; the exit status."""
+def measure_peers(regime: Regime, ours: bool) -> dict[str, Any]:
+    return measure(regime, peers(regime, ours))
+
+
+def run(
+    regimes: Sequence[Regime],
+    measure_one: Callable[[Regime], dict[str, Any]],
+    seconds: float,
+    out: Path,
+    command: Sequence[str],
+) -> int:
+    """Measures what the file `out` does not have yet; the exit status, 3 where time was over before."""
     import torch
 
     if not torch.cuda.is_available():
@@ -268,21 +266,34 @@ def run(regimes: Sequence[Regime], ours: bool, seconds: float, out: Path, comman
     result["versions"]["cuda"], result["versions"]["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
     before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     result["cases"] = before.get("cases", [])
+    done = {case["regime"] for case in result["cases"]}
+    waiting = [regime for regime in regimes if regime.name not in done]
     begin = time.monotonic()
     result["matmul"] = matmul()
-    for regime in regimes:
-        if any(case["regime"] == regime.name for case in result["cases"]):
-            continue
-        if time.monotonic() - begin > seconds:
-            print("out of time: run again to go on", file=sys.stderr)
+    longest = 0.0
+    for measured, regime in enumerate(waiting):
+        started = time.monotonic()
+        if started - begin + longest > seconds:
+            print(f"out of time: {len(waiting) - measured} regimes are left, run again to go on", file=sys.stderr)
             return 3
-        case = measure(regime, ours)
+        case = measure_one(regime) | {"matmul_tflops": result["matmul"]["tflops"]}
         result["cases"].append(case)
         write(result, out)
-        best = {name: f"{value:.1f}" for name, value in case["tflops"].items()}
-        print(f"{regime.name}: TFLOP/s {best}; left out {list(case['left_out'])}", flush=True)
+        now = time.monotonic()
+        longest = max(longest, now - started)
+        left = len(waiting) - measured - 1
+        print("\n".join(told(case)))
+        print(f"  {left} regimes are left, about {(now - begin) / (measured + 1) * left:.0f} s", flush=True)
     write(result, out)
     return 0
+
+
+def told(case: dict[str, Any]) -> list[str]:
+    """A record in lines, the fastest first."""
+    lines = [case["regime"]]
+    for name, tflops in sorted(case["tflops"].items(), key=lambda item: -item[1]):
+        lines.append(f"  {tflops:6.1f} TFLOP/s, {median(case['milliseconds'][name]):.3f} ms: {name}")
+    return lines + [f"  left out {name}: {reason}" for name, reason in case["left_out"].items()]
 
 
 if __name__ == "__main__":

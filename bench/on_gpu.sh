@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | all. Each part takes less than eight minutes.
+# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 7 | all. Each part takes less than eight minutes.
 #
-# Needs a GPU and a python3 with CuPy (torch for parts 1, 4 and 5); nothing is installed. Results go to $OUT (default
+# Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 6); nothing is installed. Results go to $OUT (default
 # bench/out/gpu), for each step a log beside them and a line in steps.jsonl. A step that has passed is not run again;
-# after a failed one the next goes on, and the exit status tells.
+# after a failed one the next goes on, and the exit status tells. What ran out of time (status 3) goes on when run again.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 OUT=${OUT:-bench/out/gpu}
@@ -48,9 +48,11 @@ part_2() { # what the instructions do, and the simulator held to it
 
 part_3() { # the tests on the GPU
   tests
-  step gpu-tests 120 "$PYTHON" -m pytest -q -W default tests/gpu --ignore tests/gpu/test_gpu_half.py
+  step gpu-tests 100 "$PYTHON" -m pytest -q -W default tests/gpu --ignore tests/gpu/test_gpu_half.py \
+    --ignore tests/gpu/test_gpu_adapters.py
+  step adapters 60 "$PYTHON" -m pytest -q -W default tests/gpu/test_gpu_adapters.py # needs transformers
   # shellcheck disable=SC2086 # several words
-  step behaviour 330 "$PYTHON" -m pytest -q -W default $parallel -k cuda \
+  step behaviour 310 "$PYTHON" -m pytest -q -W default $parallel -k cuda \
     tests/test_attention.py tests/test_backward.py tests/test_varlen.py tests/gpu/test_gpu_half.py
 }
 
@@ -59,12 +61,15 @@ part_4() { # ours against peers, in fp32 and fp64; the host's share of a call
   step overhead 60 "$PYTHON" -m bench overhead --out "$OUT"
 }
 
-part_5() { # tensor cores: ours beside every peer, and every tile beside its prediction
-  step mma 330 "$PYTHON" -m bench.gpu mma --ours --seconds 260 --out "$OUT/mma.json"
-  step sweep 140 "$PYTHON" -m bench.sweep --engine mma --out "$OUT/sweep.json"
+part_5() { # tensor cores: every tile of every engine beside every peer
+  step sweep-forward 470 "$PYTHON" -m bench forward --sweep --seconds 410 --out "$OUT"
 }
 
-part_6() { # compute-sanitizer on a few cases
+part_6() { # and of the backward
+  step sweep-backward 470 "$PYTHON" -m bench backward --sweep --seconds 410 --out "$OUT"
+}
+
+part_7() { # compute-sanitizer on a few cases
   local cases='
 import cases, cupy_flash, on_gpu
 for name in on_gpu.FUNCTIONS:
@@ -80,10 +85,10 @@ for name in ("plain", "causal", "window", "bias", "mask", "sink", "dropout", "q-
 }
 
 case ${1:-} in
-  [1-6]) "part_$1" ;;
-  all) for part in 1 2 3 4 5 6; do "part_$part"; done ;;
+  [1-7]) "part_$1" ;;
+  all) for part in 1 2 3 4 5 6 7; do "part_$part"; done ;;
   *)
-    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | all" >&2
+    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | all" >&2
     exit 1
     ;;
 esac

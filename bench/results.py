@@ -69,7 +69,7 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str | None:
-    """The GPU that torch sees, which this version of cupy_flash does not use."""
+    """The GPU that torch sees."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch

@@ -2,7 +2,7 @@
 
 Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
 there, a dash and a section of it: cpu-forward is the section "forward" of bench/results/cpu.json; or static,
-static-sass (its last table alone), or ring.
+static-sass (its last table alone), ring, sweep-forward or sweep-backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from . import ring, static
+from . import ring, static, sweep
 from .report import left_out, provenance, tables
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
@@ -30,6 +30,10 @@ def block(name: str, results: Path) -> str:
         result = json.loads((results / "ring.json").read_text(encoding="utf-8"))
         both = (ring.memory_table(result["ring"]), ring.plan_table())
         return "\n\n".join([ring.provenance(result), *(table.markdown() for table in both)])
+    if name in ("sweep-forward", "sweep-backward"):
+        result = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        made = f"`{result['command']}` on {result['device']['gpu']}."
+        return "\n\n".join([made, *(table.markdown() for table in sweep.tables(result["cases"]))])
     stem, _, section = name.rpartition("-")
     path = results / f"{stem}.json"
     if not path.is_file():

@@ -107,7 +107,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
 
         # Of NumPy's dtype the name is slow to tell.
         theirs = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype.name)
-        return as_array(torch.empty(shape, dtype=theirs, device=like.owner.device), "output")
+        made = torch.empty(shape, dtype=theirs, device=like.owner.device)
+        return Array(made.data_ptr(), shape, made.stride(), dtype, like.device, "torch", made)
     if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
         namespace = like.owner.__array_namespace__()
         theirs = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
@@ -225,6 +226,11 @@ def _torch_dtype(dtype: Any) -> np.dtype[Any]:
     return named_dtype(name)
 
 
+@functools.cache
+def _torch_device(device: Any) -> str:
+    return str(device)
+
+
 def _from_torch(x: Any) -> Array:
     import torch
 
@@ -233,15 +239,16 @@ def _from_torch(x: Any) -> Array:
     if x.is_nested or x.is_quantized or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise TypeError(f"the tensor is {kind}, not dense")
-    if x.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"device {x.device} is neither the CPU nor a CUDA device")
+    device = _torch_device(x.device)
+    if not device.startswith(("cpu", "cuda")):
+        raise TypeError(f"device {device} is neither the CPU nor a CUDA device")
     if x.is_neg() or x.is_conj():  # flags that memory does not show: z.conj().imag is z.imag with the flag set
         x = x.detach().resolve_neg().resolve_conj()
     try:
         pointer = x.data_ptr()
     except RuntimeError as error:  # inside torch.func transforms a tensor is a stand-in, though of the plain type
         raise TypeError("a tensor inside a torch.func transform has no memory of its own") from error
-    return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), str(x.device), "torch", x)
+    return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), device, "torch", x)
 
 
 def _from_jax(x: Any) -> Array:

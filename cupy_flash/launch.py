@@ -98,7 +98,7 @@ def fragment_refusals(problem: Problem) -> list[str]:
 # What the kernels of rows know of a plan. Tiles, masks and scores are nothing to them, so many plans share one.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
 ROW_CONSTANTS = {
-    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ"),
+    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
@@ -139,9 +139,11 @@ def of_something(launches: list[Launch]) -> tuple[Launch, ...]:
     return tuple(launch for launch in launches if 0 not in launch.grid)
 
 
-def fragment_backward(problem: Problem, launches: list[Launch], *, add_dq: bool) -> tuple[Launch, ...]:
+def fragment_backward(
+    problem: Problem, launches: list[Launch], *, add_dq: bool, in_order: bool = False
+) -> tuple[Launch, ...]:
     """The launches of a backward whose scores live in fragments, with the kernels of rows before and after them."""
-    constants = fragment_constants(problem) | {"THREADS": 128, "LSE2": True, "ADD_DQ": add_dq}
+    constants = fragment_constants(problem) | {"THREADS": 128, "LSE2": True, "ADD_DQ": add_dq, "DQ_IN_ORDER": in_order}
 
     def of_rows(kernel: str, grid: tuple[int, int, int]) -> Launch:
         return Launch(kernel, known_constants(kernel, constants), grid, 128)

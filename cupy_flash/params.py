@@ -186,7 +186,7 @@ def _member(name: str, array: Array, layout: str, address: Address) -> tuple[int
     """The numbers of an array's member of `Params`."""
     if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return _tensor(array, layout, address)
-    if name in ("lse", "dlse", "delta", "lse2"):
+    if name in ("lse", "dlse", "delta", "lse2", "dq_turns"):
         return _rows(array, address)
     if name == "vt":
         return _tensor(array, "bhsd", address)

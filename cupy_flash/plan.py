@@ -13,6 +13,7 @@ from .problem import ENGINES, Problem, UnsupportedError
 
 # Those of problem.ENGINES that this version has.
 MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}
+Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Plan:
     launches: tuple[Launch, ...]  # none on the CPU
     workspaces: tuple[str, ...]  # beside operands and results, by the names of params.cuh
     cost: float  # predicted seconds
-    refused: tuple[tuple[str, tuple[str, ...]], ...]  # the engines that were not chosen, and why
+    refused: Refused  # the engines that were not chosen, and why
 
     @property
     def tiles(self) -> str:
@@ -66,26 +67,21 @@ def plan(problem: Problem, device: Device) -> Plan:
         lines = [f"no engine of this version serves this problem: {problem}"]
         lines += [f"  - {engine}: {reason}" for engine, reasons in refused.items() for reason in reasons]
         raise UnsupportedError("\n".join(lines))
-    pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
-    best = {engine: _by_cost(engine, problem, pairs, device)[0] for engine in serving}
+    best = {engine: _by_cost(engine, problem, _pairs(problem), device)[0] for engine in serving}
     chosen = min(serving, key=lambda engine: best[engine][0])
-    cost, tile = best[chosen]
     for engine in serving:
         if engine != chosen:
             refused[engine] = (f"its smallest predicted time is {best[engine][0] * 1e3:.3g} ms",)
-    module = MODULES[chosen]
-    return Plan(
-        problem,
-        device,
-        chosen,
-        tile.block_q,
-        tile.block_kv,
-        module.threads(device, tile, cost),
-        module.launches(problem, device, tile),
-        module.workspaces(problem, tile),
-        cost,
-        tuple(refused.items()),
-    )
+    return _planned(problem, device, chosen, *best[chosen], tuple(refused.items()))
+
+
+def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
+    """Every legal tile of an engine for the problem of a plan, and the plan with it; the smallest prediction first."""
+    problem, device = chosen.problem, chosen.device
+    return [
+        (tile, _planned(problem, device, engine, cost, tile, chosen.refused))
+        for cost, tile in _by_cost(engine, problem, _pairs(problem), device)
+    ]
 
 
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
@@ -104,6 +100,27 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
         for tile in best.values():
             launches += module.launches(problem, device, tile)
     return tuple(launches)
+
+
+def _planned(problem: Problem, device: Device, engine: str, cost: float, tile: Any, refused: Refused) -> Plan:
+    module = MODULES[engine]
+    return Plan(
+        problem,
+        device,
+        engine,
+        tile.block_q,
+        tile.block_kv,
+        module.threads(device, tile, cost),
+        module.launches(problem, device, tile),
+        module.workspaces(problem, tile),
+        cost,
+        refused,
+    )
+
+
+def _pairs(problem: Problem) -> int:
+    """How many (query, key) pairs are seen, of one sequence and head."""
+    return problem.mask.band(problem.q_len, problem.kv_len).pairs
 
 
 def _by_cost(engine: str, problem: Problem, pairs: int, device: Device) -> list[tuple[float, Any]]:

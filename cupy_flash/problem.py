@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -297,20 +298,24 @@ def _facts(
 
 
 def _are_aligned(call: dict[str, Array]) -> bool:
-    """Whether every row of q, k and v starts at a multiple of 16 bytes, and no stride repeats or reverses rows: what
-    is asked of a tensor that is copied in boxes. Rows that are not contiguous are copied to such as are."""
-    for name in ("q", "k", "v"):
-        array = call[name]
-        size = array.dtype.itemsize
-        if array.strides[-1:] != (1,) and array.shape[-1:] > (1,):
-            if array.shape[-1] * size % 16:
-                return False
-        elif array.pointer % 16 or not all(
-            extent < 2 or (stride > 0 and stride * size % 16 == 0)
-            for extent, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
-        ):
-            return False
-    return True
+    """Whether q, k and v can be copied in boxes."""
+    return all(has_boxes(call[name]) for name in ("q", "k", "v"))
+
+
+def has_boxes(array: Array) -> bool:
+    """Whether every row starts at a multiple of 16 bytes, and no stride repeats or reverses rows: what is asked of a
+    tensor that is copied in boxes. Rows that are not contiguous are copied to such as are."""
+    return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
+
+
+@lru_cache(maxsize=STATED)
+def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, start: int) -> bool:
+    if strides[-1:] != (1,) and shape[-1:] > (1,):
+        return shape[-1] * size % 16 == 0
+    return start == 0 and all(
+        extent < 2 or (stride > 0 and stride * size % 16 == 0)
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
 
 
 def _state(

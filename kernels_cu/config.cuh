@@ -37,7 +37,9 @@ constexpr bool LSE2 = false;            // delta.cu writes lse in powers of two 
 constexpr bool ADD_DQ = false;          // dQ is added up in global memory, in any order; delta.cu clears the sums
 
 // The wgmma engine's.
-constexpr int SHARES = 1;  // backward: warpgroups that share keys
+constexpr int SHARES = 1;            // backward: warpgroups that share keys
+constexpr bool DQ_IN_ORDER = false;  // each block adds to dQ after those of the keys before it: the same sum every time
+constexpr bool DQ_IN_BULK = false;   // dQ is added to from shared memory, not from registers
 #define O_BOXES 0  // O leaves in boxes; else row by row, where a box would reach another sequence's or starts no row
 
 // What a call asks for: the struct of a feature that is absent compiles to nothing.

@@ -16,6 +16,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   if constexpr (ADD_DQ) {
     DqSums sums(p, sequence, head);
     for (int i = first; i < (sequence.q_len + 15) / 16 * 16; i += step) sums.clear(i);
+    if constexpr (DQ_IN_ORDER) {
+      DqTurns turns(p, sequence, head);
+      for (int i = first; i < sequence.q_len; i += step)
+        if (i % 16 == 0 && lane < 2) *turns.of(i, lane) = 0;
+    }
   }
   for (int i = first; i < sequence.q_len; i += step) {
     real sum = 0;

@@ -4,20 +4,26 @@
 #include "ptx.cuh"
 #include "sequence.cuh"
 
+// Packed sequences begin with a square of their own, whatever row they begin with: the squares before it.
+__device__ inline long long first_square(const Sequence& sequence) {
+  return PACKED ? sequence.q_start / 16 + sequence.batch : 0;
+}
+
 struct DqSums {
   static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
   float* data;
 
-  // Those of one head. Packed sequences begin with a square of their own, whatever row they begin with.
+  // Those of one head.
   __device__ DqSums(const Params& p, const Sequence& sequence, int head) {
-    long long first_row = PACKED ? (sequence.q_start / 16 + sequence.batch) * 16ll : 0;
     data = (float*)p.dq_sums.data + (PACKED ? 0 : sequence.batch * p.dq_sums.batch) + head * p.dq_sums.head +
-           first_row * COLUMNS;
+           first_square(sequence) * 16 * COLUMNS;
   }
 
+  // 16 rows, their squares side by side one after the other.
+  __device__ float* of_rows(int row) const { return data + (long long)row * COLUMNS; }
   // Elements 0 to 3 of this lane in fragment `half` (0: the left 8 columns, 1: the right) of a square.
   __device__ float* of_lane(int row, int column, int half) const {
-    return data + (long long)row * COLUMNS + column * 16 + half * 128 + threadIdx.x % 32 * 4;
+    return of_rows(row) + column * 16 + half * 128 + threadIdx.x % 32 * 4;
   }
   __device__ void add(int row, int column, int half, const float (&x)[4]) const {
     add_vector(of_lane(row, column, half), x);
@@ -26,5 +32,29 @@ struct DqSums {
   // Zeros for the numbers that stand where row i would, were the squares rows; a warp's work.
   __device__ void clear(int i) const {
     for (int column = threadIdx.x % 32; column < COLUMNS; column += 32) data[(long long)i * COLUMNS + column] = 0;
+  }
+};
+
+// Where blocks that add in one order tell how many have: for 16 rows and each half of their columns a number.
+struct DqTurns {
+  unsigned int* data;
+
+  __device__ DqTurns(const Params& p, const Sequence& sequence, int head) {
+    data = (unsigned int*)p.dq_turns.data + (PACKED ? 0 : sequence.batch * p.dq_turns.batch) + head * p.dq_turns.head +
+           first_square(sequence) * 2;
+  }
+  __device__ unsigned int* of(int row, int half) const { return data + row / 16 * 2 + half; }
+
+  // Until so many blocks have added; a warp's work.
+  __device__ void wait(int row, int half, unsigned int before) const {
+    if (threadIdx.x % 32 == 0)
+      while (load_acquired(of(row, half)) != before) {}
+    __syncwarp();
+  }
+  // This warp has added too.
+  __device__ void pass(int row, int half, unsigned int before) const {
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) store_released(of(row, half), before + 1);
   }
 };

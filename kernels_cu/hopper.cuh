@@ -87,6 +87,12 @@ __device__ inline void store_box(const TensorMap& map, unsigned int from, int x,
                "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
+// Asks for fp32 numbers to be added to those in global memory; both begin at multiples of 16 bytes, as many.
+__device__ inline void add_bulk(float* to, unsigned int from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
 // The stores of this thread since the last end are one group.
 __device__ inline void end_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -139,8 +145,8 @@ constexpr bool K_MAJOR = false, MN_MAJOR = true;
 template <typename T, int N>
 struct Products;
 
-// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += with `adds`; A and B in shared memory. Warp w of the warpgroup has rows
-// [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` of ptx.cuh has them.
+// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += with `adds`; A and B in shared memory. Warp w of the warpgroup has
+// rows [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` of ptx.cuh has them.
 template <typename T, bool A_MAJOR = K_MAJOR, bool B_MAJOR = K_MAJOR, int N>
 __device__ void multiply(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) {
   Products<T, N>::template add<A_MAJOR, B_MAJOR>(d, a, b, adds);
@@ -189,7 +195,7 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
 #define DEFINE_PRODUCTS(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                             \
   template <>                                                                                                \
   struct Products<T, N> {                                                                                    \
-    template <bool A_MAJOR, bool B_MAJOR>                                                                      \
+    template <bool A_MAJOR, bool B_MAJOR>                                                                    \
     static __device__ void add(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
       asm volatile(                                                                                          \
           "{ .reg .pred p;"                                                                                  \
@@ -198,7 +204,7 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
           "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N               \
           "}, %" #R0 ", %" #R1 ", p, 1, 1, %" #R3 ", %" #R4 "; }"                                            \
           : FRAGMENTS_##N                                                                                    \
-          : "l"(a), "l"(b), "r"((int)adds), "n"((int)A_MAJOR), "n"((int)B_MAJOR));                             \
+          : "l"(a), "l"(b), "r"((int)adds), "n"((int)A_MAJOR), "n"((int)B_MAJOR));                           \
     }                                                                                                        \
     static __device__ void add(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {      \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES_##N      \

@@ -50,7 +50,8 @@ struct Band {
   }
   // Whether every query of the tile sees every key of it, all of them inside the sequence: nothing to mask.
   __device__ bool sees_all(int q_start, int q_stop, int kv_start, int kv_stop) const {
-    return q_stop - 1 + low <= kv_start && kv_stop - 1 <= q_start + high && q_stop <= q_len && kv_stop <= kv_len;
+    Range keys = sees_all(q_start, q_stop);
+    return keys.begin <= kv_start && kv_stop <= keys.end;
   }
 };
 

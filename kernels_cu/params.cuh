@@ -30,8 +30,9 @@ struct Params {
   Operand dout;
   Operand dlse;
   Operand delta;
-  Operand lse2;       // a workspace like delta
-  Operand dq_sums;    // a workspace, laid out by dq_sums.cuh
+  Operand lse2;     // a workspace like delta
+  Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
+  Operand dq_turns;
   Operand vt;         // a workspace of fp8, laid out by wgmma/vt.cuh
   Operand q_descale;  // of fp8 (b, kv head); null: 1
   Operand k_descale;

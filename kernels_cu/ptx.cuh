@@ -137,6 +137,17 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
+// A number in global memory by which blocks tell each other what they have done: what was written before it was stored
+// is seen after it is loaded.
+__device__ inline unsigned int load_acquired(const unsigned int* from) {
+  unsigned int x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ inline void store_released(unsigned int* to, unsigned int x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // x is added to four numbers in global memory, each in one piece; `to` is a multiple of 16 bytes.
 __device__ inline void add_vector(float* to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900

@@ -213,9 +213,10 @@ def test_forward_and_backward_on_a_gpu(
     asked = []
     monkeypatch.setattr("bench.gpu.run", lambda *arguments: asked.append(arguments) or 0)
     assert main([*words, "--causal", "--out", str(tmp_path)]) == 0
-    (regimes, ours, _, out, command) = asked[0]
+    (regimes, measured_by, _, out, command) = asked[0]
     assert [it.name for it in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
-    assert ours and out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
+    assert measured_by.keywords == dict(ours=True)
+    assert out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
 
 
 def test_heads_must_be_a_multiple_of_kv_heads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,8 +281,11 @@ def test_readme_is_up_to_date() -> None:
     assert main(["tables", "--check"]) == 0
 
 
-def test_default_sizes_are_those_of_the_targets() -> None:
-    asked = bench.__main__._parser().parse_args(["all"])
+def test_default_sizes_are_those_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr("bench.__main__._measure", lambda asked, arguments: measured.append(asked) or 0)
+    assert main([]) == 0
+    (asked,) = measured
     assert (asked.batch, asked.heads, asked.head_dim, asked.dtype) == (1, 8, 64, "float32")
     assert bench.__main__.SEQLENS["forward"] == bench.__main__.SEQLENS["backward"] == (512, 1024, 2048, 4096)
     assert max(bench.__main__.SEQLENS["memory"]) == 16384

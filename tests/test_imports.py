@@ -35,6 +35,7 @@ FLOW = (
     "engines.mma",
     "engines.simt",
     "engines.wgmma.hopper",
+    "engines.wgmma.backward",
     "engines.wgmma.forward",
     "engines.wgmma.forward_fp8",
     "engines.wgmma",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from bench import gpu
 from bench.results import ROOT
@@ -58,11 +59,12 @@ def test_every_part_runs_once(machine):
         "conformance",
         "simulator",
         "gpu-tests",
+        "adapters",
         "behaviour",
         "simt",
         "overhead",
-        "mma",
-        "sweep",
+        "sweep-forward",
+        "sweep-backward",
         "memcheck",
         "synccheck",
     ]
@@ -121,6 +123,38 @@ def test_regimes_by_hand(regime, flops, name):
     assert (regime.flops, regime.name) == (flops, name)
     for regimes in gpu.REGIMES.values():  # a file knows its cases by their names
         assert len({regime.name for regime in regimes}) == len(regimes)
+
+
+def test_a_run_goes_on_where_time_was_over(tmp_path, monkeypatch, capsys):
+    """No regime begins that would end later, by the longest of those before; what a file has is not measured again."""
+    clock, measured = [0.0], []
+
+    def measure(regime):
+        measured.append(regime.seqlen)
+        clock[0] += 10 * len(measured)
+        tflops = {"slow": 1.0, "fast": 2.0}
+        return dict(
+            regime=regime.name,
+            tflops=tflops,
+            milliseconds=dict.fromkeys(tflops, [1.0]),
+            left_out={"other": "not installed"},
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
+    monkeypatch.setattr(gpu, "matmul", lambda: dict(tflops=700.0 + len(measured)))
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
+    regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 2, 3, 4)]
+    words = (regimes, measure, 45, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
+    assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next may take 20
+    told, complaint = capsys.readouterr()
+    assert complaint == "out of time: 2 regimes are left, run again to go on\n"
+    assert told.index("2.0 TFLOP/s, 1.000 ms: fast") < told.index("1.0 TFLOP/s, 1.000 ms: slow")
+    assert "left out other: not installed" in told and "3 regimes are left, about 30 s" in told
+    assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
+    stored = json.loads((tmp_path / "x.json").read_text())
+    assert stored["command"] == "python -m bench forward --gpu"
+    assert [case["matmul_tflops"] for case in stored["cases"]] == [700, 700, 702, 702]  # of the same process
 
 
 def test_clock_and_power_of_the_samples():

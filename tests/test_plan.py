@@ -11,7 +11,7 @@ import cupy_flash
 from cupy_flash.backends import kernels
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import mma, simt
-from cupy_flash.plan import MODULES, launches_at_any_length, plan
+from cupy_flash.plan import MODULES, candidates, launches_at_any_length, plan
 from cupy_flash.problem import ENGINES, Saved, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
@@ -274,3 +274,14 @@ def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monke
     assert {launch.kernel for launch in launches_at_any_length(PROBLEM, both.device)} == {"simt/forward", "mma/forward"}
     assert on_gpu(engine="simt").engine == "simt"
     plan.cache_clear()
+
+
+def test_candidates_are_every_tile_and_the_plans_first():
+    half = dict(dtype=np.dtype(np.float16), head_dim=64, head_dim_v=64)
+    for chosen in (on_gpu(**half), on_gpu(**half, backward=True), on_gpu()):
+        tiles, plans = zip(*candidates(chosen, chosen.engine), strict=True)
+        assert set(tiles) == set(MODULES[chosen.engine].tiles(chosen.problem, chosen.device)) and len(tiles) > 3
+        assert plans[0] == chosen and all(its.problem == chosen.problem for its in plans)
+        assert [its.cost for its in plans] == sorted(its.cost for its in plans)
+        assert len({its.launches for its in plans}) == len(tiles)
+    assert {its.engine for _, its in candidates(on_gpu(**half), "simt")} == {"simt"}

@@ -380,3 +380,30 @@ def test_many_mbarriers_and_many_issuers():
         out = np.zeros_like(source)
         run(body, source, out, threads=64, order=order, **LOAD.options)
         assert np.array_equal(out, source)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_load_lands_while_another_warp_spins(order):
+    """Block 1 polls a number in global memory that block 0 writes once its copy is there."""
+    body = f"""
+        {initialise()}
+        mov.u32 %r60, smem;
+        setp.eq.u32 %q0, %block, 1;
+        @%q0 bra SPIN;
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 32;
+        @%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 32, [%r50];
+        {wait()}
+        ld.shared.b32 %r0, [%r60];
+        @%q6 st.release.gpu.global.b32 [%p1], %r0;
+        exit;
+    SPIN:
+        @!%q6 exit;
+    AGAIN:
+        ld.acquire.gpu.global.b32 %r1, [%p1];
+        setp.ne.u32 %q1, %r1, 7;
+        @%q1 bra AGAIN;
+        st.global.b32 [%p1+4], %r1;
+    """
+    out = np.zeros(2, np.uint32)
+    run(body, np.full(16, 7, np.uint32), out, threads=128, blocks=2, order=order, **LOAD.options)
+    assert out.tolist() == [7, 7]

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench import sass, static, sweep
+from bench import sass, static
 from bench.__main__ import main
 from bench.results import ROOT
 from bench.tables import block
 from cupy_flash import ahead, device
-from cupy_flash.plan import plan
 
 
 def unseen(_):
@@ -97,21 +96,6 @@ def test_the_way_round_a_loop():
     assert sass.loops(instructions, labels) == [(1, 9)]
     executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 9)]
     assert executed == ["ISETP", "BRA", "LDGSTS", "HMMA", "BRA", "MUFU", "BRA"]
-
-
-def test_a_sweep_has_every_tile_and_the_plans_first():
-    for problem in ahead.problems(dtype="float16", head_dim=128, causal=True, engine="mma"):
-        chosen = plan(problem, device.named("sm_90a", "cuda"))
-        candidates = sweep.candidates(chosen, "mma")
-        assert [its.cost for _, its in candidates] == sorted(its.cost for _, its in candidates)
-        assert candidates[0][1] == chosen and len(candidates) > 3
-        assert {launch for _, its in candidates for launch in its.launches} >= set(chosen.launches)
-    rows = [
-        dict(tile=f"tile {n}", predicted_ms=1.0 + n, milliseconds=[took]) for n, took in enumerate((3.0, 1.5, 2.0, 6.0))
-    ]
-    lines = sweep.lines(dict(regime="a regime", tiles=rows))
-    assert lines[1].strip().startswith("1.500 ms, 1.00, predicted 2.000: tile 1")
-    assert lines[3].endswith("tile 0  <- the plan's") and "2.00" in lines[3] and len(lines) == 4
 
 
 @pytest.mark.parametrize(

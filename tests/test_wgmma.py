@@ -164,8 +164,10 @@ PLANTED = {
         "arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES / 2);",
         (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
     ),
-    "too many bytes": ("arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES + 16);",
-                       errors.Deadlock),
+    "too many bytes": (
+        "arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES + 16);",
+        errors.Deadlock,
+    ),
     "parity of a full place": (
         "wait_for_phase(full(), parity());", "wait_for_phase(full(), parity() ^ 1);",
         (errors.PendingCopy, errors.Deadlock),

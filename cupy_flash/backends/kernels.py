@@ -16,7 +16,7 @@ from ..arrays import Array, contiguous, empty
 from ..launch import Launch, partials_launch
 from ..params import Address, Encode, pack, pack_maps, pack_partials
 from ..plan import Plan
-from ..problem import DESCALES, Gradients, Operands
+from ..problem import DESCALES, Gradients, Operands, has_boxes
 
 Results = dict[str, Array | None]
 
@@ -84,10 +84,12 @@ def _workspace_shape(name: str, plan: Plan, operands: Operands) -> tuple[int, ..
         tiles = operands.k.shape[0] // plan.block_kv + problem.batch if packed else -(-problem.kv_len // plan.block_kv)
         return (1 if packed else problem.batch, problem.kv_heads, problem.head_dim_v, tiles * plan.block_kv)
     rows = problem.lse_shape(q)
-    if name != "dq_sums":
+    if name not in ("dq_sums", "dq_turns"):
         return rows
     # Squares of 16 x 16, one more for each packed sequence: it begins with one of its own (dq_sums.cuh).
     squares = rows[-1] // 16 + problem.batch if problem.layout == "thd" else -(-rows[-1] // 16)
+    if name == "dq_turns":
+        return (*rows[:-1], 2 * squares)
     return (*rows[:-1], 16 * squares, -(-problem.head_dim // 16) * 16)
 
 
@@ -106,13 +108,15 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework."""
+    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework, and a gradient of
+    the result that is to be copied in boxes and cannot."""
     by_any_stride = ("bias", "mask", "lse", "dlse", "seed", *DESCALES)
+    boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
     rows = {
         name: contiguous(array)
         for name, array in inputs.items()
-        if name not in by_any_stride and not _has_contiguous_row(array)
+        if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
     if rows:
         operands, inputs = replace(operands, **rows), inputs | rows

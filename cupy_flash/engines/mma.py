@@ -139,7 +139,6 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if of_kv is None:
         assert of_q is not None
         return of_something([_launch("mma/forward", problem, of_q, q_grid(of_q))])
-    kv_tiles = max(-(-problem.kv_len // of_kv.rows), 1)
     kv_grid = max(-(-problem.kv_len // of_kv.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, of_kv, kv_grid)]
     if of_q is not None:

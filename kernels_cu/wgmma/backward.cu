@@ -32,15 +32,17 @@ struct Maps {
 using Rows_Ring = Places<2, 2 * 4 * BLOCK_Q, WARP>;
 
 // In shared memory: K and V, in whose places dK and dV leave; tiles of Q, tiles of dO; two places for dS^T and, where
-// warpgroups share keys, P^T; rows; mbarriers.
+// warpgroups share keys, P^T; with DQ_IN_BULK dQ; rows; mbarriers.
 struct Rings {
   static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = SHARES == 1 ? 0 : dS_BYTES;
+  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * 8 * N_Q * DQ_SHARES : 0;
 
   Ring<1, BLOCK_KV, DIM> K;
   Ring<1, BLOCK_KV, DIM_V> V;
   Ring<STAGES, BLOCK_Q, DIM> Q;
   Ring<STAGES, BLOCK_Q, DIM_V> dO;
   unsigned int dS;
+  unsigned int dQ;
   Rows_Ring rows;
 
   __device__ Rings(unsigned int smem)
@@ -49,9 +51,10 @@ struct Rings {
         Q(V.start + V.BYTES, V.mbarriers + V.MBARRIER_BYTES),
         dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
         dS(dO.start + dO.BYTES),
-        rows(dS + 2 * (dS_BYTES + P_BYTES), dO.mbarriers + dO.MBARRIER_BYTES) {}
+        dQ(dS + 2 * (dS_BYTES + P_BYTES)),
+        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES) {}
   static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
-                                   2 * (dS_BYTES + P_BYTES) + Rows_Ring::BYTES;
+                                   2 * (dS_BYTES + P_BYTES) + dQ_BYTES + Rows_Ring::BYTES;
 
   __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
 };
@@ -96,16 +99,19 @@ __device__ void produce_rows(const Params& p, unsigned char* smem, Rings& rings,
                              const Band& band, int kv_head) {
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
     for (Walk walk(p, sequence, band, kv_head, kv_start); walk.goes_on(); walk.advance()) {
-      const float* lse2 = sequence.queries<float>(p.lse2, walk.head);
-      const float* delta = sequence.queries<float>(p.delta, walk.head);
       rings.rows.claim();
       float* to = (float*)(smem + (rings.rows.place() - rings.K.start));
-      for (int n = lane_of(); n < BLOCK_Q; n += WARP) {
-        int i = walk.q_start + n;
-        bool counts = walk.queries(i);
-        to[n] = counts ? lse2[i * p.lse2.row] : infinity();
-        to[BLOCK_Q + n] = counts ? delta[i * p.delta.row] : 0;
-      }
+      // One workspace after the other: this warp has few registers. Their numbers lie side by side.
+      auto bring = [&](const Operand& x, float* to, float otherwise) {
+        const float* numbers = sequence.queries<float>(x, walk.head);
+#pragma unroll 1
+        for (int n = lane_of(); n < BLOCK_Q; n += WARP) {
+          int i = walk.q_start + n;
+          to[n] = walk.queries(i) ? numbers[i] : otherwise;
+        }
+      };
+      bring(p.lse2, to, infinity());
+      bring(p.delta, to + BLOCK_Q, 0);
       arrive(rings.rows.full());
       ++rings.rows.turn;
     }
@@ -131,6 +137,29 @@ __device__ void accumulate(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   end_products();
 }
 
+// This warp's 16 rows of dQ, from column `column`, to the sums.
+__device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
+  if constexpr (DQ_IN_BULK) {
+    // Its squares lie one after the other, there and here.
+    int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
+    if (lane_of() == 0) wait_for_stores<0>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < N_Q; ++n)
+      *(float4*)(dQ_smem + 512 * n + 16 * lane_of()) = make_float4(dQ[0][n][0], dQ[0][n][1], dQ[0][n][2], dQ[0][n][3]);
+    fence_async();
+    __syncwarp();
+    if (lane_of() == 0 && bytes > 0) {
+      add_bulk(sums.of_rows(row) + 16 * column, shared_address(dQ_smem), bytes);
+      end_stores();
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N_Q; ++n)
+      if (column + 8 * n < DqSums::COLUMNS) sums.add(row, column + n / 2 * 16, n % 2, dQ[0][n]);
+  }
+}
+
 __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
                         int kv_head) {
   float unit = unit_of(p);
@@ -140,6 +169,7 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
   int keys = warpgroup / SHARES * 64, share = warpgroup % SHARES, queries = share * QUERIES;
   int dQ_rows = warpgroup / DQ_SHARES * 64, dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;
+  unsigned char* dQ_smem = smem + (rings.dQ - rings.K.start) + (warpgroup * 4 + warp) * 512 * N_Q;
   unsigned int dS_turn = 0;
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
@@ -223,12 +253,12 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
 
       int i = walk.q_start + dQ_rows + 16 * warp;
       if (i < sequence.q_len) {
-        DqSums sums(p, sequence, walk.head);
-#pragma unroll
-        for (int n = 0; n < N_Q; ++n) {
-          int column = 8 * (dQ_share * N_Q + n);
-          if (column < DqSums::COLUMNS) sums.add(i, column / 16 * 16, n % 2, dQ_rmem[0][n]);
-        }
+        // A tile's first block is that of the first key that its first query sees.
+        unsigned int before = DQ_IN_ORDER ? kv_start / BLOCK_KV - band.kv_begin(walk.q_start) / BLOCK_KV : 0;
+        DqTurns turns(p, sequence, walk.head);
+        if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);
+        add_dQ(DqSums(p, sequence, walk.head), dQ_rmem, i, 8 * N_Q * dQ_share, dQ_smem);
+        if constexpr (DQ_IN_ORDER) turns.pass(i, dQ_share, before);
       }
       wait_for_products<0>();
       pin(dK_rmem), pin(dS_rmem);
@@ -250,6 +280,8 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
     __syncwarp();
     rings.K.release(), rings.V.release();
   }
+  if constexpr (DQ_IN_BULK)
+    if (lane_of() == 0) wait_for_stores<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -131,7 +131,7 @@ class BulkCopies:
             if copy.operation:
                 self._require_source(copy)
             everything = _sixteens(copy)
-            inside = pieces.inside.reshape(*everything.shape, -1).any(2)
+            inside = np.asarray(pieces.inside.reshape(*everything.shape, -1).any(axis=2))
             for who, mine in self._threads(rows, lanes):
                 agents = np.array(
                     [context.checks.clocks.agent((*who, int(r))) for r in context.rank_of_row[rows[mine]]]

@@ -352,6 +352,9 @@ class Scheduler:
                     self._advance(self._pick(turn))
                     if context.random is not None and context.random.random() < _LANDING:
                         context.bulk.land()
+                    elif self._patience < _PATIENCE and turn % _SHORT_TURN == 0:
+                        # Whoever spins may be waiting for what another does with a copy.
+                        context.bulk.land(self._wanted())
                     self._wake()
                 if not context.bulk.land(self._wanted()) and not self._give_up():
                     break
@@ -427,8 +430,13 @@ class Scheduler:
             group = block.finish(group)
             if group is None:
                 return
+            jumps += group.block <= place
+            if jumps > _PATIENCE and not self.ready and self.context.bulk.loads:
+                # It may be spinning on what another does with a copy.
+                self._patience = _SHORT_TURN
+                self._enqueue(group.block, group.rows, group.mask)
+                return
             if self.ready:
-                jumps += group.block <= place
                 if jumps > self._patience:
                     self._patience = _SHORT_TURN
                 random = self.context.random

@@ -42,11 +42,13 @@ def refusals(problem: Problem, device: Device) -> list[str]:
             "not every row of q, k and v starts at a multiple of 16 bytes"
             + (": only mma and simt read such" if not fp8 else "")
         )
+    if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
+        reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
-        reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
+        reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
     return reasons
 
 

@@ -1,0 +1,170 @@
+"""python -m bench forward|backward --sweep, as far as it goes without a GPU: on the simulator, its clock apart."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import gpu, sweep
+from bench.__main__ import main
+from bench.published import flash_attention_3
+from bench.tables import block
+from cupy_flash import backends, device
+from cupy_flash.plan import candidates, plan
+
+HOPPER = device.named("sm_90a")
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """The sweep on an H100 that is simulated, two tiles of each engine; one peer, which refuses. Gives the kernels that
+    are compiled before."""
+    compiled = []
+
+    def refuse():
+        raise RuntimeError("not for these heads")
+
+    monkeypatch.setattr(sweep, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        sweep, "compilers", lambda: SimpleNamespace(map=lambda _, each, archs: compiled.extend(each) or ())
+    )
+    monkeypatch.setattr(sweep, "peers", lambda regime, ours: {"a peer": refuse})
+    monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
+    monkeypatch.setattr(backends, "plan_for", lambda problem: plan(replace(problem, backend="simulator"), HOPPER))
+    monkeypatch.setattr(gpu, "WARM_UP", 1)
+    monkeypatch.setattr(gpu, "time_interleaved", lambda calls: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return compiled
+
+
+def tiny(backward):
+    return gpu.Regime("bfloat16", 256, 16, True, backward, tokens=16)
+
+
+def test_every_tile_of_every_engine_is_measured(simulated):
+    """Wgmma serves only who asks for it by name, and is asked."""
+    case = sweep.measure_tiles(tiny(backward=False))
+    assert [launch.kernel for launch in simulated] == 2 * ["mma/forward"] + 2 * ["wgmma/forward"]
+    assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
+    assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
+    assert set(case["tflops"].values()) == {tiny(backward=False).flops / 2e9}
+    assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
+    for first, second in (case["tiles"][:2], case["tiles"][2:]):
+        assert 0 < first["predicted_ms"] <= second["predicted_ms"]
+
+
+def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
+    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma", "wgmma", "cpu"))
+    case = sweep.measure_tiles(tiny(backward=True))
+    assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
+    assert {tile["engine"] for tile in case["tiles"]} == {"mma", "wgmma"} and case["regime"].startswith("backward")
+    assert case["left_out"]["cpu"] == "the call goes to backend simulator"
+
+
+@pytest.mark.parametrize("wrong", ["full", "NaN"])
+def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
+    """A result without the mask, and one that is not a number."""
+
+    def with_one_wrong(chosen, engine):
+        first, (tile, its) = candidates(chosen, engine)[:2]
+        if wrong == "full":
+            its = plan(replace(its.problem, mask=its.problem.mask._replace(right=None)), its.device)
+        else:
+            its = replace(its, problem=replace(its.problem, scale=float("nan")))
+        return [first, (tile, its)]
+
+    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
+    monkeypatch.setattr(sweep, "candidates", with_one_wrong)
+    case = sweep.measure_tiles(tiny(backward=False))
+    first, second = (tile["name"] for tile in case["tiles"])
+    assert list(case["tflops"]) == [first]
+    assert case["left_out"][second] == f"its result is not that of {first}"
+
+
+def test_regimes_are_those_of_the_targets():
+    every = sweep.regimes(False, "bfloat16", sweep.HEAD_DIMS, sweep.SEQLENS, None)
+    names = [regime.name for regime in every]
+    assert len(set(names)) == len(names) == 4 * 5 * 2
+    assert names[0] == "forward bfloat16, D 128, full, 16384"
+    assert "forward bfloat16, D 192, Dv 128, causal, 512" in names
+    (one,) = sweep.regimes(True, "float16", [64], [2048], True)
+    assert one == gpu.Regime("float16", 64, 2048, True, True)
+    assert sweep.engines("float16") == sweep.engines("bfloat16") == ("mma", "wgmma")
+    assert sweep.engines("float32") == ("simt",)
+
+
+@pytest.mark.parametrize(
+    "regime, tflops",
+    [
+        (gpu.Regime("bfloat16", 128, 16384, False), 648),
+        (gpu.Regime("float16", 256, 4096, True), 612),
+        (gpu.Regime("bfloat16", 64, 512, False, True), 272),
+        (gpu.Regime("bfloat16", 64, 512, True, True), None),
+        (gpu.Regime("bfloat16", 96, 4096, False), None),
+        (gpu.Regime("bfloat16", 128, 4096, False, False, 64), None),
+        (gpu.Regime("bfloat16", 128, 768, False), None),
+        (gpu.Regime("float32", 128, 4096, False), None),
+    ],
+)
+def test_published_figures(regime, tflops):
+    assert flash_attention_3(regime) == tflops
+
+
+def stored(causal, tflops):
+    """A record in which the second of two mma tiles, and the only one of wgmma, may have been the fastest."""
+    tiles = [
+        dict(name=f"{engine} {size}", engine=engine, size=size, predicted_ms=1.0)
+        for engine, size in (("mma", "64x64/128"), ("mma", "128x64/256"), ("wgmma", "128x128/384"))
+    ]
+    regime = gpu.Regime("bfloat16", 128, 4096, causal)
+    return dict(regime=regime.name, **regime._asdict(), tiles=tiles, tflops=tflops, matmul_tflops=800.0)
+
+
+def test_table():
+    cases = [
+        stored(True, {"SDPA cuDNN": 500.0, "mma 64x64/128": 250.0}),
+        stored(
+            False,
+            {"SDPA flash": 350, "mma 64x64/128": 300.0, "mma 128x64/256": 320.0, "wgmma 128x128/384": 660.0},
+        ),
+        stored(False, {}) | dict(dtype="float16"),
+    ]
+    table, other = sweep.tables(cases)
+    assert table.title == "Forward, bfloat16, TFLOP/s (median)" and "float16" in other.title
+    columns = ["D", "mask", "S", "mma, best tile", "mma, the plan's", "wgmma, best tile", "wgmma, the plan's"]
+    assert table.columns == [*columns, "SDPA flash", "SDPA cuDNN", "FA3 (published, H100)", "R_best", "R_mm"]
+    plans, hoppers = "300 (64x64/128, 1 of 2)", "660 (128x128/384, 1 of 1)"
+    best = "320 (128x64/256, 2 of 2)"
+    assert table.rows[0] == ["128", "full", "4096", best, plans, hoppers, hoppers, "350", "-", "638", "1.89", "0.82"]
+    plans, hoppers = "250 (64x64/128, 1 of 2)", "- (128x128/384, 1 of 1)"
+    assert table.rows[1] == ["128", "causal", "4096", plans, plans, "-", hoppers, "-", "500", "579", "0.50", "0.31"]
+    assert other.rows[0][-2:] == ["-", "-"]
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """Its words are the regimes, its table that of the file; where there is no GPU it says so."""
+    assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    asked = []
+
+    def run(*arguments):
+        asked.append(arguments)
+        cases = [stored(False, {"mma 64x64/128": 300.0})]
+        Path(arguments[3]).write_text(json.dumps(dict(command="python -m bench", device=dict(gpu="H"), cases=cases)))
+        return 3
+
+    monkeypatch.setattr(gpu, "run", run)
+    words = ["forward", "--sweep", "--head-dim", "192", "--seqlens", "8192", "--causal", "--seconds", "60"]
+    assert main([*words, "--out", str(tmp_path)]) == 3
+    regimes, measured_by, seconds, out, command = asked[0]
+    assert [regime.name for regime in regimes] == ["forward bfloat16, D 192, Dv 128, causal, 8192"]
+    assert (measured_by, seconds, out) == (sweep.measure_tiles, 60, tmp_path / "sweep-forward.json")
+    assert command[:3] == ["python -m bench", "forward", "--sweep"]
+    assert "64x64/128" in capsys.readouterr().out
+    (table,) = sweep.tables(json.loads(out.read_text())["cases"])
+    assert block("sweep-forward", tmp_path) == f"`python -m bench` on H.\n\n{table.markdown()}"
+    with pytest.raises(SystemExit, match="2"):
+        main(["forward", "--sweep", "--gpu"])

@@ -1,0 +1,235 @@
+"""The wgmma engine's backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
+
+import numpy as np
+import pytest
+from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from test_wgmma import LONG, OPTIONS
+
+from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends.simulator import errors
+from cupy_flash.engines import wgmma
+from cupy_flash.engines.wgmma.backward import Tile
+from cupy_flash.plan import plan
+from cupy_flash.problem import Saved
+from cupy_flash.source import assemble
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# One warpgroup for 64 keys, two for the same, and each way to dQ.
+TILES = {
+    "keys": Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=False),
+    "shared keys": Tile(block_q=64, block_kv=64, stages=2, dq_in_bulk=True),
+}
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
+LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Every plan takes this tile."""
+
+    def take(tile):
+        monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
+        plan.cache_clear()
+
+    yield take
+    plan.cache_clear()
+
+
+def run(case, **how):
+    return run_kernels(case, arch="sm_90a", engine="wgmma", **how)
+
+
+def check_gradients(case, result):
+    check(case, result, only=GRADIENTS)
+
+
+BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
+def test_option(options, tile, take):
+    take(TILES[tile])
+    case = Case(**LONG | options)
+    check_gradients(case, run(case))
+
+
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def posed_backwards(dims, **words):
+    """Problems of gradients with these head dimensions."""
+    words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
+    return [problem for problem in ahead.problems(**words) if problem.backward]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_every_tile(dims, take):
+    """Each that a plan may choose for these head dimensions, the last tiles of both kinds in part."""
+    dim, dim_v = dims
+    case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
+    hopper = device.named("sm_90a", "cuda")
+    found = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
+    assert {tile.dq_in_bulk for tile in found} == ({False, True} if dim < 192 else {False})
+    for tile in found:
+        take(tile)
+        check_gradients(case, run(case))
+
+
+ORDERS = [dict(order="early"), dict(order="late"), *(dict(order="random", seed=seed) for seed in range(4))]
+IN_ORDER = Case(**LONG | dict(q_len=150, kv_len=290, heads=1, window=(100, 60)))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_bitwise_equal_in_any_order(tile, take, watch):
+    """Whichever block and warp goes first, whenever copies and products land; dQ where its sum has one order."""
+    take(TILES[tile]._replace(dq_in_bulk=False))
+    first = run(IN_ORDER, deterministic=True)
+    check_gradients(IN_ORDER, first)
+    for watch.options in ORDERS:
+        assert_bitwise_equal(run(IN_ORDER, deterministic=True), first, IN_ORDER)
+
+
+def test_turns_make_the_order(take, monkeypatch):
+    """Blocks that do not wait for their turns say that they had the same one."""
+    take(TILES["keys"])
+    plant(monkeypatch, "if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", "")
+    with pytest.raises(errors.Race, match="dq_turns"):
+        run(IN_ORDER, deterministic=True)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_added_up_in_any_order(tile, take, watch):
+    """dQ may round differently, nothing else."""
+    take(TILES[tile])
+    first = run(LENGTHS)
+    for watch.options in ORDERS:
+        other = run(LENGTHS)
+        check_gradients(LENGTHS, other)
+        assert_bitwise_equal(other._replace(dq=first.dq), first, LENGTHS)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_bytes_and_conflicts(tile, take, watch):
+    """A block reads its keys once, and Q and dO as often as there are blocks; no two lanes want one bank."""
+    take(TILES[tile])
+    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1))
+    run(case)
+    count, blocks = watch.counters["backward"], 256 // TILES[tile].block_kv
+    tensor, numbers = 256 * 2 * case.head_dim, 256 * 4
+    assert count.global_bytes_read == 2 * tensor + blocks * (2 * tensor + 2 * numbers)
+    assert count.global_bytes_written == 2 * tensor + blocks * 2 * tensor
+    assert count.bank_conflicts == 0
+
+
+def test_a_gradient_that_no_box_can_take(take):
+    """One number for all, as of a sum: it is copied first."""
+    take(TILES["keys"])
+    case = Case(**LONG)
+    call = case.call()
+    same = call._replace(dout=np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape))
+    saved = [
+        Saved(
+            dout,
+            *(array.numpy() for array in backends.run_forward(*planned(case, arch="sm_90a", engine="wgmma"))),
+            None,
+        )
+        for dout in (same.dout, same.dout.copy())
+    ]
+    first, second = (backends.run_backward(*planned(case, its, arch="sm_90a", engine="wgmma")) for its in saved)
+    for name in ("dk", "dv"):
+        assert getattr(first, name).numpy().tobytes() == getattr(second, name).numpy().tobytes()
+
+
+# name -> (the tile, what stands there, what is planted, errors; AssertionError where no check but the result sees it)
+PLANTED = {
+    "no wait for K": ("keys", "rings.K.wait(), rings.V.wait();", "rings.V.wait();", errors.PendingCopy),
+    "no wait for V": ("keys", "rings.K.wait(), rings.V.wait();", "rings.K.wait();", errors.PendingCopy),
+    "no wait for Q": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.dO.wait();", errors.PendingCopy),
+    "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
+    "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
+    "rows do not wait for a place": ("keys", "rings.rows.claim();", "", (errors.Race, errors.Deadlock)),
+    "rows of another head": ("keys", "sequence.queries<float>(x, walk.head)", "sequence.queries<float>(x, 0)",
+                             AssertionError),
+    "scores not waited for": (
+        "keys", "wait_for_products<0>();\n      pin(S_rmem)", "wait_for_products<1>();\n      pin(S_rmem)",
+        errors.PendingRegister,
+    ),
+    "dQ not waited for": ("keys", "wait_for_products<1>();", "wait_for_products<2>();", errors.PendingRegister),
+    "no fence of dS": (
+        "keys", "fence_async();\n      wait_for_threads", "wait_for_threads", errors.MissingFence,
+    ),
+    "no barrier after dS": (
+        "keys", "fence_async();\n      wait_for_threads(COMMON_BARRIER, CONSUMERS);", "fence_async();",
+        (errors.Race, errors.MissingFence, errors.Uninitialised),
+    ),
+    "one place for dS": ("keys", "dS_turn % 2", "0", errors.PendingCopy),
+    "one place for P": ("shared keys", "dS_turn % 2", "0", errors.PendingCopy),
+    "P not shared": (
+        "shared keys", "store_fragments<BLOCK_KV>(P_smem,", "if (share == 0) store_fragments<BLOCK_KV>(P_smem,",
+        (errors.Uninitialised, AssertionError),
+    ),
+    "columns of the other share": (
+        "shared keys", "dO_smem + share * (N_V / 8)", "dO_smem + (1 - share) * (N_V / 8)", AssertionError,
+    ),
+    "keys of the other share": (
+        "keys", "K_smem + keys * PANEL_ROW, Q_smem", "K_smem + (64 - keys) * PANEL_ROW, Q_smem", AssertionError,
+    ),
+    "Q released before dK": (
+        "keys", "wait_for_products<0>();\n      pin(dK_rmem), pin(dS_rmem);\n      rings.Q.release();",
+        "rings.Q.release();\n      wait_for_products<0>();\n      pin(dK_rmem), pin(dS_rmem);", errors.PendingCopy,
+    ),
+    "dK leaves while K is read": (
+        "keys", "products have read K and V.\n    wait_for_threads(COMMON_BARRIER, CONSUMERS);",
+        "products have read K and V.", errors.PendingCopy,
+    ),
+    "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
+    "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "past the keys": ("keys", "i0 + QUERIES > unmasked.end)", "false)", AssertionError),
+    "dQ leaves over the last one": (
+        "shared keys", "if (lane_of() == 0) wait_for_stores<0>();\n    __syncwarp();", "__syncwarp();",
+        errors.PendingCopy,
+    ),
+    "no fence of dQ": (
+        "shared keys", "fence_async();\n    __syncwarp();\n    if (lane_of() == 0 && bytes",
+        "__syncwarp();\n    if (lane_of() == 0 && bytes", errors.MissingFence,
+    ),
+    "the last dQ not waited for": (
+        "shared keys", "  if constexpr (DQ_IN_BULK)\n    if (lane_of() == 0) wait_for_stores<0>();\n", "",
+        (errors.PendingCopy, errors.SimulationError),
+    ),
+}  # fmt: skip
+
+
+def plant(monkeypatch, good, bad):
+    def planted(kernel, constants):
+        text = assemble(kernel, constants)
+        if kernel != "wgmma/backward":
+            return text
+        assert text.count(good) == 1, text.count(good)
+        return text.replace(good, bad)
+
+    monkeypatch.setattr(ahead, "assemble", planted)
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_found(bug, take, monkeypatch):
+    tile, good, bad, found = PLANTED[bug]
+    take(TILES[tile])
+    plant(monkeypatch, good, bad)
+    with pytest.raises(found):
+        check_gradients(LENGTHS, run(LENGTHS))
+
+
+@pytest.mark.parametrize("words", [{}, dict(packed=True, causal=True), dict(softcap=5.0)], ids=str)
+def test_every_tile_compiles_without_spills(words):
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    for dims in DIMS:
+        (problem,) = posed_backwards(dims, **words)
+        hopper = device.named("sm_90a", "cuda")
+        for tile in wgmma.backward.tiles(problem, hopper):
+            step = wgmma.backward.launches(problem, hopper, tile)[1]
+            result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+            took = result.resources[step.function]
+            assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import __version__, ahead, cache, device, environment, memory, nvrtc, source
-from .problem import DTYPES
+from .problem import DTYPES, FP8
 
 # Looked up in the metadata of what is installed, never imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
@@ -41,7 +41,7 @@ def add_compile(commands: Any) -> None:
     command = commands.add_parser("compile", help="fill the cache with the kernels of later calls; needs no GPU")
     command.set_defaults(run=compile_kernels)
     command.add_argument("--arch", choices=list(device.GPUS), help="default: that of this machine's GPU")
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
     command.add_argument("--head-dim", type=int, required=True, metavar="D")
     command.add_argument("--head-dim-v", type=int, metavar="DV", help="default: D")
     command.add_argument("--no-backward", dest="backward", action="store_false", help="the forward alone")

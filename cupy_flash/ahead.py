@@ -15,7 +15,7 @@ from .device import Device
 from .launch import Launch
 from .nvrtc import Compiled
 from .plan import launches_at_any_length
-from .problem import DTYPES, Options, Packed, Problem, pose
+from .problem import DESCALES, DTYPES, FP8, Options, Packed, Problem, pose
 from .source import assemble
 
 
@@ -90,15 +90,17 @@ def _problem(
         return array(dtype if value is True else element_dtype(value), *shape)
 
     batch = () if packed else (1,)
+    wide = element if element.name in DTYPES else named_dtype("bfloat16")
     call = replace(
         asked,
         alibi_slopes=given("alibi_slopes", np.float32, group),
-        bias=given("bias", element, 1),
+        bias=given("bias", wide, 1),
         mask=given("mask", np.bool_, 1),
-        sink=given("sink", element, group),
+        sink=given("sink", wide, group),
         q_lengths=given("q_lengths", np.int32, 1),
         kv_lengths=given("kv_lengths", np.int32, 1),
         seed=0,
+        **{name: given(name, np.float32, 1, 1) for name in DESCALES},
     )
     q, k, v = (
         array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
@@ -116,6 +118,6 @@ def element_dtype(dtype: Any) -> np.dtype[Any]:
             return np.dtype(dtype)
         except TypeError:  # torch's
             dtype = str(dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if dtype not in (*DTYPES, FP8):
+        raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, {FP8}, not {dtype!r}")
     return named_dtype(dtype)

@@ -31,6 +31,9 @@ def attention(
     kv_lengths: Any = None,
     dropout: Any = 0.0,
     seed: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     layout: Any = "bshd",
     return_lse: Any = False,
     deterministic: Any = False,
@@ -44,7 +47,8 @@ def attention(
     Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
 
     Args:
-        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below.
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below. float8_e4m3fn (of
+            ml_dtypes, torch, jax or DLPack) has a forward alone, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
         v: (B, Sk, Hk, Dv), the dtype of q.
         causal: True hides the keys after a query, the last query seeing all keys (bottom-right); "top_left" lets the
@@ -78,6 +82,9 @@ def attention(
         p). seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
         drops
             the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires one.
+        q_descale, k_descale, v_descale: of float8_e4m3fn alone, float32 (B, Hk), finite and not negative: q, k and v
+            stand for their numbers times the descale of their sequence and key/value head (of q: that of its group).
+            None is 1.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
@@ -86,8 +93,8 @@ def attention(
         engine: an engine of the backend by name; None chooses.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q, or (out, lse). A row that sees no key is 0, its lse -inf (the sink with
-        one).
+        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0,
+        its lse -inf (the sink with one).
 
     Raises:
         TypeError, ValueError: one error that lists every requirement that is not met, with all shapes and dtypes;
@@ -106,7 +113,7 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths,
-        dropout, seed, layout, return_lse, deterministic, backend, engine,
+        dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 
@@ -238,6 +245,7 @@ def compile(
 
     Args:
         dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...
+            float8_e4m3fn needs backward=False.
         head_dim, head_dim_v: D and Dv, the same by default. group: Hq // Hk.
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.

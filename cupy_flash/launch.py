@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Array
-from .problem import Problem
+from .problem import DTYPES, Problem
 from .tensor_map import Box
 
 Constant = int | float | bool | str
@@ -43,7 +43,7 @@ class Launch:
 def shared_constants(problem: Problem) -> dict[str, Constant]:
     """What kernels of every engine know of a problem. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     return {
-        "element": ELEMENTS[problem.dtype.name],
+        "element": ELEMENTS[problem.out_dtype.name],
         "real": ELEMENTS[problem.accumulation.name],
         "bias_element": ELEMENTS[problem.bias_dtype],
         "sink_element": ELEMENTS[problem.sink_dtype],
@@ -80,6 +80,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     """`shared_constants`, and what kernels know whose scores live in the fragments of matrix instructions."""
     low, high = SCALES
     return shared_constants(problem) | {
+        "LARGEST_LOG2": 0,
         "RESCALE_ABOVE": RESCALE_ABOVE,
         "MODIFIED": is_modified(problem) or not low <= problem.scale <= high,
     }
@@ -100,6 +101,7 @@ ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 ROWS = 64  # of a block of these
 
@@ -114,6 +116,13 @@ def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[
 def sequences(problem: Problem) -> int:
     """Of a grid. A packed batch has one more: the rows past its last sequence, which belong to none."""
     return problem.batch + (problem.layout == "thd")
+
+
+def dtype_refusals(problem: Problem) -> list[str]:
+    """Why an engine that takes every dtype but fp8 does not serve a problem."""
+    if problem.dtype.name in DTYPES:
+        return []
+    return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
 def grid_refusals(problem: Problem) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import dropout
 from .arrays import Array
-from .problem import Operands, Problem
+from .problem import DESCALES, FP8, Operands, Problem
 from .source import kernel_folder
 from .tensor_map import DATA_TYPES, Box, TensorMap
 
@@ -38,6 +38,7 @@ Address = Callable[[Array], int]  # where an array lies in the eyes of the kerne
 Encode = Callable[[TensorMap], bytes]
 
 BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
+BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=1)
@@ -112,28 +113,39 @@ def pack_maps(
     encoded = bytearray()
     for operand, rows, columns in boxes:
         array = arrays[operand]
-        start, *strides, _ = _tensor(array, layout, address)
+        own_layout = "bhsd" if operand == "vt" else layout
+        start, *strides, _ = _tensor(array, own_layout, address)
         shape = array.shape
-        if layout == "bshd":
+        if own_layout == "bshd":
             batch, length, heads, dim = shape
-        elif layout == "bhsd":
+        elif own_layout == "bhsd":
             batch, heads, length, dim = shape
         else:
             batch, (length, heads, dim) = 1, shape
+        sizes = (dim, length, heads, batch)
         kind = BOX_TYPES[array.dtype.name]
-        encoded += _encoded(encode, kind, start, (dim, length, heads, batch), tuple(strides[::-1]), rows, columns)
+        encoded += _encoded(encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (columns, rows))
     return np.ndarray((), f"V{len(encoded)}", encoded)
 
 
 @lru_cache(maxsize=1024)
 def _encoded(
-    encode: Encode, kind: int, start: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
+    encode: Encode,
+    kind: int,
+    itemsize: int,
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch); strides of the last three in elements of 16 bits. Where there is one row,
-    head or batch, nothing is known of its stride: it may be what no map takes."""
-    row_bytes = -(-2 * shape[0] // 16) * 16
-    in_bytes = tuple(2 * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True))
-    return encode(TensorMap(kind, start, shape, in_bytes, (columns, rows, 1, 1), swizzle=128))
+    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a row of those;
+    strides of the last three in elements. Where there is one row, head or batch, nothing is known of its stride: it may
+    be what no map takes."""
+    row_bytes = -(-itemsize * shape[0] // 16) * 16
+    in_bytes = tuple(
+        itemsize * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True)
+    )
+    return encode(TensorMap(kind, start, shape, in_bytes, (*box, 1, 1), swizzle=itemsize * box[0]))
 
 
 class _Form(NamedTuple):
@@ -176,6 +188,10 @@ def _member(name: str, array: Array, layout: str, address: Address) -> tuple[int
         return _tensor(array, layout, address)
     if name in ("lse", "dlse", "delta", "lse2", "dq_turns"):
         return _rows(array, address)
+    if name == "vt":
+        return _tensor(array, "bhsd", address)
+    if name in DESCALES:
+        return (address(array), *array.strides, 0, 1)
     if name == "dq_sums":
         return (address(array), *(0, *array.strides)[-4:-1], 8)
     if name in ("bias", "mask", "dbias"):

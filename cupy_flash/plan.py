@@ -9,7 +9,7 @@ from typing import Any
 from .device import Device
 from .engines import Engine, cpu, mma, simt, wgmma
 from .launch import Launch
-from .problem import DTYPES, ENGINES, Problem, UnsupportedError
+from .problem import ENGINES, Problem, UnsupportedError
 
 # Those of problem.ENGINES that this version has.
 MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}
@@ -126,7 +126,9 @@ def _pairs(problem: Problem) -> int:
 def _by_cost(engine: str, problem: Problem, pairs: int, device: Device) -> list[tuple[float, Any]]:
     """The legal tiles of an engine with their costs, the best first."""
     module = MODULES[engine]
-    return sorted((module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device))
+    costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
+    # What else a tile has may be None beside a record, and such have no order: of equals the first found is first.
+    return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
 
 def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
@@ -140,8 +142,6 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
         reasons.append(f'backend="{problem.backend}" was asked for')
     if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
-    if problem.dtype.name not in DTYPES:
-        reasons.append(f"{problem.dtype.name} is not one of {', '.join(DTYPES)}")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")
     return (*reasons, *MODULES[engine].refusals(problem, device))

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import environment
-from .arrays import Array, as_array
+from .arrays import Array, as_array, named_dtype
 from .mask import Mask
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
+DESCALES = ("q_descale", "k_descale", "v_descale")
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 ENGINES = ("cpu", "simt", "mma", "wgmma")
@@ -45,6 +47,9 @@ class Options:
     kv_lengths: Any = None
     dropout: Any = 0.0
     seed: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
     layout: Any = "bshd"
     return_lse: Any = False
     deterministic: Any = False
@@ -139,6 +144,7 @@ class Problem:
     kv_lengths: bool
     aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
     dropout: float
+    descales: tuple[str, ...]  # those of fp8 that are given
     shard: bool  # positions are not those of whole sequences
     step: int
     first_head: int
@@ -151,6 +157,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """That of q; bfloat16 for fp8."""
+        return _out_dtype(self.dtype)
 
     @property
     def accumulation(self) -> np.dtype:
@@ -169,13 +180,15 @@ class Problem:
         features += [f"dropout {self.dropout:g}"] if self.dropout else []
         named = ("alibi", "sink", "q_lengths", "kv_lengths", "deterministic")
         features += [name for name in named if getattr(self, name)]
+        features += self.descales
         features += ["shard"] if self.shard else []
         features += [f"bias {self.bias}"] if self.bias is not None else []
         features += [f"mask {self.dense_mask}"] if self.dense_mask is not None else []
         step = "backward" if self.backward else "forward"
         packed = "packed, up to " if self.layout == "thd" else ""
+        to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
         return (
-            f"{step}, {self.dtype.name} {self.layout} ({self.framework} on {self.device}): batch {self.batch}, "
+            f"{step}, {self.dtype.name}{to} {self.layout} ({self.framework} on {self.device}): batch {self.batch}, "
             f"{packed}{self.q_len} queries x {self.kv_len} keys, {heads}, {dim}; {', '.join(features)}"
         )
 
@@ -196,6 +209,9 @@ class Operands:
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
     starts: Array | None
+    q_descale: Array | None
+    k_descale: Array | None
+    v_descale: Array | None
     seed: Array | int | None
     dout: Array | None
     out: Array | None
@@ -235,6 +251,7 @@ def pose(
         _check_packed(check, call, packed)
     if shape.known:
         _check_lengths(check, call, shape)
+    _check_descale_values(check, call)
     check.raise_if_unmet(call)
     if known is None:
         problem = _state(call, options, packed, saved, shard, shape, words)
@@ -330,16 +347,17 @@ def _state(
         softcap=words.softcap,
         alibi="alibi_slopes" in call,
         bias=call["bias"].shape if "bias" in call else None,
-        bias_dtype=call.get("bias", q).dtype.name,
+        bias_dtype=call["bias"].dtype.name if "bias" in call else _out_dtype(q.dtype).name,
         bias_gradient=saved is not None and saved.bias_gradient,
         dense_mask=call["mask"].shape if "mask" in call else None,
         sink="sink" in call,
-        sink_dtype=call.get("sink", q).dtype.name,
+        sink_dtype=call["sink"].dtype.name if "sink" in call else _out_dtype(q.dtype).name,
         dlse="dlse" in call,
         q_lengths="q_lengths" in call,
         kv_lengths="kv_lengths" in call,
         aligned=_are_aligned(call),
         dropout=words.dropout,
+        descales=tuple(name for name in DESCALES if name in call),
         shard="starts" in call,
         step=shard.step,
         first_head=shard.first_head,
@@ -440,7 +458,7 @@ def _read_arrays(
 ) -> dict[str, Array]:
     """Every array of the call by name, those that cannot be read reported."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
-    for name in ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths"):
+    for name in ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES):
         given[name] = getattr(options, name)
     if packed is not None:
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
@@ -479,10 +497,7 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
     dtypes = {array.dtype for array in (q, k, v)}
     check.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
     for name in sorted(dtype.name for dtype in dtypes):
-        # fp8 is legal to ask for; that no engine of this version takes it is the plan's answer, not an error of the
-        # caller.
-        legal = name in DTYPES or name == "float8_e4m3fn"
-        check.require_type(legal, f"q, k and v must be {', '.join(DTYPES)}, not {name}")
+        check.require_type(name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}")
     rank = 4 if packed is None else 3
     names = {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(str(options.layout), "") if rank == 4 else "(T, H, D)"
     ranked = [
@@ -682,6 +697,13 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
         sink = call["sink"]
         check.require_type(_is_float(sink.dtype), f"sink must be floating, not {sink.dtype.name}")
         check.require(sink.shape == (shape.heads,), f"sink must be (Hq,) = ({shape.heads},), not {sink.shape}")
+    for name in DESCALES:
+        if name in call:
+            descale, of_heads = call[name], (shape.batch, shape.kv_heads)
+            of_fp8 = call["q"].dtype.name == FP8
+            check.require_type(of_fp8, f"{name} is for {FP8}, and q, k and v are {call['q'].dtype.name}")
+            check.require_type(descale.dtype == np.float32, f"{name} must be float32, not {descale.dtype.name}")
+            check.require(descale.shape == of_heads, f"{name} must be (B, Hk) = {of_heads}, not {descale.shape}")
     if "starts" in call:
         starts, wanted = call["starts"], (shape.batch, 3)
         right = starts.dtype == np.int32 and starts.shape == wanted
@@ -692,8 +714,10 @@ def _check_features(check: _Check, call: dict[str, Array], shape: _Shape) -> Non
             check.require(
                 array.shape == shape.out, f"{name} must have the shape of the output, {shape.out}, not {array.shape}"
             )
-            same = array.dtype == call["q"].dtype
-            check.require_type(same, f"{name} must have the dtype of q, {call['q'].dtype.name}, not {array.dtype.name}")
+            dtype = _out_dtype(call["q"].dtype)
+            of = "the dtype of q" if dtype == call["q"].dtype else "the output's dtype"
+            same = array.dtype == dtype
+            check.require_type(same, f"{name} must have {of}, {dtype.name}, not {array.dtype.name}")
     for name in ("lse", "dlse"):
         if name in call:
             array = call[name]
@@ -716,6 +740,20 @@ def _check_lengths(check: _Check, call: dict[str, Array], shape: _Shape) -> None
             values = lengths.numpy()
             inside = values.min() >= 0 and values.max() <= longest
             check.require(bool(inside), f"{name} must be in [0, {longest}], not {values.min()} to {values.max()}")
+
+
+def _check_descale_values(check: _Check, call: dict[str, Array]) -> None:
+    """Where the CPU has them."""
+    for name in DESCALES:
+        if name in call and call[name].device == "cpu" and call[name].dtype == np.float32:
+            values = call[name].numpy()
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            check.require(legal, f"{name} must be finite and not negative")
+
+
+def _out_dtype(dtype: np.dtype) -> np.dtype:
+    """Of the result of attention on q, k and v of a dtype."""
+    return named_dtype("bfloat16") if dtype.name == FP8 else dtype
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -6,14 +6,17 @@ Nothing here is fast, and nothing but the dropout bits is shared with an engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
 
 Array = npt.NDArray[Any]
+FP8 = "float8_e4m3fn"
 
 
 class Gradients(NamedTuple):
@@ -33,7 +36,8 @@ class Options:
     `dtype` is the precision of the run. None: fp64, or np.longdouble for fp64 inputs. fp16, bf16, fp32, fp64: an
     independent run of standard attention in that precision, whose error sets the tolerance of the tests: matmuls
     accumulate in fp32 (fp64 for fp64), P and dS are rounded to dtype before they are multiplied, out and the gradients
-    at the end.
+    at the end. float8_e4m3fn, of a forward: P is rounded before it is divided by its sum, the largest of a row 256;
+    matmuls keep 14 bits of a sum after each 32 products, as Hopper's do; out is rounded to bf16.
     """
 
     causal: bool | str = False
@@ -48,6 +52,9 @@ class Options:
     kv_lengths: npt.ArrayLike | None = None  # (B,)
     dropout: float = 0.0
     seed: int | None = None
+    q_descale: npt.ArrayLike | None = None  # (B, Hk), and so the others
+    k_descale: npt.ArrayLike | None = None
+    v_descale: npt.ArrayLike | None = None
     layout: str = "bshd"
     dtype: npt.DTypeLike | None = None
 
@@ -90,7 +97,7 @@ def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: A
     settings = Options(**options)
     forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, v)))
     storage, _ = _precision(q, settings.dtype)
-    return _from_heads_first(forward.out, settings.layout).astype(storage), forward.lse
+    return _from_heads_first(forward.out, settings.layout).astype(_of_results(storage)), forward.lse
 
 
 def attention_backward(
@@ -129,7 +136,7 @@ def attention_varlen(
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
-    out = np.zeros((*q.shape[:2], v.shape[2]), storage)
+    out = np.zeros((*q.shape[:2], v.shape[2]), _of_results(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
     for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
         arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
@@ -183,7 +190,12 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     v = np.where(j[:, None] < kv_lengths, v.astype(storage).astype(compute), 0).repeat(group, axis=1)
 
     scale = 1 / np.sqrt(compute.type(head_dim)) if options.scale is None else compute.type(options.scale)
-    scores = scale * (q @ k.swapaxes(2, 3))
+    q_descale, k_descale, v_descale = (
+        np.ones((1, 1, 1, 1), compute) if x is None else np.asarray(x, compute).repeat(group, axis=1)[..., None, None]
+        for x in (options.q_descale, options.k_descale, options.v_descale)
+    )
+    multiply = _multiply_in_14_bits if storage.name == FP8 else np.matmul
+    scores = scale * q_descale * k_descale * multiply(q, k.swapaxes(2, 3))
     softcap_slope: Array | float = 1.0
     if options.softcap is not None:
         capped = np.tanh(scores / options.softcap)
@@ -214,15 +226,22 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
         keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
         dropped = keep * compute.type(keep_scale(options.dropout))
-    out = (probabilities * dropped).astype(storage).astype(compute) @ v
-    return Forward(q, k, v, scale, softcap_slope, scores, dropped, out.astype(storage).astype(compute), lse)
+    # Before they are rounded to fp8, probabilities grow to what it has; what they grew by is taken back afterwards.
+    growth = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
+    weights = (probabilities * dropped * growth).astype(storage).astype(compute)
+    out = v_descale * multiply(weights, v) / np.where(growth == 0, 1, growth)
+    return Forward(
+        q, k, v, scale, softcap_slope, scores, dropped, out.astype(_of_results(storage)).astype(compute), lse
+    )
 
 
 def _backward(
     options: Options, first_batch: int, dlse: npt.ArrayLike | None, dout: Array, q: Array, k: Array, v: Array
 ) -> Gradients:
-    forward = _forward(options, first_batch, q, k, v)
     storage, compute = _precision(q, options.dtype)
+    if storage.name == FP8 or any(x is not None for x in (options.q_descale, options.k_descale, options.v_descale)):
+        raise TypeError("fp8 and its descales have no gradient")
+    forward = _forward(options, first_batch, q, k, v)
     lse = forward.lse[..., None]  # (B, Hq, Sq, 1)
     # Recomputed, not taken from the forward: the rounding of lse is what a backward that is given lse has to bear.
     probabilities = np.exp(forward.scores - np.where(np.isneginf(lse), np.inf, lse))
@@ -279,6 +298,29 @@ def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[
     return storage, np.dtype(np.float64 if storage == np.float64 else np.float32)
 
 
+def _of_results(storage: np.dtype[Any]) -> np.dtype[Any]:
+    """What out is rounded to where q, k and v are of `storage`."""
+    return named_dtype("bfloat16") if storage.name == FP8 else storage
+
+
+def _multiply_in_14_bits(a: Array, b: Array) -> Array:
+    """a @ b, 32 products at once: of them and of the sum so far, 14 bits from where the largest begins, the rest cut
+    off; and so of their sum."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for first in range(0, a.shape[-1], 32):
+        columns = range(first, min(first + 32, a.shape[-1]))
+        terms = [total, *(a[..., k, None] * b[..., k, None, :] for k in columns)]
+        largest = reduce(np.maximum, map(np.abs, terms))
+        total = _cut(np.asarray(sum(_cut(x, largest) for x in terms)))
+    return total
+
+
+def _cut(x: Array, largest: Array | None = None) -> Array:
+    """The 14 bits of x from the first of `largest` on, by default its own."""
+    exponent = np.frexp(x if largest is None else largest)[1] - 14
+    return np.asarray(np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent))
+
+
 def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
     """Shape (B, 1, 1, 1), or (1, 1, 1, 1) where every sequence is whole."""
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
@@ -318,7 +360,11 @@ def _varlen_options(options: dict[str, Any]) -> Options:
 
 def _of_sequence(options: Options, b: int) -> Options:
     slopes = options.alibi_slopes
-    return options if slopes is None or np.ndim(slopes) == 1 else replace(options, alibi_slopes=np.asarray(slopes)[b])
+    of_sequences = {} if slopes is None or np.ndim(slopes) == 1 else {"alibi_slopes": np.asarray(slopes)[b]}
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if (descale := getattr(options, name)) is not None:
+            of_sequences[name] = np.asarray(descale)[b : b + 1]
+    return replace(options, **of_sequences)
 
 
 def _sequences(cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike) -> list[tuple[slice, slice]]:

@@ -13,7 +13,7 @@
 // What follows from constants (warps, bytes of a tile) is computed where it is used, not here.
 #pragma once
 
-using element = float;        // of Q, K, V and O in global memory
+using element = float;        // of Q, K, V and O in global memory; of fp8: of O
 using real = float;           // of scores, sums and lse: float, or double for double
 using bias_element = float;   // of the bias and its gradient
 using sink_element = float;   // of the sink and its gradient
@@ -30,6 +30,8 @@ constexpr int COLUMN_WARPS = 1;         // warps that share rows and split the c
 constexpr int STAGES = 2;               // tiles of keys in shared memory, all but one on their way; 1: no pipeline
 constexpr bool Q_IN_REGISTERS = false;  // as fragments, for all keys
 constexpr float RESCALE_ABOVE = 8.0f;   // a probability may grow to 2^this before the reference of its row moves
+constexpr int SUM_COLUMNS = 64;         // of O in fp8: their sums over a tile of keys are made at once
+constexpr int LARGEST_LOG2 = 0;         // of the probability where the reference of its row is: 2^this
 constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale
 constexpr bool LSE2 = false;            // delta.cu writes lse in powers of two beside delta
 constexpr bool ADD_DQ = false;          // dQ is added up in global memory, in any order; delta.cu clears the sums

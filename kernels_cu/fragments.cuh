@@ -47,8 +47,11 @@ __device__ inline float row_sum(float x) {
 // Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
 constexpr bool OF_PRODUCT = !MODIFIED;
 
+__device__ inline float unit_of(float scale) {
+  return OF_PRODUCT ? scale * LOG2_E : LOG2_E;
+}
 __device__ inline float unit_of(const Params& p) {
-  return OF_PRODUCT ? (float)p.scale * LOG2_E : LOG2_E;
+  return unit_of((float)p.scale);
 }
 
 // What a query does not see becomes -inf; MODIFIED: products to scores.
@@ -157,10 +160,11 @@ __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)
     }
 }
 
-// What the rows from q_start end with: `factors` of what was summed, and, of one warp that has them, lse.
+// What the rows from q_start end with: `factors` of what was summed, and, of one warp that has them, lse. `scale` is
+// that of the bare q.k.
 template <int M>
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
-                       const Dropout& dropout, int head, int q_start, bool writes_lse) {
+                       const Dropout& dropout, int head, int q_start, bool writes_lse, float scale) {
   float* lse = sequence.queries<float>(p.lse, head);
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -168,12 +172,17 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
     for (int half = 0; half < 2; ++half) {
       int i = q_start + row_of(m, 2 * half);
       softmax[m][half].l = row_sum(softmax[m][half].l);
-      Softmax2::Ending ending = softmax[m][half].end(unit_of(p), OF_PRODUCT ? (float)p.scale : 1.0f);
+      Softmax2::Ending ending = softmax[m][half].end(unit_of(scale), OF_PRODUCT ? scale : 1.0f);
       if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
       factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
       if (writes_lse && lane_of() % 4 == 0 && i < sequence.q_rows)
         lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
     }
+}
+template <int M>
+__device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
+                       const Dropout& dropout, int head, int q_start, bool writes_lse) {
+  finish(factors, softmax, p, sequence, dropout, head, q_start, writes_lse, (float)p.scale);
 }
 
 // Chunk `chunk` of a row of DIM columns: its eight numbers at once where rows are aligned, else those of the row.

@@ -135,7 +135,7 @@ __device__ inline unsigned long long matrix(unsigned int address, int panel) {
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
          (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
 }
-constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel
+constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel; of e4m3 the next 32
 constexpr int NEXT_16_ROWS = 2048 >> 4;   // and down its panels
 
 // How a factor of a product lies in shared memory: rows of the numbers that one sum runs over, or rows across the sums.
@@ -223,3 +223,58 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
   DEFINE_PRODUCTS(T, TYPE, 32, 256, 128, 129, 130, 131, 132)
 DEFINE_PRODUCTS_OF(half16, "f16")
 DEFINE_PRODUCTS_OF(bfloat16, "bf16")
+
+// Of e4m3 a product is 32 deep, and both factors have their depth along their rows; of what it sums it keeps 14 bits.
+// A matrix may be in panels of 64 columns, in rows of 64 bytes: chunk c of row r at place c ^ r / 2 % 4.
+__device__ inline unsigned long long narrow_matrix(unsigned int address) {
+  return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(512 >> 4) << 32 | 2ull << 62;
+}
+
+// Four numbers rounded to e4m3, to nearest even; what is larger than 448 becomes 448.
+__device__ inline unsigned int pack_e4m3(float x0, float x1, float x2, float x3) {
+  unsigned int y;
+  asm("{ .reg .b16 low, high;"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return y;
+}
+
+// D (64 x N) = A (64 x 32) B^T, or += with `adds`; A in shared memory, or in registers: a lane has four bytes of rows
+// g, g + 8, g, g + 8 from column 4t on (a[0], a[1]), 16 further (a[2], a[3]), with g = lane / 4 and t = lane % 4.
+template <int N>
+__device__ void multiply_e4m3(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
+template <int N>
+__device__ void multiply_e4m3(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b, bool adds);
+
+#define DEFINE_PRODUCTS_OF_E4M3(N, COLUMNS, R0, R1, R2, R3, R4, R5)                                              \
+  template <>                                                                                                    \
+  __device__ inline void multiply_e4m3<N>(float (&d)[1][N][4], unsigned long long a, unsigned long long b,       \
+                                          bool adds) {                                                           \
+    asm volatile(                                                                                                \
+        "{ .reg .pred p;"                                                                                        \
+        "setp.ne.b32 p, %" #R2                                                                                   \
+        ", 0;"                                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #R0 ", %" #R1        \
+                                                                                     ", p, 1, 1; }"              \
+        : FRAGMENTS_##N                                                                                          \
+        : "l"(a), "l"(b), "r"((int)adds));                                                                       \
+  }                                                                                                              \
+  template <>                                                                                                    \
+  __device__ inline void multiply_e4m3<N>(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b, \
+                                          bool adds) {                                                           \
+    asm volatile(                                                                                                \
+        "{ .reg .pred p;"                                                                                        \
+        "setp.ne.b32 p, %" #R5                                                                                   \
+        ", 0;"                                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N                             \
+        "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", p, 1, 1; }"                                      \
+        : FRAGMENTS_##N                                                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds));                                   \
+  }
+DEFINE_PRODUCTS_OF_E4M3(8, 64, 32, 33, 34, 35, 36, 37)
+DEFINE_PRODUCTS_OF_E4M3(12, 96, 48, 49, 50, 51, 52, 53)
+DEFINE_PRODUCTS_OF_E4M3(16, 128, 64, 65, 66, 67, 68, 69)
+DEFINE_PRODUCTS_OF_E4M3(24, 192, 96, 97, 98, 99, 100, 101)

@@ -33,6 +33,10 @@ struct Params {
   Operand lse2;     // a workspace like delta
   Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
   Operand dq_turns;
+  Operand vt;         // a workspace of fp8, laid out by wgmma/vt.cuh
+  Operand q_descale;  // of fp8 (b, kv head); null: 1
+  Operand k_descale;
+  Operand v_descale;
   Operand dq;
   Operand dk;
   Operand dv;

@@ -9,7 +9,7 @@ constexpr float LN_2 = 0.6931471805599453f;
 // One row, as the lanes that share it keep it.
 struct Softmax2 {
   float m;          // the largest score when the reference last moved; -inf: none was seen
-  float reference;  // unit * m, or 0
+  float reference;  // unit * m - LARGEST_LOG2, or 0
   float l;          // this lane's part of the sum of 2^(unit * s - reference)
 
   __device__ void init() {
@@ -17,8 +17,8 @@ struct Softmax2 {
     reference = l = 0;
   }
 
-  // A probability may grow to 2^RESCALE_ABOVE before the reference moves: the result is the same number, and O is
-  // multiplied once or twice in a row, not at every tile. Fragments of P in fp16 end at 2^16.
+  // A probability may grow to 2^(LARGEST_LOG2 + RESCALE_ABOVE) before the reference moves: the result is the same
+  // number, and O is multiplied once or twice in a row, not at every tile. P in fp16 ends at 2^16, in e4m3 at 448.
   __device__ bool outgrown(float largest, float unit) const { return largest > m + RESCALE_ABOVE / unit; }
 
   // The reference moves to the largest score of the row; the factor that brings along what was summed so far.
@@ -26,7 +26,7 @@ struct Softmax2 {
     float previous = reference;
     bool first = m == -infinity();
     m = max(m, row_max);
-    reference = m == -infinity() ? 0 : m * unit;
+    reference = m == -infinity() ? 0 : m * unit - LARGEST_LOG2;
     float factor = first ? 0 : exp2_fast(previous - reference);
     l *= factor;
     return factor;
@@ -50,6 +50,7 @@ struct Softmax2 {
   };
   __device__ Ending end(float unit, float scale) const {
     if (l == 0) return {-infinity(), 0};
-    return {fmaf(m, scale, LN_2 * (log2f(l) - fmaf(m, unit, -reference))), 1 / l};
+    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, unit, -LARGEST_LOG2 - reference);
+    return {fmaf(m, scale, LN_2 * log2_sum), 1 / l};
   }
 };

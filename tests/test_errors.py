@@ -81,7 +81,7 @@ BAD_CALLS = [
     bad("no-value-dimension", FORWARD, ValueError, "at least 1", v=zeros(2, 5, 2, 0)),
     bad("dtypes-differ", FORWARD, TypeError, "one dtype", "float16", k=zeros(2, 5, 2, 8, dtype=np.float16)),
     bad(
-        "integers", FORWARD, TypeError, "must be float16, bfloat16, float32, float64, not int32",
+        "integers", FORWARD, TypeError, "must be float16, bfloat16, float32, float64 or float8_e4m3fn, not int32",
         q=zeros(2, 3, 4, 8, dtype=np.int32),
     ),
     bad("complex", FORWARD, TypeError, "not complex64", v=zeros(2, 5, 2, 6, dtype=np.complex64)),

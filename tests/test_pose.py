@@ -23,6 +23,7 @@ Q, K, V = zeros(2, 3, 4, 8), zeros(2, 5, 2, 8), zeros(2, 5, 2, 6)
 OUT, LSE = zeros(2, 3, 4, 6), zeros(2, 4, 3)
 FORTRAN = np.asfortranarray(Q)
 BF16 = dict(zip("qkv", (x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)), strict=True))
+FP8 = {name: x.astype(ml_dtypes.float8_e4m3fn) for name, x in zip("qkv", (Q, K, V), strict=True)}
 PACKED = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
 
 # Legal and not, each near another: equal in shapes, in values of another type, in all but what stands in an array.
@@ -31,6 +32,11 @@ CALLS = {
     "strides": dict(q=FORTRAN),
     "dtype": dict(k=zeros(2, 5, 2, 8, dtype=np.float64)),
     "bfloat16": BF16,
+    "fp8": FP8,
+    "fp8-descale": FP8 | dict(k_descale=zeros(2, 2)),
+    "fp8-other-descale": FP8 | dict(v_descale=zeros(2, 2)),
+    "fp8-negative-descale": FP8 | dict(k_descale=zeros(2, 2) - 1),
+    "descale-alone": dict(q_descale=zeros(2, 2)),
     "fewer-keys": dict(k=K[:, :4], v=V[:, :4]),
     "no-match": dict(v=V[:, :4]),
     "bhsd": dict(layout="bhsd"),
@@ -186,7 +192,7 @@ def test_every_drawn_seed_is_another():
 
 def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
     """A new option has its place: among the words, or among the arrays."""
-    arrays = {"alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed"}
+    arrays = {"alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", *problem.DESCALES}
     words = set(problem.WORDS) | {"window", "backend"}
     assert words | arrays == set(Options.__slots__) and not words & arrays
 

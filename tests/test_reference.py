@@ -415,6 +415,62 @@ def test_low_precision_run(dtype, name):
         assert 0 < error < 8 * eps * np.abs(expected).max(), what
 
 
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def descales(batch):
+    names = ("q_descale", "k_descale", "v_descale")
+    return {name: np.abs(normal(batch, KV_HEADS, seed=seed)) for seed, name in enumerate(names)}
+
+
+def of_queries(descale):
+    return descale.repeat(Q_HEADS // KV_HEADS, axis=1)
+
+
+def test_descales_scale_what_they_belong_to():
+    """Of each sequence and key/value head, q those of its group; packed sequences each their own."""
+    q, k, v = (x.astype(FP8) for x in inputs())
+    q_descale, k_descale, v_descale = descales(BATCH).values()
+    scaled = (
+        q.astype(float) * of_queries(q_descale)[:, None, :, None],
+        k.astype(float) * k_descale[:, None, :, None],
+        v.astype(float) * v_descale[:, None, :, None],
+    )
+    expected = reference.attention(*scaled, causal=True, softcap=2.0)
+    found = reference.attention(q, k, v, causal=True, softcap=2.0, **descales(BATCH))
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-13)
+    bounds = (np.arange(BATCH + 1) * Q_LENGTH, np.arange(BATCH + 1) * KV_LENGTH)
+    out, lse = reference.attention_varlen(
+        *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *bounds, causal=True, softcap=2.0, **descales(BATCH)
+    )
+    np.testing.assert_array_equal(out.reshape(found[0].shape), found[0])
+    np.testing.assert_array_equal(lse.reshape(Q_HEADS, BATCH, -1).swapaxes(0, 1), found[1])
+
+
+def test_fp8_run():
+    """P has the three bits of e4m3, whatever its sum and dropout; scores those of a sum of 14 bits; out is bfloat16."""
+    q, k, v = (x.astype(FP8) for x in inputs(300, 300))
+    for options in ({}, dict(dropout=0.5, seed=1), dict(sink=[3.0] * Q_HEADS)):
+        out, lse = reference.attention(q, k, v, **options)
+        low_out, low_lse = reference.attention(q, k, v, dtype=FP8, **options)
+        assert (low_out.dtype.name, low_lse.dtype) == ("bfloat16", np.float32)
+        assert 2**-10 < np.abs(low_out.astype(float) - out).max() / np.abs(out).max() < 2**-4
+        assert 0 < np.abs(low_lse - lse).max() < 2**-11
+    with pytest.raises(TypeError, match="have no gradient"):
+        reference.attention_backward(out, q, k, v, q_descale=np.ones((BATCH, KV_HEADS)))
+    with pytest.raises(TypeError, match="have no gradient"):
+        reference.attention_backward(out, q, k, v, dtype=FP8)
+
+
+def test_a_sum_of_14_bits():
+    a = np.ones((1, 33), np.float32)
+    b = np.array([256] + [2**-6] * 31 + [2**-5], np.float32)[:, None]
+    assert reference._multiply_in_14_bits(a, b) == 256 + 2**-5
+    assert reference._multiply_in_14_bits(-a, b) == -256 - 2**-5
+    assert reference._multiply_in_14_bits(a[:, 1:], b[1:]) == 33 * 2**-6
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -331,6 +331,9 @@ def bad_calls_say_what_is_wrong(world):
         ValueError, match="bias is not served over several ranks\n  - mask is not served.*\n  - dropout needs"
     ):
         ring_attention(q, q, q, bias=q[0], mask=q[0] > 0, dropout=0.1)
+    fp8 = q.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="v_descale is not served over several ranks\n  - fp8 is not served over"):
+        ring_attention(fp8, fp8, fp8, v_descale=torch.ones(1, 4))
     with pytest.raises(TypeError, match="unknown option 'casual'"):
         ring_attention(q, q, q, casual=True)
     with pytest.raises(TypeError, match="q, k and v must be torch tensors, not <class 'numpy.ndarray'>"):

@@ -132,6 +132,31 @@ def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
         assert np.array_equal(result(case, order=order), expected)
 
 
+def sums_of_fp8(before, one, others):
+    """D of four instructions: rows of A are `one` and 127 times `others`, B is all 1, D was `before`."""
+    case = BY_NAME["wgmma.rs-e4m3-k"]
+    a = np.full((128, 64), others, DTYPES["e4m3"])
+    a[::4, :8:4] = one  # k = 0 of rows r and r + 8
+    image = np.ones(len(case.inputs[0]), DTYPES["e4m3"]).view(np.uint8)
+    before = np.broadcast_to(np.float32(before), case.inputs[1].shape).copy()
+    out = case.out.copy()
+    run(case.body, image, before, a.view(np.uint32), out, threads=128, **case.options)
+    return out
+
+
+def test_sums_of_fp8_keep_14_bits():
+    """SageAttention2's experiment: without products the accumulator itself is cut after 13 bits of fraction. And
+    DeepSeek-V3's: products are cut where the largest ends."""
+    rng = np.random.default_rng(0)
+    before = rng.normal(size=BY_NAME["wgmma.rs-e4m3-k"].inputs[1].shape).astype(np.float32)
+    assert np.array_equal(sums_of_fp8(before, 0, 0).view(np.uint32), before.view(np.uint32) & 0xFFFFFC00)
+    assert np.all(sums_of_fp8(0, 256, 2**-5) == 256 + 127 * 2**-5)
+    assert np.all(sums_of_fp8(0, 256, 2**-6) == 256)
+    assert np.all(sums_of_fp8(256, 2**-6, 2**-6) == 256)
+    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # towards 0
+    assert np.all(sums_of_fp8(0, 2**-6, 2**-6) == 2)
+
+
 # ---- what is reported
 
 CASE = BY_NAME["wgmma.f16-minus"]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import backends
-from ..problem import Gradients, Operands, Options, Problem, Saved, pose
+from ..problem import DESCALES, Gradients, Operands, Options, Problem, Saved, pose
 
-ARRAYS = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths")  # among the options
+ARRAYS = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES)  # among the options
 
 
 class Words(NamedTuple):
@@ -72,7 +72,7 @@ def _attention(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
     if problem.dropout and words.seed is None and "seed" not in operands:
         raise ValueError("attention: dropout needs a seed here: jax has no generator to draw one from")
     backends.plan_for(problem)
-    out = jax.ShapeDtypeStruct((*operands["q"].shape[:-1], problem.head_dim_v), problem.dtype)
+    out = jax.ShapeDtypeStruct((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype)
     lse = jax.ShapeDtypeStruct(problem.lse_shape(stand_ins.q), problem.accumulation)
     return _on_host(functools.partial(_forward, words), (out, lse), operands)
 

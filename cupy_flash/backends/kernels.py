@@ -16,7 +16,7 @@ from ..arrays import Array, contiguous, empty
 from ..launch import Launch, partials_launch
 from ..params import Address, Encode, pack, pack_maps, pack_partials
 from ..plan import Plan
-from ..problem import Gradients, Operands, Problem, has_boxes
+from ..problem import DESCALES, Gradients, Operands, has_boxes
 
 Results = dict[str, Array | None]
 
@@ -45,9 +45,9 @@ Start = Callable[[Work], object]
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
     """(out, lse) of the call."""
     problem, q = plan.problem, operands.q
-    out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}))
+    start(_work(plan, operands, {"out": out, "lse": lse, **_workspaces(plan, operands)}))
     return out, lse
 
 
@@ -60,13 +60,29 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
         if operand is not None and (name != "bias" or problem.bias_gradient):
             results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
     gradients = dict(results)
-    for name in plan.workspaces:
-        results[name] = empty(_workspace_shape(name, problem, q), problem.accumulation, q)
+    results |= _workspaces(plan, operands)
     start(_work(plan, operands, results))
     return Gradients(**gradients)
 
 
-def _workspace_shape(name: str, problem: Problem, q: Array) -> tuple[int, ...]:
+def _workspaces(plan: Plan, operands: Operands) -> Results:
+    """By name; vt in bytes, as not every library has a dtype of 8-bit floats."""
+    accumulation = plan.problem.accumulation
+    return {
+        name: empty(
+            _workspace_shape(name, plan, operands), np.dtype(np.uint8) if name == "vt" else accumulation, operands.q
+        )
+        for name in plan.workspaces
+    }
+
+
+def _workspace_shape(name: str, plan: Plan, operands: Operands) -> tuple[int, ...]:
+    problem, q = plan.problem, operands.q
+    if name == "vt":
+        # Whole tiles of keys along its rows, one more for each packed sequence: it begins with one of its own (vt.cuh).
+        packed = problem.layout == "thd"
+        tiles = operands.k.shape[0] // plan.block_kv + problem.batch if packed else -(-problem.kv_len // plan.block_kv)
+        return (1 if packed else problem.batch, problem.kv_heads, problem.head_dim_v, tiles * plan.block_kv)
     rows = problem.lse_shape(q)
     if name not in ("dq_sums", "dq_turns"):
         return rows
@@ -94,7 +110,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     """The work of a plan; operands whose rows are not contiguous are copied, by their own framework, and a gradient of
     the result that is to be copied in boxes and cannot."""
-    by_any_stride = ("bias", "mask", "lse", "dlse", "seed")
+    by_any_stride = ("bias", "mask", "lse", "dlse", "seed", *DESCALES)
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
     rows = {

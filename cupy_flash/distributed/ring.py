@@ -17,11 +17,11 @@ import torch
 
 from .. import backends
 from ..api import merge
-from ..problem import Options, Packed, Saved, Shard, pose
+from ..problem import DESCALES, Options, Packed, Saved, Shard, pose
 from .channel import Arrival, Channel
 from .shards import Chunk, Course, Pair, chunks, course
 
-UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths")  # by attention over several ranks
+UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths", *DESCALES)  # by attention over several ranks
 TENSORS = ("sink", "alibi_slopes", "seed")  # options that may be tensors
 
 
@@ -105,6 +105,8 @@ def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{function}: q, k and v must be torch tensors, not {type(x)}")
     unmet = [f"{name} is not served over several ranks" for name in UNSERVED if getattr(asked, name) is not None]
+    if arrays[0].dtype == torch.float8_e4m3fn:
+        unmet.append("fp8 is not served over several ranks")
     if asked.dropout and asked.seed is None:
         unmet.append("dropout needs a seed here, the same on every rank: their bits are those of one sequence")
     if unmet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Launch
+from ..launch import Launch, dtype_refusals
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cpu",)
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    return []
+    return dtype_refusals(problem)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Constant, Launch, grid_refusals, known_constants, of_something, sequences, shared_constants
+from ..launch import (
+    Constant,
+    Launch,
+    dtype_refusals,
+    grid_refusals,
+    known_constants,
+    of_something,
+    sequences,
+    shared_constants,
+)
 from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -25,7 +34,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")

@@ -60,21 +60,22 @@ struct Places {
   }
 };
 
-// Places for tiles of ROWS x DIM.
-template <int PLACES, int ROWS, int DIM>
-struct Ring : Places<PLACES, panels_of(DIM) * ROWS * PANEL_ROW, 1> {
-  static constexpr int PANEL_BYTES = ROWS * PANEL_ROW, TILE_BYTES = panels_of(DIM) * PANEL_BYTES;
+// Places for tiles of ROWS x DIM, in panels of COLUMNS in rows of ROW bytes.
+template <int PLACES, int ROWS, int DIM, int COLUMNS = PANEL, int ROW = PANEL_ROW>
+struct Ring : Places<PLACES, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1> {
+  static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
+  static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
   using Places<PLACES, TILE_BYTES, 1>::Places;
 
   __device__ unsigned int tile() const { return this->place(); }
 
   // One thread asks for a tile, once its place is empty.
-  __device__ void fill(const TensorMap& map, int row, int head, int batch) {
+  __device__ void fill(const TensorMap& map, int row, int head, int batch, int column = 0) {
     this->claim();
     arrive_expecting(this->full(), TILE_BYTES);
 #pragma unroll
-    for (int n = 0; n < panels_of(DIM); ++n)
-      copy_box(tile() + n * PANEL_BYTES, map, this->full(), n * PANEL, row, head, batch);
+    for (int n = 0; n < PANELS; ++n)
+      copy_box(tile() + n * PANEL_BYTES, map, this->full(), column + n * COLUMNS, row, head, batch);
     ++this->turn;
   }
 };

@@ -6,7 +6,7 @@ Each is the body of a kernel of tests/micro.py, for the simulator and for a GPU 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -268,6 +268,17 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
     **{f"rs-bf16-mn-{swizzle}": (None, Operand(64, "bf16", False, swizzle), "bf16", {}) for swizzle in (32, 64, 128)},
 }
 
+
+def fp8_sums_case() -> HopperCase:
+    """Products of every size: which bits of them, and of the old sum, a sum in 8-bit floats keeps."""
+    case = wgmma_case("e4m3-sums", Operand(64, "e4m3"), Operand(64, "e4m3"))
+    rng = np.random.default_rng(3)
+    image, before = case.inputs
+    numbers = rng.normal(size=image.size) * 2.0 ** rng.integers(-6, 7, image.size)
+    sums = (rng.normal(size=before.shape) * 2.0 ** rng.integers(-8, 9, before.shape)).astype(np.float32)
+    return replace(case, inputs=(numbers.astype(_TYPES["e4m3"]).view(np.uint8), sums))
+
+
 # ---- bulk copies
 
 
@@ -507,6 +518,7 @@ def multicast_case() -> HopperCase:
 
 CASES = [
     *[wgmma_case(name, a, b, type_a, **options) for name, (a, b, type_a, options) in WGMMA_FORMS.items()],
+    fp8_sums_case(),
     *[load_case(name) for name in BOXES],
     load_case("2d", hint=True),
     *[store_case(name) for name in BOXES if name != "2d-outside"],

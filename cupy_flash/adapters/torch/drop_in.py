@@ -13,15 +13,19 @@ from ...problem import Options, Packed, UnsupportedError
 from .op import forward
 
 
-def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+def attention(q: Any, k: Any, v: Any, *, fp8: Any = False, **options: Any) -> Any:
     """`cupy_flash.attention` on torch tensors, with the same arguments and results; see there.
 
     Differentiable once, with respect to q, k, v, bias and sink, through out and lse. For the backward it saves q, k, v,
     out, lse, the seed and the caller's own tensors among the options. Works under torch.compile, torch.export,
     checkpointing and FSDP2. Autocast casts q, k and v, and torch.use_deterministic_algorithms sets `deterministic`.
     Forward-mode derivatives and torch.func.grad are refused.
+
+    fp8: the forward computes with q, k and v (float16 or bfloat16) rounded to float8_e4m3fn, of each sequence and
+        key/value head as multiples of its largest magnitude / 448; Hopper alone serves it. The backward is that of
+        q, k and v as they were given, which are what is saved: nothing in fp8 outlives the forward.
     """
-    return forward("attention", (q, k, v), Options.of("attention", options))
+    return forward("attention", (q, k, v), Options.of("attention", options), fp8=fp8)
 
 
 def attention_varlen(
@@ -32,11 +36,13 @@ def attention_varlen(
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
+    *,
+    fp8: Any = False,
     **options: Any,
 ) -> Any:
     """`cupy_flash.attention_varlen` on torch tensors, with the same arguments and results; see it and `attention`."""
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed)
+    return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed, fp8)
 
 
 def scaled_dot_product_attention(

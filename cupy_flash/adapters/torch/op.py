@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
 from ...problem import Options, Packed, Saved, pose
+from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' word: the caller's
 
@@ -36,6 +37,9 @@ class Call(NamedTuple):
     kv_lengths: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
     seed: Any
     max_seqlen_q: int | None  # None: padded sequences, not packed ones
     max_seqlen_k: int | None
@@ -49,6 +53,7 @@ class Call(NamedTuple):
     deterministic: bool
     backend: str | None
     engine: str | None
+    fp8: bool  # of a forward: q, k and v are rounded to fp8 first
 
     @property
     def is_packed(self) -> bool:
@@ -66,8 +71,9 @@ class Call(NamedTuple):
         """(problem, operands), or the one error with every reason."""
         options = Options(
             CAUSAL[self.causal], (self.window_left, self.window_right), self.scale, self.softcap, self.alibi_slopes,
-            self.bias, self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.layout,
-            deterministic=self.deterministic, backend=self.backend, engine=self.engine,
+            self.bias, self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.q_descale,
+            self.k_descale, self.v_descale, self.layout, deterministic=self.deterministic, backend=self.backend,
+            engine=self.engine,
         )  # fmt: skip
         if not self.is_packed:
             return pose("attention", (self.q, self.k, self.v), options, saved=saved)
@@ -81,9 +87,11 @@ BIAS, SINK = Call._fields.index("bias"), Call._fields.index("sink")
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? mask, Tensor? sink, "
-    "Tensor? q_lengths, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
+    "Tensor? q_lengths, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? seed, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, int? window_left, int? window_right, "
-    "float? scale, float? softcap, float dropout, str layout, bool deterministic, str? backend, str? engine"
+    "float? scale, float? softcap, float dropout, str layout, bool deterministic, str? backend, str? engine, "
+    "bool fp8"
 )
 library = torch.library.Library("cupy_flash", "DEF")
 for schema in (
@@ -96,13 +104,15 @@ attention_forward = torch.ops.cupy_flash.attention_forward.default
 attention_backward = torch.ops.cupy_flash.attention_backward.default
 
 
-def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
+def forward(
+    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None, fp8: bool = False
+) -> Any:
     """What `cupy_flash.<function>` returns, recorded for autograd.
 
     What is wrong with the call is found by `pose`, in the operator; here only what the operator's schema cannot carry.
     """
     try:
-        call = _call(arrays, options, packed)
+        call = _call(arrays, options, packed, fp8)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
             pose(function, arrays, options, packed)  # the same complaint, among all others
@@ -111,31 +121,37 @@ def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packe
     return (out, lse) if options.return_lse else out
 
 
-def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> Call:
+def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Call:
     """A caller's words in the operator's types; TypeError or ValueError for a word that has no such form."""
     required = arrays if packed is None else (*arrays, packed.cu_seqlens_q, packed.cu_seqlens_k)
     features = (
         options.alibi_slopes, options.bias, options.mask, options.sink, options.q_lengths, options.kv_lengths
     )  # fmt: skip
-    for array in (*required, *(feature for feature in features if feature is not None)):
+    descales = (options.q_descale, options.k_descale, options.v_descale)
+    for array in (*required, *(feature for feature in (*features, *descales) if feature is not None)):
         if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
         # Below the operator a tangent is lost without a word: torch.func.jvp would give zeros.
         if forward_ad.unpack_dual(array).tangent is not None:
             raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
-    for flag in (options.return_lse, options.deterministic):
+    for flag in (options.return_lse, options.deterministic, fp8):
         if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"return_lse and deterministic must be True or False, not {flag!r}")
+            raise TypeError(f"return_lse, deterministic and fp8 must be True or False, not {flag!r}")
     for word in (options.layout, options.backend or "", options.engine or ""):
         if not isinstance(word, str):
             raise TypeError(f"layout, backend and engine must be strings, not {word!r}")
     left, right = (None, None) if options.window is None else options.window
     dropout = _number(options.dropout)
     q, k, v = _autocast(arrays)
+    if fp8:
+        require_roundable((q, k, v), descales)
     return Call(
         q, k, v, *features,
         cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
         cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
+        q_descale=options.q_descale,
+        k_descale=options.k_descale,
+        v_descale=options.v_descale,
         seed=_seed(options.seed, dropout, q.device),
         max_seqlen_q=None if packed is None else operator.index(packed.max_seqlen_q),
         max_seqlen_k=None if packed is None else operator.index(packed.max_seqlen_k),
@@ -149,6 +165,7 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None)
         deterministic=bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
         backend=options.backend,
         engine=options.engine,
+        fp8=bool(fp8),
     )  # fmt: skip
 
 
@@ -195,9 +212,16 @@ def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 def _forward(*arguments: Any) -> tuple[Any, Any]:
     call = Call(*arguments)
+    dtype = _dtype_of_out(call)
     with _on_device_of(call.q):
+        if call.fp8:
+            call = rounded(call)
         out, lse = backends.forward(*call.pose())
-    return out.result(), lse.result()
+    return out.result().to(dtype), lse.result()
+
+
+def _dtype_of_out(call: Call) -> Any:
+    return torch.bfloat16 if call.q.dtype == torch.float8_e4m3fn else call.q.dtype
 
 
 def _backward(*arguments: Any) -> tuple[Any, ...]:
@@ -225,7 +249,7 @@ library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
     call = Call(*arguments)
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]))
+    out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=_dtype_of_out(call))
     return out, call.q.new_empty(call.lse_shape, dtype=lse_dtype)
 
 

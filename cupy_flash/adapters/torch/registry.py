@@ -42,7 +42,7 @@ def _call(arrays: Iterable[Any], dropout: float, scale: float | None, causal: st
     q, k, v = arrays
     words = dict(
         q=q, k=k, v=v, dropout=dropout, scale=scale, causal=causal, layout="bshd",
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled(), fp8=False,
     )  # fmt: skip
     return Call(**absent | words | features)
 

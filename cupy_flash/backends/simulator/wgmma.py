@@ -246,9 +246,11 @@ class Products:
             total = np.where(product.adds[now][:, None, None], total, np.float32(0))
             a = self._registers_a(form, rows) if product.a is None else self._operand(product, 0, now)
             b = self._operand(product, 1, now)
-            # Products exact, their sum in float64, rounded once: a GPU sums in an order, and 8-bit types with a
-            # precision, that nobody documents.
-            held = form, rows, (total + form.signs * (a @ b.swapaxes(1, 2))).astype(np.float32)
+            if b.shape[2] == _DEPTH["e4m3"]:
+                held = form, rows, _sum_of_14_bits(total, form.signs * a, b)
+            else:
+                # Products exact, their sum in float64, rounded once: a GPU sums in an order that nobody documents.
+                held = form, rows, (total + form.signs * (a @ b.swapaxes(1, 2))).astype(np.float32)
             product.waiting &= ~now
         if held is not None:
             self._write(*held)
@@ -283,6 +285,37 @@ class Products:
         if transposed:
             return values.reshape(len(values), 16, -1).swapaxes(1, 2)
         return values.reshape(len(values), -1, _DEPTH[type_])
+
+
+_FRACTION = 13  # bits
+
+
+def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt.NDArray[np.float32]:
+    """total + a b^T, (n, 64, columns), as Hopper sums products of 8-bit floats.
+
+    NVIDIA does not document it. Others have measured that the accumulator keeps a sign, 8 bits of exponent and 13 of
+    fraction, what is below being cut off (SageAttention2, arXiv 2411.10958), and that the products of an instruction
+    are aligned to the largest exponent before they are added, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2).
+    So: every product and the old sum, cut off 13 bits below the largest exponent among them, added exactly, and cut off
+    once more.
+    """
+    # Exponents of products are sums of exponents: their fractions, up to 4, are not brought back to 1 first.
+    exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]
+    factors = [x.astype(np.float32) for x in (a, b)]
+    found = np.empty_like(total)
+    for n, old in enumerate(total):
+        top = np.where(old == 0, -126, np.frexp(old)[1] - 1).astype(np.int16)
+        depths = range(a.shape[2])
+        for k in depths:
+            np.maximum(top, np.add.outer(exponents[0][n, :, k], exponents[1][n, :, k]), out=top)
+        unit = np.ldexp(np.float32(1), _FRACTION - np.maximum(top, -110))  # 1 / what the last bit is worth
+        units = np.trunc(old * unit)
+        for k in depths:
+            product = np.multiply.outer(factors[0][n, :, k], factors[1][n, :, k])
+            units += np.trunc(np.multiply(product, unit, out=product), out=product)
+        fraction, exponent = np.frexp(units / unit)
+        found[n] = np.ldexp(np.trunc(np.ldexp(fraction, _FRACTION + 1)), exponent - _FRACTION - 1)
+    return found
 
 
 def _narrow(words: Array, type_: str) -> Array:

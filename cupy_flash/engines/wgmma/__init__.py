@@ -9,8 +9,8 @@ from typing import Any
 
 from ...device import Device
 from ...launch import Launch, fragment_refusals, grid_refusals
-from ...problem import Problem
-from . import backward, forward
+from ...problem import FP8, Problem
+from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -19,21 +19,29 @@ MEASURED: str | None = None
 
 def step(problem: Problem) -> ModuleType:
     """The module that has a problem's tiles, costs and launches."""
+    if problem.dtype.name == FP8:
+        return forward_fp8
     return backward if problem.backward else forward
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     reasons = grid_refusals(problem) + fragment_refusals(problem)
-    if problem.engine != "wgmma":
+    fp8 = problem.dtype.name == FP8
+    if problem.engine != "wgmma" and not fp8:  # which no other engine serves
         reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
         reasons.append(f"{device.arch} has not the instructions of {ARCH}")
-    if problem.dtype.name not in ("float16", "bfloat16"):
-        reasons.append(f"{problem.dtype.name} is not float16 or bfloat16")
+    if fp8:
+        reasons += forward_fp8.refusals(problem)
+    elif problem.dtype.name not in ("float16", "bfloat16"):
+        reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("a tensor without elements has no boxes to copy")
     if not problem.aligned:
-        reasons.append("not every row of q, k and v starts at a multiple of 16 bytes: only mma and simt read such")
+        reasons.append(
+            "not every row of q, k and v starts at a multiple of 16 bytes"
+            + (": only mma and simt read such" if not fp8 else "")
+        )
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
     largest = max(problem.head_dim, problem.head_dim_v)

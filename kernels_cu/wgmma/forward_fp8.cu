@@ -1,0 +1,152 @@
+// Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
+//
+// The first warpgroup brings tiles of Q, K and V^T, a thread of it for all. Each of the others computes 64 queries,
+// tile after tile: while one works out probabilities, the tensor core multiplies for the rest.
+#include "fp8.cuh"
+
+constexpr int N = BLOCK_KV / 8;                // fragments of scores in a row
+constexpr int N_V = fragments_of(HEAD_DIM_V);  // and of O
+// The warpgroup that brings tiles needs few registers: two others share what it gives back, or three.
+constexpr int FEW_REGISTERS = THREADS == 384 ? 24 : 32, MANY_REGISTERS = THREADS == 384 ? 240 : 160;
+
+// The tensors, with the box of each that is one panel of a tile.
+struct Maps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap vt;
+#if O_BOXES
+  TensorMap out;
+#endif
+};
+
+using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM, WIDE_PANEL>;
+using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM, WIDE_PANEL>;
+using VT_Ring = Ring<STAGES, 8 * N_V, BLOCK_KV, NARROW_PANEL, NARROW_PANEL>;
+
+// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V^T, mbarriers.
+struct Rings {
+  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
+  static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
+  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + VT_Ring::BYTES;
+
+  Q_Ring Q;
+  K_Ring K;
+  VT_Ring VT;
+
+  __device__ Rings(unsigned int smem)
+      : Q(smem, smem + MBARRIERS),
+        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
+        VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
+};
+
+// The tiles of keys that a tile of queries visits, from the last, through which a mask cuts, to the first.
+struct Visits {
+  int first;
+  int last;  // before the first: none
+
+  __device__ Visits(const Band& band, int q_start) {
+    int q_stop = min(q_start + BLOCK_Q, band.q_len);
+    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
+    first = begin / BLOCK_KV * BLOCK_KV;
+    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
+  }
+};
+
+__device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
+                        int kv_head, int tiles) {
+  int batch = PACKED ? 0 : sequence.batch, vt_column = vt_start(sequence);
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q;
+    Visits visits(band, q_start);
+    rings.Q.fill(maps.q, sequence.q_start + q_start, head, batch);
+    for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
+      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch);
+      rings.VT.fill(maps.vt, 0, kv_head, batch, vt_column + kv_start);
+    }
+  }
+}
+
+__device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
+                        const Band& band, int head, int tiles) {
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  Descales descales(p, sequence.batch, head / p.group);
+  score.scale = descales.scale(p);
+  float unit = unit_of(score.scale);
+  int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
+  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
+
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
+    Visits visits(band, q_start);
+    Range unmasked = band.sees_all(q_group, q_group + 64);
+    unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
+    Softmax2 softmax[1][2];
+    softmax[0][0].init(), softmax[0][1].init();
+    float O_rmem[1][N_V][4] = {}, moved[1][2];
+
+    rings.Q.wait();
+    for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
+      float S_rmem[1][N][4];
+      unsigned int P_rmem[1][N / 4][4];
+      rings.K.wait();
+      pin(S_rmem);
+      begin_products();
+      scores_fp8<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
+      wait_for_products<0>();
+      pin(S_rmem);
+      rings.K.release();
+
+      if (MODIFIED || DENSE_MASK || kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
+        modify<true>(S_rmem, score, band, q_start + row, kv_start);
+      if (follow(moved, softmax, S_rmem, unit)) rescale(O_rmem, moved);
+      exponentiate(S_rmem, softmax, unit);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      round_to_fp8(P_rmem, S_rmem);
+
+      rings.VT.wait();
+      add_products(O_rmem, P_rmem, rings.VT.tile());
+      rings.VT.release();
+    }
+
+    float factors[1][2];
+    finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
+    factors[0][0] *= descales.of_values, factors[0][1] *= descales.of_values;
+    unsigned int rounded[1][N_V / 2][4];
+    rescale(O_rmem, factors);
+    round_fragments(rounded, O_rmem);
+#if O_BOXES
+    store_boxes<BLOCK_Q, HEAD_DIM_V>(maps.out, rings.Q.tile(), rounded, row, q_start + row, head, sequence.batch);
+#else
+    element* O = sequence.queries<element>(p.out, head);
+    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, rounded, row, 0, q_start + row, sequence.q_rows);
+    fence_async();
+    __syncwarp();
+#endif
+    rings.Q.release();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward_fp8(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Rings rings(shared_address(smem));
+  if (threadIdx.x == 0) {
+    rings.Q.init(), rings.K.init(), rings.VT.init();
+    fence_mbarriers();
+  }
+  __syncthreads();
+
+  int head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  // The last tiles see most keys under a causal mask, so they go first.
+  int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
+  if (threadIdx.x < WARPGROUP) {
+    fewer_registers<FEW_REGISTERS>();
+    if (threadIdx.x < WARP && elected()) produce(maps, rings, sequence, band, head, head / p.group, tiles);
+  } else {
+    more_registers<MANY_REGISTERS>();
+    consume(p, maps, rings, smem, sequence, band, head, tiles);
+  }
+}

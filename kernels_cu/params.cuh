@@ -33,6 +33,7 @@ struct Params {
   Operand lse2;     // a workspace like delta
   Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
   Operand dq_turns;
+  int* drawn;  // a workspace: how many tiles blocks have drawn (wgmma/work.cuh)
   Operand dq;
   Operand dk;
   Operand dv;

@@ -47,7 +47,8 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}))
+    results: Results = {"out": out, "lse": lse}
+    start(_work(plan, operands, results | _workspaces(plan, q)))
     return out, lse
 
 
@@ -59,14 +60,23 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
         operand = getattr(operands, name)
         if operand is not None and (name != "bias" or problem.bias_gradient):
             results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
-    gradients = dict(results)
-    for name in plan.workspaces:
-        results[name] = empty(_workspace_shape(name, problem, q), problem.accumulation, q)
-    start(_work(plan, operands, results))
-    return Gradients(**gradients)
+    start(_work(plan, operands, results | _workspaces(plan, q)))
+    return Gradients(**results)
+
+
+def _workspaces(plan: Plan, q: Array) -> Results:
+    counter = np.dtype(np.int32)
+    return {
+        name: empty(
+            _workspace_shape(name, plan.problem, q), counter if name == "drawn" else plan.problem.accumulation, q
+        )
+        for name in plan.workspaces
+    }
 
 
 def _workspace_shape(name: str, problem: Problem, q: Array) -> tuple[int, ...]:
+    if name == "drawn":
+        return (1,)
     rows = problem.lse_shape(q)
     if name not in ("dq_sums", "dq_turns"):
         return rows

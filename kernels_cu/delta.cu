@@ -5,8 +5,6 @@
 #include "number.cuh"
 #include "sequence.cuh"
 
-constexpr int WARP = 32;
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_constant__ Params p) {
   Sequence sequence(p, blockIdx.z);
   int head = blockIdx.y, lane = threadIdx.x % WARP;

@@ -1,7 +1,6 @@
 // dQ from the sums that the blocks of a backward have added up: a warp for each square of 16 x 16. grid (tiles of 64
 // queries, heads, sequences)
 #include "dq_sums.cuh"
-#include "fragments.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constant__ Params p) {
   constexpr int ROWS = 64, COLUMNS = DqSums::COLUMNS / 16, SQUARES = ROWS / 16 * COLUMNS;

@@ -15,23 +15,8 @@
 #include "score.cuh"
 #include "softmax2.cuh"
 
-constexpr int WARP = 32;
-
 __device__ constexpr int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
-}
-
-// The position of this thread in its warp.
-__device__ inline int lane_of() {
-  return threadIdx.x % WARP;
-}
-
-// Element e of fragment (m, n) of C: its row and column among those of the warp.
-__device__ inline int row_of(int m, int e) {
-  return 16 * m + 8 * (e / 2) + lane_of() / 4;
-}
-__device__ inline int column_of(int n, int e) {
-  return 8 * n + 2 * (lane_of() % 4) + e % 2;
 }
 
 // Reductions over the four lanes that share a row.

@@ -33,6 +33,10 @@ __device__ void more_registers() {
 __device__ inline void wait_for_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Comes to a barrier that others wait at.
+__device__ inline void come_to_threads(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // An mbarrier of 8 bytes completes a phase when `arrivals` have come and all bytes that were announced.
 __device__ inline void init_mbarrier(unsigned int mbarrier, int arrivals) {
@@ -60,18 +64,52 @@ __device__ inline void wait_for_phase(unsigned int mbarrier, unsigned int parity
       : "memory");
 }
 
+// Blocks of a cluster: the number of this one, what stands between all of their threads, and an arrival at the mbarrier
+// that another block has in the same place.
+__device__ inline unsigned int rank_in_cluster() {
+  unsigned int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void wait_for_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ inline void arrive_at(unsigned int mbarrier, unsigned int rank) {
+  asm volatile(
+      "{ .reg .b32 there;"
+      "mapa.shared::cluster.u32 there, %0, %1;"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(mbarrier),
+      "r"(rank)
+      : "memory");
+}
+
 // What this thread did with shared memory comes before what copies and wgmma do with it.
 __device__ inline void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What the second-level cache is to do with what has been read, in the encoding of createpolicy.
+constexpr unsigned long long EVICT_NORMALLY = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000,
+                             EVICT_LAST = 0x14F0000000000000;
+
 // Asks for the box of a tensor of four dimensions at (x, y, z, w), the innermost first; zeros where it ends.
 __device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
-                                int w) {
+                                int w, unsigned long long policy = EVICT_NORMALLY) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(&map), "r"(mbarrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(&map), "r"(mbarrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+      : "memory");
+}
+
+// The same to the same place of both blocks of a cluster, each of whose mbarriers counts the bytes.
+__device__ inline void copy_box_to_both(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y,
+                                        int z, int w, unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to),
+      "l"(&map), "r"(mbarrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"((unsigned short)3), "l"(policy)
       : "memory");
 }
 

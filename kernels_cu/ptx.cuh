@@ -3,6 +3,8 @@
 #pragma once
 #include "number.cuh"
 
+constexpr int WARP = 32;
+
 __device__ inline unsigned int shared_address(const void* x) {
   return (unsigned int)__cvta_generic_to_shared(x);
 }
@@ -76,6 +78,19 @@ __device__ inline void multiply<bfloat16>(float (&d)[4], const unsigned int (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 #endif
+
+// The position of this thread in its warp.
+__device__ inline int lane_of() {
+  return threadIdx.x % WARP;
+}
+
+// Element e of fragment (m, n) of C: its row and column among those of the warp.
+__device__ inline int row_of(int m, int e) {
+  return 16 * m + 8 * (e / 2) + lane_of() / 4;
+}
+__device__ inline int column_of(int n, int e) {
+  return 8 * n + 2 * (lane_of() % 4) + e % 2;
+}
 
 // Four 8 x 8 matrices of 16-bit numbers, matrix n in x[n]: lane l names the address of row l % 8 of matrix l / 8, and
 // gets elements 2t and 2t + 1 of row g; transposed, of column g.

@@ -144,14 +144,14 @@ def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
     monkeypatch.setattr(cuda, "encode_for_gpu", encode)
     x = np.ones((1, 40, 2, 64), np.float16)
     q, k, v = (Array(x.copy()) for _ in range(3))
-    for _ in range(2):
-        cupy_flash.attention(q, k, v, engine="wgmma")
-    cupy_flash.attention(q, k, Array(x), engine="wgmma")
-    for launch in cupy.launches:
+    other = Array(x)
+    results = [cupy_flash.attention(q, k, each, engine="wgmma") for each in (v, v, other)]
+    for launch, values, out in zip(cupy.launches, (v, v, other), results, strict=True):
         (maps,) = launch.maps
-        assert (maps.shape, maps.nbytes) == ((), 3 * 128)
-        assert [decode(maps.tobytes()[at : at + 128]).address for at in (0, 128)] == [q.data.ptr, k.data.ptr]
-    assert len(encoded) == 4
+        assert (maps.shape, maps.nbytes) == ((), 4 * 128)
+        addresses = [decode(maps.tobytes()[at : at + 128]).address for at in range(0, 4 * 128, 128)]
+        assert addresses == [array.data.ptr for array in (q, k, values, out)]
+    assert len(encoded) == 4 + len(results)
 
 
 def test_backward_launches_its_kernels_in_order(cupy):

@@ -88,7 +88,9 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     assert found == ["backward_kv", "backward_q", "backward_bias"]
 
 
-@pytest.mark.parametrize(("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90")])
+@pytest.mark.parametrize(
+    ("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90"), ("wgmma", "sm_90a")]
+)
 def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
     """A plan leaves out what a kernel does not know, never what it does: the default would take its place."""
     case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11), dtype="float16")

@@ -3,6 +3,7 @@ planted bugs; what it refuses; the tensor maps that it is launched with."""
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
 
 # Several tiles of both kinds, the last of each in part.
 LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
-TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2)
-LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
-PACKED_LENGTHS = replace(LENGTHS, packed=True)
+TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
+DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
+PLAIN = Case(**LONG)
+LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
+PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=(100, 30, 190), packed=True))
 
 
 @pytest.fixture
@@ -42,14 +45,15 @@ def small_tile(monkeypatch):
     plan.cache_clear()
 
 
-def forward(case, blocks=None, **asked):
-    """(out, lse) of a case; of `blocks` blocks in each head, else of one for each tile of queries."""
+def forward(case, tile=None, blocks=None, **asked):
+    """(out, lse) of a case as its plan has it, or in a tile; of so many blocks, if they draw tiles."""
     call = case.call()
     options = call.options | dict(backend="simulator", engine="wgmma") | asked
     chosen, operands = posed_as(case, call._replace(options=options))
-    if blocks is not None:
-        steps = tuple(replace(step, grid=(blocks, *step.grid[1:])) for step in chosen.launches)
-        chosen = replace(chosen, launches=steps)
+    if tile is not None:
+        *others, step = wgmma.launches(chosen.problem, chosen.device, tile)
+        step = step if blocks is None else replace(step, grid=(blocks, 1, 1))
+        chosen = replace(chosen, launches=(*others, step), workspaces=wgmma.workspaces(chosen.problem, tile))
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     return Result(out, lse, *[None] * 5)
 
@@ -107,6 +111,33 @@ def test_option(options, small_tile):
     check_forward(Case(**LONG | options))
 
 
+# What a block does of one tile must not show in its next: lengths, options of a head, turns.
+DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
+    "bias": dict(bias="bhqk", batch=2),
+    "heads-of-a-cache": dict(heads=5, kv_heads=5, causal=True),
+}
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_blocks_draw_tiles(options, small_tile, monkeypatch):
+    """Each tile once, in any order of them. The cache holds the keys of two heads: the last of five is alone."""
+    plant(monkeypatch, "(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")
+    check_forward(Case(**LONG | options), forward(Case(**LONG | options), DRAWING, blocks=3))
+
+
+def plant(monkeypatch, good, bad):
+    """Whatever kernel is assembled has `bad` in place of `good`, which stands once in one of them; those it was."""
+    found = []
+
+    def planted(kernel, constants):
+        text = assemble(kernel, constants)
+        found.extend([kernel] * text.count(good))
+        return text.replace(good, bad)
+
+    monkeypatch.setattr(ahead, "assemble", planted)
+    return found
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims, dtype):
@@ -115,27 +146,30 @@ def test_planned_tile(dims, dtype):
     check_forward(Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True)))
 
 
-@pytest.mark.parametrize("case", [Case(**LONG), LENGTHS], ids=["plain", "lengths"])
-def test_every_order_gives_the_same_bits(case, small_tile, monkeypatch):
-    """Copies and products land early, late, at any time; and one block computes all tiles, or each has its own."""
+@pytest.mark.parametrize(("case", "other"), [(PLAIN, PAIRED), (LENGTHS, DRAWING)], ids=["plain", "lengths"])
+def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
+    """Copies and products land early, late, at any time; and a block draws all tiles or some, two bring keys for both,
+    or each has its own tile and keys."""
     results = []
-    for order, seed, blocks in (
-        ("early", 0, None),
-        ("late", 0, 1),
-        ("random", 0, 1),
-        ("random", 1, 1),
-        ("random", 2, 2),
+    for order, seed, *how in (
+        ("early", 0),
+        ("early", 0, other),
+        ("late", 0, DRAWING, 1),
+        ("late", 0, other),
+        ("random", 1, other),
+        ("random", 2, DRAWING, 2),
     ):
-        how = functools.partial(launch, order=order, seed=seed)
-        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", how)
-        results.append(forward(case, blocks))
+        in_order = functools.partial(launch, order=order, seed=seed)
+        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
+        results.append(forward(case, *how))
     check_forward(case, results[0])
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
 
 
-def test_bytes_and_conflicts(small_tile, monkeypatch):
-    """Each tile of queries reads its keys once; no two lanes want one bank."""
+@pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
+def test_bytes_and_conflicts(how, small_tile, monkeypatch):
+    """Each tile of queries gets its keys once, drawn, brought by two blocks or neither; no two lanes want one bank."""
     counters = []
 
     def counting(*args, **kw):
@@ -144,19 +178,18 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
 
     monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
     case = Case(**LONG | dict(q_len=256, kv_len=192, heads=1))
-    forward(case)
-    (count,) = counters
-    row = 2 * case.head_dim
+    forward(case, *how)
+    count, row, draws = counters[-1], 2 * case.head_dim, 2 * how[0].persistent
     assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
-    assert count.global_bytes_written == case.q_len * (row + 4)
+    assert count.global_bytes_written == case.q_len * (row + 4) + 4 * draws
     assert count.bank_conflicts == 0
 
 
 # name -> (what stands there, what is planted, errors), of a padded batch
 PLANTED = {
-    "no wait for Q": ("rings.Q.wait();", "", errors.PendingCopy),
+    "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
     "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
-    "no wait for V": ("rings.V.wait();", "", errors.PendingCopy),
+    "no wait for V": ("rings.V.wait();\n      begin", "begin", errors.PendingCopy),
     "no wait for an empty place": (
         "wait_for_phase(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
@@ -170,7 +203,7 @@ PLANTED = {
     ),
     "parity of a full place": (
         "wait_for_phase(full(), parity());", "wait_for_phase(full(), parity() ^ 1);",
-        (errors.PendingCopy, errors.Deadlock),
+        (errors.PendingCopy, errors.Deadlock, errors.Uninitialised),
     ),
     "parity of the round": (
         "return turn / PLACES % 2;", "return 0;",
@@ -178,7 +211,7 @@ PLANTED = {
     ),
     "arrivals": ("CONSUMERS / WARP);", "CONSUMERS / WARP + 1);", errors.Deadlock),
     "no release": (
-        "    if (lane_of() == 0) arrive(empty());\n", "", errors.Deadlock,
+        "arrive(empty());", "(void)0;", errors.Deadlock,
     ),
     "no fence of the mbarriers": ("    fence_mbarriers();\n", "", errors.MissingFence),
     "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
@@ -199,60 +232,109 @@ PLANTED = {
     "stores not ended": ("end_stores();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
         "    store_boxes<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_boxes<",
-        (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
-    "halves of O": ("n + lane_of() / 16), x);", "n + 1 - lane_of() / 16), x);", AssertionError),
+    "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
+    "the end not told": ("announced.tile = -1;", "", errors.Deadlock),
+    "work told before the last is done": (
+        "rings.Q.claim();\n    announced = work;", "announced = work;", errors.Race,
+    ),
+    "the first turn": ("1) pass_turn(warpgroup);", "1) (void)0;", errors.Deadlock),
+    "a turn not passed": ("begin_sums();\n        pass_turn(warpgroup);", "begin_sums();", errors.Deadlock),
+    "a turn kept": ("(warpgroup + 1) %", "warpgroup %", (errors.BarrierMisuse, errors.Deadlock)),
+    "halves of O": ("2 * k + lane_of() / 16", "2 * k + 1 - lane_of() / 16", AssertionError),
     "no fence after rows are cleared": (
         "fence_async();\n  wait_for_threads", "wait_for_threads", errors.MissingFence,
     ),
     "no barrier after rows are cleared": (
         "wait_for_threads(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
     ),
-    "rows not cleared": ("if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "rows not cleared": ("if (visits.last + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
-    "panels": ("k % 4 * NEXT_16_COLUMNS,", "(k + 1) % 4 * NEXT_16_COLUMNS,", AssertionError),
+    "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
     "past the keys": ("kv_start + BLOCK_KV > unmasked.end)", "false)", AssertionError),
 }  # fmt: skip
 # And of a packed one.
 PLANTED_IN_ROWS = {
     "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
-    "Q released before O has left": (
+    "Q released before rows of O have left": (
         "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
-        (errors.BarrierMisuse, errors.Race, errors.PendingCopy),
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
-    "rows of the next sequence": ("if (first + r >= end) continue;", "", (AssertionError, errors.SimulationError)),
+    "places without a tile": ("if (tile >= 0) return;", "return;", AssertionError),
+    "where a sequence begins": ("first_place(p, middle) <= place", "first_place(p, middle) < place", AssertionError),
+    "rows of the next sequence": ("first + r >= end || ", "", (AssertionError, errors.SimulationError)),
+}  # fmt: skip
+# And of two blocks that bring keys for both.
+PLANTED_IN_PAIRS = {
+    "the other block not told": ("lane_of() < SHARERS)", "lane_of() < 1)", errors.Deadlock),
+    "the other block not waited for": (
+        "SHARERS * CONSUMERS / WARP);", "CONSUMERS / WARP);", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+    ),
+    "half of the keys twice": ("row + half, head", "row, head", AssertionError),
+    "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
 }  # fmt: skip
 BUGS = {
-    f"{name}-{case.packed}": (case, *bug)
-    for case, bugs in ((LENGTHS, PLANTED), (PACKED_LENGTHS, PLANTED_IN_ROWS))
+    name: (case, how, *bug)
+    for case, how, bugs in (
+        (LENGTHS, (DRAWING, 1), PLANTED),
+        (PACKED_LENGTHS, (DRAWING, 1), PLANTED_IN_ROWS),
+        (PLAIN, (PAIRED,), PLANTED_IN_PAIRS),
+    )
     for name, bug in bugs.items()
 }
 
 
-@pytest.mark.parametrize(("case", "good", "bad", "found"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, good, bad, found, small_tile, monkeypatch):
-    """In one block for all tiles, so that every place is used again."""
-
-    def planted(kernel, constants):
-        text = assemble(kernel, constants)
-        assert text.count(good) == 1, text.count(good)
-        return text.replace(good, bad)
-
-    monkeypatch.setattr(ahead, "assemble", planted)
+@pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypatch):
+    """In one block that draws all tiles, so that every place is used again, or in a pair."""
+    places = plant(monkeypatch, good, bad)
     with pytest.raises(found):
-        check_forward(case, forward(case, 1))
+        check_forward(case, forward(case, *how))
+    assert len(places) == 1
 
 
-def test_every_tile_compiles_without_spills():
-    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
-    for words in (dict(head_dim=128), dict(head_dim=64, causal=True, packed=True)):
-        words = dict(dtype="bfloat16", engine="wgmma", backward=False) | words
-        launches = ahead.launches(device.named("sm_90a", "cuda"), **words)
-        assert len(launches) > 3
-        for step in launches:
-            result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
-            took = result.resources[step.function]
-            assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step
+HOPPER = device.named("sm_90a", "cuda")
+
+
+def asked(**words):
+    """The problem of a call on a GPU with these words of `cupy_flash.compile`."""
+    (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
+    return problem
+
+
+@pytest.mark.parametrize("words", [dict(head_dim=128), dict(head_dim=64, causal=True, packed=True)], ids=str)
+def test_the_largest_tiles_compile_without_spills(words):
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers.
+    python -m bench static has every tile that a plan may choose."""
+    largest_of = {
+        (tile.block_q, tile.persistent): tile
+        for tile in sorted(wgmma.tiles(asked(**words), HOPPER))
+        if tile.persistent == tile.takes_turns and not tile.paired
+    }
+    assert len(largest_of) >= 3
+    for largest in largest_of.values():
+        step = wgmma.launches(asked(**words), HOPPER, largest)[-1]
+        result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+        took = result.resources[step.function]
+        assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), largest
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_what_a_plan_may_choose(dims):
+    """Every head dimension has tiles with and without each switch, pairs where neighbours visit the same keys; blocks
+    draw where there are many unequal tiles."""
+    problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
+    ways = {(*way, False) for way in product((False, True), repeat=2)}
+    pairs = {(False, True, True), (False, False, True)}
+    full = replace(asked(head_dim=dims[0], head_dim_v=dims[1]), q_len=4096)
+    for each, expected in ((problem, ways), (full, ways | pairs), (replace(full, q_len=100), ways)):
+        assert {tile[3:] for tile in wgmma.tiles(each, HOPPER)} == expected
+    few = plan(replace(problem, q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
+    many = plan(replace(problem, q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
+    assert [step.function for step in few.launches] == ["forward"] and few.workspaces == ()
+    assert [step.function for step in many.launches] == ["clear", "forward"] and many.workspaces == ("drawn",)
+    assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
 
 
 # What it does not serve

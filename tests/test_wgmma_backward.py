@@ -221,7 +221,8 @@ def plant(monkeypatch, good, bad):
         text = assemble(kernel, constants)
         if kernel != "wgmma/backward":
             return text
-        assert text.count(good) == 1, text.count(good)
+        if text.count(good) != 1:  # no AssertionError, which some bugs are to raise
+            raise LookupError(good)
         return text.replace(good, bad)
 
     monkeypatch.setattr(ahead, "assemble", planted)

@@ -47,7 +47,8 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse, **_workspaces(plan, operands)}))
+    results: Results = {"out": out, "lse": lse}
+    start(_work(plan, operands, results | _workspaces(plan, operands)))
     return out, lse
 
 
@@ -59,18 +60,25 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
         operand = getattr(operands, name)
         if operand is not None and (name != "bias" or problem.bias_gradient):
             results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
-    gradients = dict(results)
-    results |= _workspaces(plan, operands)
-    start(_work(plan, operands, results))
-    return Gradients(**gradients)
+    start(_work(plan, operands, results | _workspaces(plan, operands)))
+    return Gradients(**results)
+
+
+# Of workspaces that do not hold numbers as they are accumulated: vt in bytes, as not every library has a dtype of
+# 8-bit floats.
+_WORKSPACE_DTYPES: dict[str, np.dtype[Any]] = {
+    "vt": np.dtype(np.uint8),
+    "drawn": np.dtype(np.int32),
+    "dq_turns": np.dtype(np.int32),
+}
 
 
 def _workspaces(plan: Plan, operands: Operands) -> Results:
-    """By name; vt in bytes, as not every library has a dtype of 8-bit floats."""
-    accumulation = plan.problem.accumulation
     return {
         name: empty(
-            _workspace_shape(name, plan, operands), np.dtype(np.uint8) if name == "vt" else accumulation, operands.q
+            _workspace_shape(name, plan, operands),
+            _WORKSPACE_DTYPES.get(name, plan.problem.accumulation),
+            operands.q,
         )
         for name in plan.workspaces
     }
@@ -78,6 +86,8 @@ def _workspaces(plan: Plan, operands: Operands) -> Results:
 
 def _workspace_shape(name: str, plan: Plan, operands: Operands) -> tuple[int, ...]:
     problem, q = plan.problem, operands.q
+    if name == "drawn":
+        return (1,)
     if name == "vt":
         # Whole tiles of keys along its rows, one more for each packed sequence: it begins with one of its own (vt.cuh).
         packed = problem.layout == "thd"

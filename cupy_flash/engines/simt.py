@@ -93,6 +93,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_KV": tile.block_kv,
         "LSE2": False,
         "ADD_DQ": False,
+        "DQ_IN_ORDER": False,
     }
     shared = _shared_bytes(problem, tile)
 

@@ -19,9 +19,9 @@ struct Maps {
 #endif
 };
 
-using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM, WIDE_PANEL>;
-using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM, WIDE_PANEL>;
-using VT_Ring = Ring<STAGES, 8 * N_V, BLOCK_KV, NARROW_PANEL, NARROW_PANEL>;
+using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM, 1, WIDE_PANEL>;
+using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM, 1, WIDE_PANEL>;
+using VT_Ring = Ring<STAGES, 8 * N_V, BLOCK_KV, 1, NARROW_PANEL, NARROW_PANEL>;
 
 // In shared memory: Q, in whose place O leaves, tiles of K, tiles of V^T, mbarriers.
 struct Rings {
@@ -39,29 +39,16 @@ struct Rings {
         VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
 };
 
-// The tiles of keys that a tile of queries visits, from the last, through which a mask cuts, to the first.
-struct Visits {
-  int first;
-  int last;  // before the first: none
-
-  __device__ Visits(const Band& band, int q_start) {
-    int q_stop = min(q_start + BLOCK_Q, band.q_len);
-    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
-    first = begin / BLOCK_KV * BLOCK_KV;
-    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
-  }
-};
-
 __device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
                         int kv_head, int tiles) {
   int batch = PACKED ? 0 : sequence.batch, vt_column = vt_start(sequence);
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
     Visits visits(band, q_start);
-    rings.Q.fill(maps.q, sequence.q_start + q_start, head, batch);
+    rings.Q.fill(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
     for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
-      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch);
-      rings.VT.fill(maps.vt, 0, kv_head, batch, vt_column + kv_start);
+      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
+      rings.VT.fill(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_start);
     }
   }
 }

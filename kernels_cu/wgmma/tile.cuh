@@ -4,6 +4,7 @@
 //   Ring           places for tiles, filled by one thread and emptied by the warps that compute
 //   scores         C = A B^T     64 rows of tile A by the rows of tile B
 //   accumulate     C += P X      fragments of P in registers, the rows of tile X
+//   wait_for_turn  warpgroups begin products one after the other
 //   clear_rows     zeros in place of what another sequence has there
 //   store_rows     fragments -> rows of a tensor
 //   store_boxes    the same by asynchronous copies
@@ -16,6 +17,7 @@ constexpr int CONSUMERS = THREADS - WARPGROUP;  // threads that compute, a warpg
 constexpr int PANEL = 64;                       // columns
 constexpr int PANEL_ROW = 2 * PANEL;            // bytes
 constexpr int COMMON_BARRIER = 1;               // of all threads that compute
+constexpr int TURN_BARRIER = 2;                 // of the first warpgroup that computes; the next number of the next
 
 __device__ constexpr int panels_of(int dim) {
   return (dim + PANEL - 1) / PANEL;
@@ -27,8 +29,8 @@ __device__ constexpr int fragments_of(int dim) {
 
 // PLACES of shared memory, as who fills them sees them, or who empties them: each counts its own turns. A place has an
 // mbarrier that completes when its FILLERS have filled it, and one when every warp that computes has emptied it; all
-// begin empty.
-template <int PLACES, int PLACE_BYTES, int FILLERS>
+// begin empty. Of SHARERS blocks that fill each other's, the warps of all.
+template <int PLACES, int PLACE_BYTES, int FILLERS, int SHARERS = 1>
 struct Places {
   static constexpr int BYTES = PLACES * PLACE_BYTES, MBARRIER_BYTES = 2 * 8 * PLACES;
 
@@ -41,7 +43,7 @@ struct Places {
 #pragma unroll
     for (int n = 0; n < PLACES; ++n) {
       init_mbarrier(mbarriers + 8 * n, FILLERS);
-      init_mbarrier(mbarriers + 8 * (PLACES + n), CONSUMERS / WARP);
+      init_mbarrier(mbarriers + 8 * (PLACES + n), SHARERS * CONSUMERS / WARP);
     }
   }
   __device__ unsigned int parity() const { return turn / PLACES % 2; }
@@ -55,28 +57,54 @@ struct Places {
   __device__ void wait() const { wait_for_phase(full(), parity()); }
   // This warp has read all of it.
   __device__ void release() {
-    if (lane_of() == 0) arrive(empty());
+    if (SHARERS > 1 && lane_of() < SHARERS)
+      arrive_at(empty(), lane_of());
+    else if (lane_of() == 0)
+      arrive(empty());
     ++turn;
   }
 };
 
-// Places for tiles of ROWS x DIM, in panels of COLUMNS in rows of ROW bytes.
-template <int PLACES, int ROWS, int DIM, int COLUMNS = PANEL, int ROW = PANEL_ROW>
-struct Ring : Places<PLACES, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1> {
+// Places for tiles of ROWS x DIM, in panels of COLUMNS in rows of ROW bytes. Of two blocks that share them each brings
+// half of the rows to both.
+template <int PLACES, int ROWS, int DIM, int SHARERS = 1, int COLUMNS = PANEL, int ROW = PANEL_ROW>
+struct Ring : Places<PLACES, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1, SHARERS> {
   static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
   static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-  using Places<PLACES, TILE_BYTES, 1>::Places;
+  using Places<PLACES, TILE_BYTES, 1, SHARERS>::Places;
 
   __device__ unsigned int tile() const { return this->place(); }
 
   // One thread asks for a tile, once its place is empty.
-  __device__ void fill(const TensorMap& map, int row, int head, int batch, int column = 0) {
+  __device__ void fill(const TensorMap& map, int row, int head, int batch, unsigned long long policy = EVICT_NORMALLY,
+                       int column = 0) {
     this->claim();
     arrive_expecting(this->full(), TILE_BYTES);
 #pragma unroll
-    for (int n = 0; n < PANELS; ++n)
-      copy_box(tile() + n * PANEL_BYTES, map, this->full(), column + n * COLUMNS, row, head, batch);
+    for (int n = 0; n < PANELS; ++n) {
+      unsigned int panel = tile() + n * PANEL_BYTES;
+      int x = column + n * COLUMNS;
+      if constexpr (SHARERS == 1) {
+        copy_box(panel, map, this->full(), x, row, head, batch, policy);
+      } else {
+        int half = rank_in_cluster() * (ROWS / SHARERS);
+        copy_box_to_both(panel + half * ROW, map, this->full(), x, row + half, head, batch, policy);
+      }
+    }
     ++this->turn;
+  }
+};
+
+// The tiles of keys that a tile of queries visits, from the last, through which a mask cuts, to the first.
+struct Visits {
+  int first;
+  int last;  // before the first: none
+
+  __device__ Visits(const Band& band, int q_start) {
+    int q_stop = min(q_start + BLOCK_Q, band.q_len);
+    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
+    first = begin / BLOCK_KV * BLOCK_KV;
+    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
   }
 };
 
@@ -100,6 +128,15 @@ __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4]
 #pragma unroll
   for (int k = 0; k < K; ++k) multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   end_products();
+}
+
+// Around what a warpgroup begins, if they take turns, from the first to the last and again; before all, the last passes
+// the turn to the first.
+__device__ inline void wait_for_turn(int warpgroup) {
+  if constexpr (TAKE_TURNS) wait_for_threads(TURN_BARRIER + warpgroup, 2 * WARPGROUP);
+}
+__device__ inline void pass_turn(int warpgroup) {
+  if constexpr (TAKE_TURNS) come_to_threads(TURN_BARRIER + (warpgroup + 1) % (CONSUMERS / WARPGROUP), 2 * WARPGROUP);
 }
 
 // Rows of a tile that are not `wanted(row)` become 0, whatever another sequence has there; by all threads that compute.

@@ -61,7 +61,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
 
 
 def alike(tile: Any) -> object:
-    return tile
+    # By their cost, turns and pairs are worth nothing at any length.
+    return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 
 def threads(device: Device, tile: Any, cost: float) -> int:

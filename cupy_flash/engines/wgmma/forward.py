@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from typing import NamedTuple
 
 from ...device import Device
@@ -19,9 +21,11 @@ from ...tensor_map import Box
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
+    CLEAR,
     CLOCK,
     EXPONENTIALS,
     MULTIPLY_ADDS,
+    NEXT_TILE,
     PANEL,
     SHARED_BYTES,
     STEP,
@@ -31,14 +35,19 @@ from .hopper import (
 )
 
 # Numbers of one thread that live through a step (scores, probabilities and O), by the warpgroups that share the
-# registers: without options, and with those that ask for registers. Up to here the static gate finds no spill.
-LIVE = {2: (188, 180), 3: (112, 92)}
+# registers: of blocks of one tile; of those that draw tiles or whose warpgroups take turns; and with options that ask
+# for registers. Up to here the static gate finds no spill.
+LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
+WORK_BYTES = 48  # of work.cuh's struct, in whole 16
 
 
 class Tile(NamedTuple):
     block_q: int
     block_kv: int
     stages: int
+    persistent: bool  # a block for each multiprocessor
+    takes_turns: bool  # warpgroups begin products one after the other
+    paired: bool  # two blocks of neighbouring tiles bring keys for both
 
     @property
     def warpgroups(self) -> int:
@@ -56,18 +65,24 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     of_lengths = problem.q_lengths or problem.kv_lengths or problem.layout == "thd"
     of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
     options = of_lengths or of_scores or problem.dropout > 0
-    for warpgroups, limits in LIVE.items():
-        for block_kv in (128, 96, 80, 64):
-            if block_kv * 3 // 4 + columns(problem.head_dim_v) // 2 > limits[options]:
-                continue
-            shapes = (Tile(WARPGROUP_ROWS * warpgroups, block_kv, stages) for stages in (4, 3, 2))
-            found += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
+    ways = product(LIVE.items(), (128, 96, 80, 64), (False, True), (False, True), (False, True))
+    for (warpgroups, limits), block_kv, persistent, takes_turns, paired in ways:
+        block_q = WARPGROUP_ROWS * warpgroups
+        if paired and (persistent or not _visit_alike(problem, block_q)):
+            continue
+        live = block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
+        if live > limits[2 if options else persistent or takes_turns]:
+            continue
+        sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
+        fitting = [size for size in sizes if _shared_bytes(problem, *size) <= device.shared_bytes]
+        found += [Tile(*size, persistent, takes_turns, paired) for size in fitting[:1]]
     return found
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Waves of blocks by the time of one. Published kernels of this kind come near the sum of products and
-    exponentials, not the larger of the two."""
+    exponentials, not the larger of the two. What turns and pairs are worth only a GPU can tell: by this cost,
+    nothing."""
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = 2 * tile.block_kv * dims
@@ -80,12 +95,17 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     # Tiles at an edge of the mask hold hidden scores: half a step and half a tile for each side.
     sides = (problem.mask.left is not None) + (problem.mask.right is not None)
     seen = pairs / max(problem.q_len, 1) + sides * (tile.block_q + tile.block_kv) / 2
-    waves = -(-blocks // device.units)
-    return waves * (-(-seen // tile.block_kv) * (clocks + STEP) + BLOCK) / CLOCK
+    waves, clear = float(-(-blocks // device.units)), 0.0
+    if tile.persistent:
+        clear = CLEAR
+        # Unequal tiles, drawn one by one and the longest first, leave nobody waiting.
+        waves = max(blocks / device.units, 1.0) if sides else waves
+    block = NEXT_TILE if tile.persistent else BLOCK
+    return waves * (-(-seen // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
 
 
 def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
-    return ()
+    return ("drawn",) * tile.persistent
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -94,22 +114,35 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "PERSISTENT": tile.persistent,
+        "TAKE_TURNS": tile.takes_turns,
+        "PAIRED": tile.paired,
         "O_BOXES": _is_stored_in_boxes(problem),
     }
     kernel = "wgmma/forward"
-    boxes = [Box("q", tile.block_q, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
+    keys = tile.block_kv // (1 + tile.paired)
+    boxes = [Box("q", tile.block_q, PANEL), Box("k", keys, PANEL), Box("v", keys, PANEL)]
     if _is_stored_in_boxes(problem):
         boxes.append(Box("out", WARP_ROWS, PANEL))
     grid = max(-(-problem.q_len // tile.block_q), 1), problem.heads, sequences(problem)
+    if tile.persistent:
+        grid = min(math.prod(grid), device.units), 1, 1
     launch = Launch(
         kernel,
         known_constants(kernel, constants),
         grid,
         tile.threads,
-        _shared_bytes(problem, tile),
+        _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
         tuple(boxes),
     )
-    return of_something([launch])
+    return of_something([Launch("wgmma/clear", (), (1, 1, 1), 1), launch] if tile.persistent else [launch])
+
+
+def _visit_alike(problem: Problem, block_q: int) -> bool:
+    """Whether two neighbouring tiles of queries always visit the same keys."""
+    bounded = problem.mask.left is not None or problem.mask.right is not None
+    of_lengths = problem.q_lengths or problem.kv_lengths or problem.layout == "thd"
+    return not bounded and not of_lengths and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
@@ -118,7 +151,8 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory: Q, in whose place O leaves; K and V of each stage; two mbarriers of each place."""
+def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) -> int:
+    """Bytes of shared memory: Q, in whose place O leaves; K and V of each stage; two mbarriers of each place; what Q is
+    of."""
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
-    return 2 * tile.block_q * max(k, v) + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages)
+    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES

@@ -119,6 +119,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "TAKE_TURNS": False,
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,

@@ -14,7 +14,9 @@ SHARED_BYTES = 128
 CACHE_BYTES = 32  # from the second-level cache
 STEP = 100  # clocks of a step for waiting and signalling
 BLOCK = 2000  # clocks of a block before its first product and after its last
+NEXT_TILE = 1000  # and of the next tile of a block, whose keys come while the last one's result leaves
 CLOCK = 1.5e9
+CLEAR = 2e-6  # seconds of a launch that clears a counter
 
 
 def columns(dim: int) -> int:

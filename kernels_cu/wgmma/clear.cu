@@ -1,0 +1,6 @@
+// Before a persistent forward: its blocks have drawn nothing yet. grid (1)
+#include "../params.cuh"
+
+extern "C" __global__ void __launch_bounds__(1) clear(const __grid_constant__ Params p) {
+  *p.drawn = 0;
+}

@@ -1,4 +1,4 @@
-"""The tensor-core engines on a real GPU, every option in bfloat16: mma, and on Hopper the forward of wgmma."""
+"""The tensor-core engines on a real GPU, every option in bfloat16: mma, and on Hopper wgmma."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import on_gpu
 import pytest
-from cases import OPTIONS, Case, Result, check, compare, references, run
+from cases import OPTIONS, Case, check, run
 
-import cupy_flash
 from cupy_flash import UnsupportedError, device
 
 ROWS = {name: replace(case, dtype="bfloat16") for name, case in OPTIONS.items() if not name.startswith("dtype-")}
@@ -30,18 +29,20 @@ def test_mma_on_cuda(case: Case, deterministic: bool) -> None:
     check(case, run(case, "cuda", call))
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
-def test_wgmma_on_cuda(case: Case) -> None:
+def test_wgmma_on_cuda(case: Case, deterministic: bool) -> None:
     """Like the formula, or refused with a reason that is not the architecture."""
-    q, k, v, options, _, _, packed = case.call()
-    assert packed is None
+    call = case.call()
+    call.options.update(engine="wgmma", deterministic=deterministic)
     if device.gpu(0).arch != "sm_90a":
         with pytest.raises(UnsupportedError, match="has not the instructions of sm_90a"):
-            cupy_flash.attention(q, k, v, engine="wgmma", backend="cuda", **options)
+            run(case, "cuda", call)
         return
     try:
-        out, lse = cupy_flash.attention(q, k, v, return_lse=True, engine="wgmma", backend="cuda", **options)
+        result = run(case, "cuda", call)
     except UnsupportedError as refusal:
-        assert any(why in str(refusal) for why in ("16 bytes", "without elements", "larger than 256"))
+        reasons = ("16 bytes", "without elements", "larger than 256", "fits registers")
+        assert any(reason in str(refusal) for reason in reasons)
         return
-    compare(case, Result(out, lse, *[None] * 5), *references(case), only=("out", "lse"))
+    check(case, result)

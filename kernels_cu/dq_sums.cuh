@@ -4,7 +4,7 @@
 #include "ptx.cuh"
 #include "sequence.cuh"
 
-// Packed sequences begin with a square of their own, whatever row they begin with: the squares before it.
+// Squares of 16 queries before a sequence: packed ones begin with one of their own, whatever row they begin with.
 __device__ inline long long first_square(const Sequence& sequence) {
   return PACKED ? sequence.q_start / 16 + sequence.batch : 0;
 }

@@ -22,6 +22,11 @@ struct TransposedBits {
   }
 };
 
+template <bool VALUE>
+struct Known {
+  static constexpr bool value = VALUE;
+};
+
 template <bool FIRST, typename A, typename B>
 struct Choice {
   using type = A;
@@ -37,45 +42,74 @@ struct Rows {
   const float* delta;
 };
 
+struct DoNothing {
+  __device__ void operator()() const {}
+};
+
 // Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
-// OF_SCORE: dS is the gradient of the score that the softmax saw, else that of scale * q.k.
-template <bool MASKED, bool TRANSPOSED, bool OF_SCORE, int M, int N>
-__device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], const Score& score, const Band& band,
-                              const Dropout& dropout, float unit, Rows queries, int i0, int j0) {
+// OF_SCORE: dS is the gradient of the score that the softmax saw, else that of scale * q.k. Not `masked`: every query
+// of the tile sees every key. Who has dO V^T made while probabilities are worked out waits for it in `wait`.
+template <bool TRANSPOSED, bool OF_SCORE, int M, int N, typename Wait = DoNothing>
+__device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool masked, const Score& score,
+                              const Band& band, const Dropout& dropout, float unit, Rows queries, int i0, int j0,
+                              Wait wait = {}) {
   using TheirBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
   float keep_scale = dropout.keep_scale;
+  // Of element e of two fragments side by side, from (m, n) on.
+  auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
+  auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };
+  auto probabilities = [&](auto is_masked, int m, int n, float (&slopes_of_cap)[8]) {
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
-    Range seen_by[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int row = row_of(m, 2 * half);
-      seen_by[half] = TRANSPOSED ? band.queries(j0 + row) : band.keys(i0 + row);
+    for (int e = 0; e < 8; ++e) {
+      int query = query_of(m, n, e), i = i0 + query, j = j0 + key_of(m, n, e);
+      float& s = S[m][n + e / 4][e % 4];
+      bool seen = true;
+      if constexpr (is_masked.value) seen = TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j);
+      if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+      if constexpr (MODIFIED)
+        s = seen ? score.apply(s, i, j, slopes_of_cap[e]) : -infinity();
+      else
+        s = seen ? s : -infinity();
+      s = exp2_fast(s * unit - queries.lse2[query]);
     }
+  };
+  auto gradients = [&](int m, int n, const float (&slopes_of_cap)[8]) {
+    TheirBits bits;
+    if constexpr (DROPOUT) bits.draw(dropout, i0 + query_of(m, n, 0), j0 + key_of(m, n, 0));
 #pragma unroll
-    for (int n = 0; n < N; n += 2) {
-      int row = row_of(m, 0), column = column_of(n, 0);
-      TheirBits bits;
-      if constexpr (DROPOUT) bits.draw(dropout, i0 + (TRANSPOSED ? column : row), j0 + (TRANSPOSED ? row : column));
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        int row = row_of(m, e % 4), column = column_of(n + e / 4, e % 4);
-        int query = TRANSPOSED ? column : row, i = i0 + query, j = j0 + (TRANSPOSED ? row : column);
-        float &s = S[m][n + e / 4][e % 4], &dp = dP[m][n + e / 4][e % 4];
-        bool seen = !MASKED || seen_by[e % 4 / 2](TRANSPOSED ? i : j);
-        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-        float slope_of_cap = 0;
-        if constexpr (MODIFIED)
-          s = seen ? score.apply(s, i, j, slope_of_cap) : -infinity();
-        else
-          s = seen ? s : -infinity();
-        float probability = exp2_fast(s * unit - queries.lse2[query]);
-        float factor = 1;
-        if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
-        float ds = probability * (dp * factor - queries.delta[query]);
-        s = probability * factor;
-        dp = OF_SCORE ? ds : score.gradient(ds, slope_of_cap);
-      }
+    for (int e = 0; e < 8; ++e) {
+      float &s = S[m][n + e / 4][e % 4], &dp = dP[m][n + e / 4][e % 4];
+      float factor = 1;
+      if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
+      float ds = s * (dp * factor - queries.delta[query_of(m, n, e)]);
+      s *= factor;
+      dp = OF_SCORE ? ds : score.gradient(ds, slopes_of_cap[e]);
     }
+  };
+  auto for_all = [&](auto does) {
+    float slopes_of_cap[8] = {};
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < N; n += 2) does(m, n, slopes_of_cap);
+  };
+
+  if constexpr (SOFTCAP || DROPOUT) {
+    // The slope of a cap is known while its score is; and drawing bits leaves no registers for more than two fragments.
+    wait();
+    for_all([&](int m, int n, float (&slopes_of_cap)[8]) {
+      if (masked)
+        probabilities(Known<true>(), m, n, slopes_of_cap);
+      else
+        probabilities(Known<false>(), m, n, slopes_of_cap);
+      gradients(m, n, slopes_of_cap);
+    });
+  } else {
+    if (masked)
+      for_all([&](int m, int n, float (&slopes)[8]) { probabilities(Known<true>(), m, n, slopes); });
+    else
+      for_all([&](int m, int n, float (&slopes)[8]) { probabilities(Known<false>(), m, n, slopes); });
+    wait();
+    for_all(gradients);
   }
 }

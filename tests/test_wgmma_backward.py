@@ -167,10 +167,14 @@ PLANTED = {
     "rows of another head": ("keys", "sequence.queries<float>(x, walk.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),
     "scores not waited for": (
-        "keys", "wait_for_products<0>();\n      pin(S_rmem)", "wait_for_products<1>();\n      pin(S_rmem)",
+        "keys", "wait_for_products<1>();\n      pin(S_rmem)", "wait_for_products<2>();\n      pin(S_rmem)",
         errors.PendingRegister,
     ),
-    "dQ not waited for": ("keys", "wait_for_products<1>();", "wait_for_products<2>();", errors.PendingRegister),
+    "gradients not waited for": ("keys", "wait_for_products<0>();\n        pin(dP", "pin(dP", errors.PendingRegister),
+    "dQ not waited for": (
+        "keys", "wait_for_products<1>();\n      pin(dV", "wait_for_products<2>();\n      pin(dV",
+        errors.PendingRegister,
+    ),
     "no fence of dS": (
         "keys", "fence_async();\n      wait_for_threads", "wait_for_threads", errors.MissingFence,
     ),
@@ -200,7 +204,7 @@ PLANTED = {
     ),
     "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
     "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
-    "past the keys": ("keys", "i0 + QUERIES > unmasked.end)", "false)", AssertionError),
+    "past the keys": ("keys", "i0 + QUERIES > unmasked.end;", "false;", AssertionError),
     "dQ leaves over the last one": (
         "shared keys", "if (lane_of() == 0) wait_for_stores<0>();\n    __syncwarp();", "__syncwarp();",
         errors.PendingCopy,

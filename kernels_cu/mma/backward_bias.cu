@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
           float S_rmem[M][N][4], dP_rmem[M][N][4];
           scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
           scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
-          differentiate<true, false, true>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+          differentiate<false, true>(S_rmem, dP_rmem, true, score, band, dropout, unit, rows, q_start + row, kv_start);
 #pragma unroll
           for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -134,10 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, K_smem, of_K, Q_smem, of_Q);
       scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, of_V, dO_smem, of_dO);
-      if (q_start < unmasked.begin || q_start + BLOCK_Q > unmasked.end)
-        differentiate<true, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
-      else
-        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start, kv_start + row);
+      bool masked = q_start < unmasked.begin || q_start + BLOCK_Q > unmasked.end;
+      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, q_start, kv_start + row);
       unsigned int P_rmem[M][N / 2][4], dS_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem, of_dOT);

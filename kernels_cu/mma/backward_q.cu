@@ -71,10 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
       scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
-      if (kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
-        differentiate<true, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
-      else
-        differentiate<false, false, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, q_start + row, kv_start);
+      bool masked = kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end;
+      differentiate<false, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, q_start + row, kv_start);
       unsigned int dS_rmem[M][N / 2][4];
       round_fragments(dS_rmem, dP_rmem);
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, of_KT);

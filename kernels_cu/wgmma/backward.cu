@@ -212,13 +212,15 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
       begin_products();
       scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S_rmem, K_smem + keys * PANEL_ROW, Q_smem + queries * PANEL_ROW);
       scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP_rmem, V_smem + keys * PANEL_ROW, dO_smem + queries * PANEL_ROW);
-      wait_for_products<0>();
-      pin(S_rmem), pin(dP_rmem);
+      wait_for_products<1>();
+      pin(S_rmem);
+      auto end_dP = [&] {
+        wait_for_products<0>();
+        pin(dP_rmem);
+      };
       Rows rows = {lse2 + queries, lse2 + BLOCK_Q + queries};
-      if (i0 < unmasked.begin || i0 + QUERIES > unmasked.end)
-        differentiate<true, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, i0, kv_start + row);
-      else
-        differentiate<false, true, false>(S_rmem, dP_rmem, score, band, dropout, unit, rows, i0, kv_start + row);
+      bool masked = i0 < unmasked.begin || i0 + QUERIES > unmasked.end;
+      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, i0, kv_start + row, end_dP);
       rings.rows.release();
 
       // Where nobody shares the keys, P^T and dS^T are multiplied from registers. dS goes to the others for dQ.

@@ -144,7 +144,8 @@ def _live(problem: Problem, tile: Tile) -> int:
     scores = tile.block_q // tile.shares // 2
     of_options = LIVE_OF_SCORES if is_modified(problem) or problem.dense_mask is not None else 0
     of_options += scores if problem.softcap is not None else 0  # the slope of each
-    of_options += scores // 4 * ((problem.layout == "thd") + tile.dq_in_bulk)
+    of_lengths = problem.layout == "thd" or problem.q_lengths or problem.kv_lengths or problem.shard
+    of_options += scores // 4 * (of_lengths + tile.dq_in_bulk)
     return sum(sums) // 2 + 2 * scores + of_options
 
 

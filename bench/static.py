@@ -60,7 +60,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
     # Hopper's own instructions.
     **{
-        f"Hopper {name}": words | dict(engine="wgmma", backward=False)
+        f"Hopper {name}": words | dict(engine="wgmma")
         for name, words in {
             "fp16 D 64": dict(dtype="float16", head_dim=64),
             "fp16 D 96": dict(dtype="float16", head_dim=96),
@@ -79,7 +79,17 @@ SCARCE = (
 )  # fmt: skip
 STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tiles are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # words of a problem that a call has not
-TILE_CONSTANTS = ("THREADS", "BLOCK_Q", "BLOCK_KV", "COLUMN_WARPS", "STAGES", "Q_IN_REGISTERS", "ADD_DQ")
+TILE_CONSTANTS = (
+    "THREADS",
+    "BLOCK_Q",
+    "BLOCK_KV",
+    "COLUMN_WARPS",
+    "STAGES",
+    "Q_IN_REGISTERS",
+    "ADD_DQ",
+    "SHARES",
+    "DQ_IN_BULK",
+)
 LIMIT = 1.10  # bytes moved over the least that the tiles need
 
 
@@ -178,7 +188,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
         progress(name)
         for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:
             for launch in _chosen(PROBLEMS[name], backward, arch):
-                if launch.function in ("forward", "backward_q", "backward_kv"):
+                if launch.function in ("forward", "backward", "backward_q", "backward_kv"):
                     found.append(_count(name, launch, backward, arch))
     return found
 
@@ -199,7 +209,7 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     words, tile = PROBLEMS[name], launch.tile
     assert tile is not None
     block_q, block_kv, threads = tile
-    by_key = launch.function == "backward_kv"
+    by_key = launch.function in ("backward_kv", "backward")
     base, longer = (
         _run(words, launch, backward, arch, ((2 + more * by_key) * block_q, (2 + more * (not by_key)) * block_kv))
         for more in (0, 1)
@@ -240,6 +250,8 @@ def _least_bytes(function: str, words: dict[str, Any], block_q: int, block_kv: i
     of_queries = queries * (k + v + 2 * number)  # Q, dO, lse, delta
     if function == "backward_q":
         return of_queries + queries * k + 2 * keys * (k + v)
+    if function == "backward":  # and every block adds to dQ
+        of_queries += queries * 4 * -(-words["head_dim"] // 16) * 16
     return 2 * keys * (k + v) + 2 * of_queries  # K, V, dK, dV
 
 

@@ -22,11 +22,6 @@ struct TransposedBits {
   }
 };
 
-template <bool VALUE>
-struct Known {
-  static constexpr bool value = VALUE;
-};
-
 template <bool FIRST, typename A, typename B>
 struct Choice {
   using type = A;
@@ -58,13 +53,12 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
   // Of element e of two fragments side by side, from (m, n) on.
   auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
   auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };
-  auto probabilities = [&](auto is_masked, int m, int n, float (&slopes_of_cap)[8]) {
+  auto probabilities = [&](bool masked, int m, int n, float (&slopes_of_cap)[8]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       int query = query_of(m, n, e), i = i0 + query, j = j0 + key_of(m, n, e);
       float& s = S[m][n + e / 4][e % 4];
-      bool seen = true;
-      if constexpr (is_masked.value) seen = TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j);
+      bool seen = !masked || (TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j));
       if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
       if constexpr (MODIFIED)
         s = seen ? score.apply(s, i, j, slopes_of_cap[e]) : -infinity();
@@ -86,30 +80,33 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       dp = OF_SCORE ? ds : score.gradient(ds, slopes_of_cap[e]);
     }
   };
-  auto for_all = [&](auto does) {
-    float slopes_of_cap[8] = {};
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < N; n += 2) does(m, n, slopes_of_cap);
-  };
 
-  if constexpr (SOFTCAP || DROPOUT) {
-    // The slope of a cap is known while its score is; and drawing bits leaves no registers for more than two fragments.
+  // `masked` is known wherever it is asked for, so that half of it is no code.
+  constexpr int PAIRS = M * N / 2;
+  float slopes_of_cap[8] = {};
+  if constexpr (SOFTCAP || DROPOUT || M * N > 8) {
+    // The slope of a cap is known while its score is. Where bits are drawn, or scores are many, registers are for the
+    // gradients of two fragments at a time: compilers spill in the other order.
     wait();
-    for_all([&](int m, int n, float (&slopes_of_cap)[8]) {
+#pragma unroll
+    for (int t = 0; t < PAIRS; ++t) {
+      int m = t / (N / 2), n = t % (N / 2) * 2;
       if (masked)
-        probabilities(Known<true>(), m, n, slopes_of_cap);
+        probabilities(true, m, n, slopes_of_cap);
       else
-        probabilities(Known<false>(), m, n, slopes_of_cap);
+        probabilities(false, m, n, slopes_of_cap);
       gradients(m, n, slopes_of_cap);
-    });
+    }
   } else {
-    if (masked)
-      for_all([&](int m, int n, float (&slopes)[8]) { probabilities(Known<true>(), m, n, slopes); });
-    else
-      for_all([&](int m, int n, float (&slopes)[8]) { probabilities(Known<false>(), m, n, slopes); });
+    if (masked) {
+#pragma unroll
+      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
+    } else {
+#pragma unroll
+      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
+    }
     wait();
-    for_all(gradients);
+#pragma unroll
+    for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
   }
 }

@@ -124,11 +124,11 @@ def test_added_up_in_any_order(tile, take, watch):
         assert_bitwise_equal(other._replace(dq=first.dq), first, case)
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_bytes_and_conflicts(tile, take, watch):
+@pytest.mark.parametrize(("tile", "dim"), [("keys", 64), ("keys", 96), ("shared keys", 64)])
+def test_bytes_and_conflicts(tile, dim, take, watch):
     """A block reads its keys once, and Q and dO as often as there are blocks; no two lanes want one bank."""
     take(TILES[tile])
-    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1))
+    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=dim, head_dim_v=dim))
     run(case)
     count, blocks = watch.counters["backward"], 256 // TILES[tile].block_kv
     tensor, numbers = 256 * 2 * case.head_dim, 256 * 4

@@ -174,12 +174,14 @@ __device__ void store_fragments(unsigned int tile, const unsigned int (&A)[1][K]
 template <int ROWS, int DIM, int K>
 __device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const unsigned int (&A)[1][K][4],
                            int row, int chunk, int first, int end) {
+  // Eight lanes read eight chunks of one row: no two want one bank.
+  constexpr int CHUNKS = round_up(2 * K, 8);
   store_fragments<ROWS>(shared_address(tile), A, row, chunk);
   __syncwarp();
 #pragma unroll 4
-  for (int n = lane_of(); n < 16 * 2 * K; n += WARP) {
-    int r = n / (2 * K), its = chunk + n % (2 * K);
-    if (first + r >= end || 8 * its >= DIM) continue;
+  for (int n = lane_of(); n < 16 * CHUNKS; n += WARP) {
+    int r = n / CHUNKS, its = chunk + n % CHUNKS;
+    if (first + r >= end || n % CHUNKS >= 2 * K || 8 * its >= DIM) continue;
     uint4 numbers = *(const uint4*)(tile + place_of<ROWS>(row + r, its));
     store_chunk<DIM>(rows + (long long)(first + r) * x.row, x, its, numbers);
   }

@@ -34,6 +34,7 @@ WARPGROUPS = 2  # that compute; one more brings tiles
 # Numbers of one thread that live through a step. Up to here the static gate finds no spill.
 LIVE = 200
 LIVE_OF_SCORES = 32  # where scores take a pass of their own
+LIVE_OF_ANOTHER = 16  # scores changed, a mask, dropout: of each beyond the first
 
 # What the cost is made of beside hopper.py's, of one multiprocessor and clock.
 ADDED_BYTES = 16  # to global memory
@@ -142,7 +143,9 @@ def _live(problem: Problem, tile: Tile) -> int:
         for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
     )
     scores = tile.block_q // tile.shares // 2
-    of_options = LIVE_OF_SCORES if is_modified(problem) or problem.dense_mask is not None else 0
+    passes = is_modified(problem), problem.dense_mask is not None
+    of_options = LIVE_OF_SCORES if any(passes) else 0
+    of_options += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     of_options += scores if problem.softcap is not None else 0  # the slope of each
     of_lengths = problem.layout == "thd" or problem.q_lengths or problem.kv_lengths or problem.shard
     of_options += scores // 4 * (of_lengths + tile.dq_in_bulk)

@@ -59,17 +59,22 @@ def test_the_steady_loop_is_its_products(steps):
 
 
 def test_hoppers_own_instructions():
-    """On sm_90a alone. One instruction multiplies 64 x N x 16: at D 128 each warpgroup needs 8 for the scores of a tile
-    and one for 16 keys of it; in the steady loop alone, though the first tile stands before it."""
+    """On sm_90a alone. One instruction multiplies 64 x N x 16: at D 128 each warpgroup of the forward needs 8 for the
+    scores of a tile and one for 16 keys of it; in the steady loop alone, though the first tile stands before it. In the
+    backward 8 for each of two products, and one for 16 queries of dV and dK or 16 keys of dQ."""
     name = "Hopper bf16 D 128"
     assert [static.is_served(name, arch) for arch in static.ARCHS] == [False, False, True]
     assert static.count_steps([name], "sm_80", unseen) == []
-    (step,) = static.count_steps([name], "sm_90a", unseen)
-    block_q, block_kv, _ = step.tile
-    assert step.sass["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
-    assert step.sass["exp"] == 1
-    assert 4 < sum(step.sass.values()) - step.sass["products"] <= 7
-    assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
+    forward, backward = static.count_steps([name], "sm_90a", unseen)
+    block_q, block_kv, _ = forward.tile
+    assert forward.sass["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
+    block_q, block_kv, _ = backward.tile
+    of_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
+    assert backward.sass["products"] == of_warpgroup * 256 / (block_q * block_kv)
+    for step, most in ((forward, 7), (backward, 12)):
+        assert step.sass["exp"] == 1
+        assert 4 < sum(step.sass.values()) - step.sass["products"] <= most
+        assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
 
 
 LISTING = """

@@ -202,7 +202,8 @@ class Checks:
             return
         rows, cluster, warp = self._who(group)
         known = self.clocks.known[cluster, warp]
-        if self.context.program.asynchronous or self.context.cluster > 1:  # a column is not its agent's component
+        if self.context.program.asynchronous or self._agents.shape != (1, known.shape[1]):
+            # A column is not its agent's component.
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
         found = self.readers[units]  # (accesses, units, columns)
         late = (found >> np.uint64(_CLOCK)) > known[:, None, :]

@@ -9,7 +9,7 @@ import on_gpu
 import pytest
 from tiles import SMALL_FRAGMENTS, SMALL_TILE, every_kernel_in
 
-from cupy_flash import cache
+from cupy_flash import backends, cache
 from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.plan import plan
@@ -20,10 +20,13 @@ hypothesis.settings.load_profile("deterministic")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """Kernels are compiled once per session, into a folder of its own: none from another time is used."""
+def kernel_cache(tmp_path_factory, request):
+    """Kernels are compiled once per session, into a folder that its processes share: none from another time is used."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("CUPY_FLASH_CACHE_DIR", str(folder))
         cache.compiled.cache_clear()
         yield
 
@@ -47,6 +50,12 @@ def small_tile(monkeypatch):
     plan.cache_clear()
     yield
     plan.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What is simulated is Hopper."""
+    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from test_arrays import Producer
 
 import cupy_flash
 from cupy_flash import cache, device
@@ -44,7 +45,7 @@ class Card:
 @pytest.fixture
 def cupy(monkeypatch, tmp_path):
     """The stand-in as `cupy`; what was loaded and launched is in `loaded` and `launches`."""
-    launches, loaded, attributes = [], [], []
+    launches, loaded, attributes, waits = [], [], [], []
 
     def function(name):
         def launch(grid, block, arguments, *, shared_mem, stream):
@@ -64,6 +65,19 @@ def cupy(monkeypatch, tmp_path):
 
         get_function = staticmethod(function)
 
+    class Event:
+        ptr = 0xE0
+
+        def __init__(self, *, disable_timing):
+            assert disable_timing and Card.entered
+
+        def record(self, stream):
+            Event.ptr += 1
+            waits.append((stream.ptr, self.ptr))
+
+    def wait(stream, event):
+        waits.append((event, stream, len(launches)))
+
     def raw_module(*, path):
         loaded.append(path)
         return SimpleNamespace(get_function=function)
@@ -74,9 +88,16 @@ def cupy(monkeypatch, tmp_path):
         RawModule=raw_module,
         cuda=SimpleNamespace(
             Device=Card,
+            Event=Event,
             Module=Module,
             get_current_stream=lambda index: SimpleNamespace(ptr=STREAM),
-            runtime=SimpleNamespace(streamIsCapturing=lambda stream: fake.capturing, getDevice=lambda: 1),
+            is_available=lambda: True,
+            runtime=SimpleNamespace(
+                streamIsCapturing=lambda stream: fake.capturing,
+                getDevice=lambda: 1,
+                pointerGetAttributes=lambda pointer: SimpleNamespace(device=1),
+                streamWaitEvent=wait,
+            ),
             driver=SimpleNamespace(
                 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=lambda *set: attributes.append(set)
             ),
@@ -89,14 +110,15 @@ def cupy(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
     cache.compiled.cache_clear()
     device.gpu.cache_clear()
-    yield SimpleNamespace(fake=fake, launches=launches, loaded=loaded, attributes=attributes)
+    yield SimpleNamespace(fake=fake, launches=launches, loaded=loaded, attributes=attributes, waits=waits)
     device.gpu.cache_clear()
     cache.compiled.cache_clear()
 
 
 # What the stand-in, and the code that calls it, take to be there.
 CUPY_NAMES = [
-    "ndarray", "empty", "asarray", "ascontiguousarray", "RawModule", "RawKernel.max_dynamic_shared_size_bytes",
+    "ndarray", "empty", "asarray", "ascontiguousarray", "from_dlpack", "RawModule",
+    "RawKernel.max_dynamic_shared_size_bytes", "ndarray.device", "cuda.Event.record", "cuda.runtime.streamWaitEvent",
     "cuda.Device.compute_capability", "cuda.Device.attributes", "cuda.Device.__enter__", "cuda.Module.load",
     "cuda.Module.get_function", "cuda.get_current_stream", "cuda.driver.funcSetAttribute",
     "cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "cuda.runtime.getDevice",
@@ -152,6 +174,46 @@ def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
         addresses = [decode(maps.tobytes()[at : at + 128]).address for at in range(0, 4 * 128, 128)]
         assert addresses == [array.data.ptr for array in (q, k, values, out)]
     assert len(encoded) == 4 + len(results)
+
+
+class Interface:
+    """A CUDA array of an unknown library, ready on a stream of its own."""
+
+    def __init__(self, x, stream):
+        self.x, self.__cuda_array_interface__ = x, x.__array_interface__ | {"stream": stream}
+
+
+def test_outputs_of_cupy_are_written_on_its_stream_after_the_producers(cupy):
+    """CuPy hands out the memory of its outputs and workspaces by its own stream: on another kernels would write to
+    memory that is in use. So that one waits, once for each stream on which an input is ready."""
+    x = np.ones((1, 40, 2, 8), np.float32)
+    arrays = [Interface(x.copy(), stream) for stream in (77, None, STREAM)]
+    out, lse = cupy_flash.attention(*arrays, return_lse=True)
+    (launch,) = cupy.launches
+    assert (type(out), launch.stream, launch.params["q"]["data"]) == (Array, STREAM, arrays[0].x.ctypes.data)
+    ((other, event), (waited, waits, launched)) = cupy.waits
+    assert (other, event, waits, launched) == (77, waited, STREAM, 0)
+    cupy.waits.clear()
+    call()
+    assert not cupy.waits  # what CuPy's own arrays wait for is their owner's
+
+
+def test_a_copy_is_made_on_its_arrays_device(cupy):
+    """Current may be another. The default stream is that of DLPack's hand-over, so it need not wait."""
+    taken = []
+
+    def from_dlpack(x):
+        taken.append((Card.entered[-1], x))
+        return Array(np.from_dlpack(x.array))
+
+    cupy.fake.from_dlpack = from_dlpack
+    cupy.fake.ascontiguousarray = lambda x: Array(np.ascontiguousarray(x.x))
+    cupy.fake.cuda.get_current_stream = lambda index: SimpleNamespace(ptr=0)
+    x = np.ones((1, 40, 2, 16), np.float32)
+    q, k = Producer(x[..., ::2], device=(2, 1)), Producer(np.ones((1, 40, 2, 8), np.float32), device=(2, 1))
+    cupy_flash.attention(q, k, k)
+    assert taken == [(1, q)] and Card.entered == [] and not cupy.waits
+    assert cupy.launches[0].stream == 0 and cupy.launches[0].params["k"]["data"] == k.array.ctypes.data
 
 
 def test_backward_launches_its_kernels_in_order(cupy):

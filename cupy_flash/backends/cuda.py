@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..ahead import compile_launch
-from ..arrays import Array, stream_of
+from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..launch import Constant, Launch
 from ..plan import Plan
 from ..problem import Gradients, Operands
@@ -37,6 +37,7 @@ def _start(work: kernels.Work) -> None:
     address = operator.attrgetter("pointer")
     params = work.params(address)
     with cupy.cuda.Device(index):
+        _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
             function = _loaded.get((launch.kernel, launch.constants, index))
             if function is None:
@@ -46,6 +47,16 @@ def _start(work: kernels.Work) -> None:
             # CuPy passes a NumPy array of one element by value.
             arguments = work.arguments(launch, params, address, encode_for_gpu)
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
+
+
+def _wait(stream: Any, others: set[int | None]) -> None:
+    """What the stream does from now on comes after what others have been given to do."""
+    import cupy
+
+    for other in others - {None, stream.ptr or LEGACY_DEFAULT_STREAM}:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(SimpleNamespace(ptr=other))
+        cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
 
 
 _loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}

@@ -2,6 +2,9 @@
 
 import importlib.util
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from types import SimpleNamespace
 
@@ -10,7 +13,7 @@ import pytest
 from test_arrays import Producer
 
 import cupy_flash
-from cupy_flash import cache, device
+from cupy_flash import ahead, cache, device
 from cupy_flash.backends import cuda
 from cupy_flash.params import dtypes
 from cupy_flash.tensor_map import decode, encode_for_simulator
@@ -37,6 +40,11 @@ class Card:
 
     def __enter__(self):
         Card.entered.append(self.index)
+        return self
+
+    def use(self):
+        assert Card.entered[-1] == self.index
+        Card.used = True
 
     def __exit__(self, *_):
         Card.entered.pop()
@@ -106,6 +114,7 @@ def cupy(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(Card, "entered", [], raising=False)
+    monkeypatch.setattr(Card, "used", False, raising=False)
     monkeypatch.setattr(cuda, "_loaded", {})
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
     cache.compiled.cache_clear()
@@ -119,7 +128,8 @@ def cupy(monkeypatch, tmp_path):
 CUPY_NAMES = [
     "ndarray", "empty", "asarray", "ascontiguousarray", "from_dlpack", "RawModule",
     "RawKernel.max_dynamic_shared_size_bytes", "ndarray.device", "cuda.Event.record", "cuda.runtime.streamWaitEvent",
-    "cuda.Device.compute_capability", "cuda.Device.attributes", "cuda.Device.__enter__", "cuda.Module.load",
+    "cuda.Device.compute_capability", "cuda.Device.attributes", "cuda.Device.__enter__", "cuda.Device.use",
+    "cuda.Module.load",
     "cuda.Module.get_function", "cuda.get_current_stream", "cuda.driver.funcSetAttribute",
     "cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "cuda.runtime.getDevice",
     "cuda.runtime.streamIsCapturing", "cuda.runtime.pointerGetAttributes",
@@ -135,6 +145,11 @@ if importlib.util.find_spec("cupy"):  # there is none for macOS
         import cupy
 
         reduce(getattr, name.split("."), cupy)
+
+
+def problem():
+    """What `call` asks for."""
+    return ahead.problems(dtype="float32", head_dim=8, causal=True, backward=False)[0]
 
 
 def call(length=40, **options):
@@ -160,6 +175,7 @@ def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
     encoded = []
 
     def encode(tensor_map):
+        assert Card.used  # or the driver finds no context in a new thread
         encoded.append(tensor_map)
         return encode_for_simulator(tensor_map)
 
@@ -226,6 +242,27 @@ def test_backward_launches_its_kernels_in_order(cupy):
 def test_a_kernel_is_loaded_once_for_all_lengths(cupy):
     call(40), call(40), call(41)
     assert len(cupy.launches) == 3 and len(cupy.loaded) == 1
+
+
+def test_threads_that_begin_together_load_a_kernel_once(cupy, monkeypatch):
+    """A thread that waits for another's compilation takes its kernel; it does not compile the same."""
+    together, compile_launch = threading.Barrier(4), cuda.compile_launch
+    compiled = []
+
+    def slow(launch, arch):
+        compiled.append(launch.kernel)
+        time.sleep(0.2)
+        return compile_launch(launch, arch)
+
+    def load(launch):
+        together.wait()
+        return cuda.load(launch, "sm_90a")
+
+    monkeypatch.setattr(cuda, "compile_launch", slow)
+    (launch,) = cupy_flash.backends.plan_for(problem()).launches
+    with ThreadPoolExecutor(4) as threads:
+        functions = set(threads.map(load, [launch] * 4))
+    assert len(functions) == len(cupy.loaded) == len(compiled) == 1
 
 
 def test_without_a_folder_the_bytes_are_loaded(cupy, monkeypatch, tmp_path):

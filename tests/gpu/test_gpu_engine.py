@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import cupy
 import pytest
 import torch
-from engines import assert_right, inputs, new_stream, on_both_frameworks, on_every_engine, step
+from cases import Result, check
+from engines import (
+    HEADS,
+    assert_right,
+    case,
+    inputs,
+    new_stream,
+    on_both_frameworks,
+    on_every_engine,
+    on_host,
+    step,
+)
 
 import cupy_flash
 from cupy_flash.backends import cuda
@@ -31,6 +45,34 @@ def test_runs_on_the_device_of_its_arrays(engine: str, framework: str, index: in
     assert [x.device for x in results] == [arrays[0].device] * 4
     with cupy.cuda.Device(index):
         assert_right(results, engine)
+
+
+def fused(library: Any, q: Any, k: Any, v: Any) -> Iterable[Any]:
+    """As one projection gives them: heads lie closer than rows."""
+    together = library.stack([q, k, v], 2)
+    return (together[:, :, index] for index in range(3))
+
+
+def heads_first(library: Any, *arrays: Any) -> Iterable[Any]:
+    return (library.stack([x[:, :, head] for head in range(HEADS)], 1).swapaxes(1, 2) for x in arrays)
+
+
+def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
+    """For all: a stride of 0."""
+    return (library.broadcast_to(x[:, :, :1], x.shape) for x in arrays)
+
+
+@pytest.mark.parametrize("view", [fused, heads_first, one_head])
+@on_both_frameworks
+@on_every_engine
+def test_views(engine: str, framework: str, view: Callable[..., Iterable[Any]]) -> None:
+    *arrays, dout = inputs(framework, engine)
+    arrays = list(view(cupy if framework == "cupy" else torch, *arrays))
+    out, dq, dk, dv = map(on_host, step([*arrays, dout], engine))
+    q, k, v = map(on_host, arrays)
+    result = Result(out, None, dq, dk, dv, None, None)
+    call = case(engine).call()._replace(q=q, k=k, v=v)
+    check(case(engine), result, only=("out", "dq", "dk", "dv"), call=call)
 
 
 @on_every_engine

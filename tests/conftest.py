@@ -1,5 +1,6 @@
 """Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
+import os
 import shutil
 from dataclasses import dataclass, field
 
@@ -21,9 +22,10 @@ hypothesis.settings.load_profile("deterministic")
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory):
-    """Kernels are compiled once per session, into a folder of its own: none from another time is used."""
+    """Kernels are compiled once per session, into a folder of its own: none from another time is used. Where KERNELS
+    names a folder, sessions share that one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(tmp_path_factory.mktemp("kernels")))
         cache.compiled.cache_clear()
         yield
 
@@ -36,7 +38,9 @@ def backend(request):
         request.getfixturevalue("small_tile")
     if request.param == "cuda":
         on_gpu.route(request.getfixturevalue("monkeypatch"))
-    return request.param
+    yield request.param
+    if request.param == "cuda":
+        on_gpu.leave_a_lost_gpu()
 
 
 @pytest.fixture

@@ -61,17 +61,23 @@ def test_every_part_runs_once(machine):
         "conformance",
         "simulator",
         "gpu-tests",
-        "adapters",
+        "half",
         "behaviour",
+        "adapters",
         "simt",
         "overhead",
         "sweep-forward",
         "sweep-backward",
-        "memcheck",
-        "synccheck",
+        "calls",
+        *(f"{tool}-{engine}" for engine in ("simt", "mma", "wgmma", "fp8") for tool in ("memcheck", "synccheck")),
+        "racecheck-simt",
+        "racecheck-mma",
     ]
     assert {step["status"] for step in steps} == {0}
     assert any("bench.gpu peers" in call for call in calls) and any("--tool synccheck" in call for call in calls)
+    # Four processes of pytest share their kernels, and none lets jax take the memory of the GPU.
+    tests = [call for call in calls if "timeout_method=thread" in call]
+    assert len(tests) == 4 and all(f"-n {os.sysconf('SC_NPROCESSORS_ONLN')}" in call for call in tests)
     again, calls, steps = machine("all")
     assert again.returncode == 0 and len(steps) == len(names)
     assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]

@@ -7,11 +7,15 @@ import sys
 
 import numpy as np
 import pytest
+import sanitize
+import test_fp8
 import torch
+from cases import planned
 from conformance import on_gpu
 
 from bench import gpu
 from bench.results import ROOT
+from cupy_flash.problem import Saved
 
 TOOL = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -171,6 +175,24 @@ def test_clock_and_power_of_the_samples():
     assert state["sm_clock_mhz"] == {"median": 1830, "least": 1755, "most": 1980}
     assert state["power_w"]["median"] == 650
     assert gpu.summary([]) == {"samples": 0}
+
+
+def test_sanitized_calls_start_every_kernel():
+    """And every kind of tile of Hopper's engine; the calls in fp8 are some of its tests."""
+    kernels, constants = set(), set()
+    for engine in sanitize.DTYPES:
+        for _, case, words in sanitize.calls(engine):
+            call = case.call()
+            out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
+            for saved in (None, Saved(call.dout, out, lse, call.dlse)):
+                chosen, _ = planned(case, saved, "sm_90a", engine=engine, backend="simulator", **words)
+                kernels |= {launch.kernel for launch in chosen.launches}
+                constants |= {pair for launch in chosen.launches for pair in launch.constants}
+    folder = ROOT / "kernels_cu"
+    every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
+    assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
+    assert {(name, True) for name in ("PERSISTENT", "TAKE_TURNS", "PAIRED", "DQ_IN_BULK", "DQ_IN_ORDER")} <= constants
+    assert set(sanitize.FP8) <= set(test_fp8.OPTIONS)
 
 
 REST = """

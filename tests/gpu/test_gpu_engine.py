@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -73,6 +74,19 @@ def test_views(engine: str, framework: str, view: Callable[..., Iterable[Any]]) 
     result = Result(out, None, dq, dk, dv, None, None)
     call = case(engine).call()._replace(q=q, k=k, v=v)
     check(case(engine), result, only=("out", "dq", "dk", "dv"), call=call)
+
+
+@on_both_frameworks
+def test_merge(framework: str) -> None:
+    whole = replace(case("simt"), causal=False)
+    q, k, v, _ = inputs(framework, "simt")
+    parts = [
+        x
+        for keys in (slice(60), slice(60, None))
+        for x in cupy_flash.attention(q, k[:, keys], v[:, keys], return_lse=True)
+    ]
+    out, lse = map(on_host, cupy_flash.merge(*parts))
+    check(whole, Result(out, lse, *[None] * 5), only=("out", "lse"))
 
 
 @on_every_engine

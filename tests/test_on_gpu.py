@@ -1,9 +1,13 @@
 """What runs unattended on a GPU, as far as it goes without one."""
 
+import ast
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -251,3 +255,31 @@ def test_a_micro_kernel_that_breaks_its_process_costs_no_other_its_result(tmp_pa
         assert {name: len(stored[name]) for name in stored} == {"first": 3, "after_it": 4, "last": 5}
     on_gpu.main(tmp_path, command)
     assert "runs" not in capfd.readouterr().out  # again what has no result, and that alone
+
+
+# Lines that only a GPU runs.
+ONLY_ON_A_GPU = [
+    *(ROOT / "tests" / "gpu").glob("*.py"),
+    *(ROOT / "tests" / name for name in ("on_gpu.py", "sanitize.py", "conformance/on_gpu.py")),
+    *(ROOT / "cupy_flash" / name for name in ("arrays.py", "device.py", "ahead.py", "backends/cuda.py")),
+]
+
+
+def names_of(library, text):
+    """Every dotted name of a library in a Python text: `torch.cuda.Stream` of torch.cuda.Stream().cuda_stream."""
+    for node in ast.walk(ast.parse(text)):
+        words = []
+        while isinstance(node, ast.Attribute):
+            words.append(node.attr)
+            node = node.value
+        if words and isinstance(node, ast.Name) and node.id == library:
+            yield ".".join(reversed(words))
+
+
+@pytest.mark.parametrize("library", ["torch", *(["cupy"] if importlib.util.find_spec("cupy") else [])])
+def test_every_name_that_only_a_gpu_would_miss_is_there(library):
+    module = importlib.import_module(library)
+    names = {name for path in ONLY_ON_A_GPU for name in names_of(library, path.read_text())}
+    assert {"torch": "cuda.CUDAGraph", "cupy": "cuda.MemoryPool"}[library] in names
+    for name in sorted(names):
+        reduce(getattr, name.split("."), module)

@@ -34,7 +34,18 @@ def leave_a_lost_gpu():
 
 
 def route(monkeypatch):
-    """Every public function that is called with backend="cuda" gets its NumPy arrays on the GPU."""
+    """Every public function that is called with backend="cuda" gets its NumPy arrays on the GPU, where outputs and
+    workspaces begin as NaN."""
+    import cupy
+
+    empty = cupy.empty
+
+    def poisoned(*args, **kwargs):
+        array = empty(*args, **kwargs)
+        array.data.memset_async(255, array.nbytes)
+        return array
+
+    monkeypatch.setattr(cupy, "empty", poisoned)
     for name in FUNCTIONS:
         monkeypatch.setattr(cupy_flash, name, moving(getattr(cupy_flash, name)))
 

@@ -60,7 +60,10 @@ def cupy(monkeypatch, tmp_path):
             params, *maps = arguments
             raised = getattr(launch, "max_dynamic_shared_size_bytes", None)
             assert shared_mem in (raised, *(value for _, _, value in attributes))
-            assert Card.entered == [1] and params.dtype == dtypes()["Params"] and params.size == 1
+            assert Card.entered == [1] and params.size == 1
+            for argument in arguments:
+                assert argument.dtype.names is None and argument.__array_interface__["data"][0] == argument.ctypes.data
+            params = params.view(dtypes()["Params"])
             launches.append(SimpleNamespace(name=name, grid=grid, block=block, shared=shared_mem, stream=stream.ptr,
                                             params=params.copy(), maps=maps))  # fmt: skip
 

@@ -68,6 +68,7 @@ FIRST_BACKWARD = """
 import torch
 import cupy_flash
 
+torch.ones(3, device="cuda", requires_grad=True).sum().backward()  # torch has made its thread
 cupy_flash.compile(dtype="{dtype}", head_dim=64, causal=True, engine="{engine}")
 q = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.{dtype}).requires_grad_()
 graph = torch.cuda.CUDAGraph()
@@ -82,7 +83,7 @@ assert torch.equal(out, expected) and bool(gradient.isfinite().all()) and float(
 
 @on_every_engine
 def test_the_first_backward_of_a_process_may_be_captured(engine: str) -> None:
-    """Torch runs it in a thread that has not touched the GPU before."""
+    """Torch runs it in a thread of its own, where CuPy has not been before."""
     command = [sys.executable, "-c", FIRST_BACKWARD.format(dtype=ENGINES[engine], engine=engine)]
     ran = subprocess.run(command, env=os.environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

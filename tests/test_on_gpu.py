@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from functools import reduce
+from types import SimpleNamespace
 
 import numpy as np
+import on_gpu as gpu_backend
 import pytest
 import sanitize
 import test_fp8
@@ -283,3 +285,23 @@ def test_every_name_that_only_a_gpu_would_miss_is_there(library):
     assert {"torch": "cuda.CUDAGraph", "cupy": "cuda.MemoryPool"}[library] in names
     for name in sorted(names):
         reduce(getattr, name.split("."), module)
+
+
+def test_a_process_that_lost_its_gpu_leaves_the_tests_to_others(monkeypatch):
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def synchronize():
+        raise CUDARuntimeError("an illegal memory access was encountered")
+
+    runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, deviceSynchronize=synchronize)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    with pytest.raises(CUDARuntimeError):  # alone it has to go on
+        gpu_backend.leave_a_lost_gpu()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
+    with pytest.raises(CUDARuntimeError):
+        gpu_backend.leave_a_lost_gpu()
+    assert left == [1]

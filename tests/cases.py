@@ -469,10 +469,10 @@ SIMULATED_PAIRS = covering(6)
 def by_backend(names: str = "case", **rows: dict) -> pytest.MarkDecorator:
     """parametrize over (backend, `names`) whose rows differ by backend: by_backend(cpu={id: row}, simulator=...).
 
-    A GPU takes the simulator's rows: those of the same engine.
+    A GPU takes the simulator's rows, those of the same engine, unless it has its own.
     """
     if has_gpu():
-        rows["cuda"] = rows["simulator"]
+        rows.setdefault("cuda", rows["simulator"])
     several = "," in names
     parameters = [
         pytest.param(backend, *(row if several else (row,)), id=f"{backend}-{name}")

@@ -1,5 +1,6 @@
 """Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
+import os
 import shutil
 from dataclasses import dataclass, field
 
@@ -21,12 +22,13 @@ hypothesis.settings.load_profile("deterministic")
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory, request):
-    """Kernels are compiled once per session, into a folder that its processes share: none from another time is used."""
+    """Kernels are compiled once per session, into a folder that its processes share: none from another time is used.
+    Where KERNELS names a folder, sessions share that one."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_FLASH_CACHE_DIR", str(folder))
+        patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
         cache.compiled.cache_clear()
         yield
 
@@ -39,7 +41,9 @@ def backend(request):
         request.getfixturevalue("small_tile")
     if request.param == "cuda":
         on_gpu.route(request.getfixturevalue("monkeypatch"))
-    return request.param
+    yield request.param
+    if request.param == "cuda":
+        on_gpu.leave_a_lost_gpu()
 
 
 @pytest.fixture

@@ -1,15 +1,27 @@
 """What runs unattended on a GPU, as far as it goes without one."""
 
+import ast
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from functools import reduce
+from types import SimpleNamespace
 
+import numpy as np
+import on_gpu as gpu_backend
 import pytest
+import sanitize
+import test_fp8
 import torch
+from cases import planned
+from conformance import on_gpu
 
 from bench import gpu
 from bench.results import ROOT
+from cupy_flash.problem import Saved
 
 TOOL = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -59,17 +71,23 @@ def test_every_part_runs_once(machine):
         "conformance",
         "simulator",
         "gpu-tests",
-        "adapters",
+        "half",
         "behaviour",
+        "adapters",
         "simt",
         "overhead",
         "sweep-forward",
         "sweep-backward",
-        "memcheck",
-        "synccheck",
+        "calls",
+        *(f"{tool}-{engine}" for engine in ("simt", "mma", "wgmma", "fp8") for tool in ("memcheck", "synccheck")),
+        "racecheck-simt",
+        "racecheck-mma",
     ]
     assert {step["status"] for step in steps} == {0}
     assert any("bench.gpu peers" in call for call in calls) and any("--tool synccheck" in call for call in calls)
+    # Four processes of pytest share their kernels, and none lets jax take the memory of the GPU.
+    tests = [call for call in calls if "timeout_method=thread" in call]
+    assert len(tests) == 4 and all(f"-n {os.sysconf('SC_NPROCESSORS_ONLN')}" in call for call in tests)
     again, calls, steps = machine("all")
     assert again.returncode == 0 and len(steps) == len(names)
     assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]
@@ -163,3 +181,127 @@ def test_clock_and_power_of_the_samples():
     assert state["sm_clock_mhz"] == {"median": 1830, "least": 1755, "most": 1980}
     assert state["power_w"]["median"] == 650
     assert gpu.summary([]) == {"samples": 0}
+
+
+def test_sanitized_calls_start_every_kernel():
+    """And every kind of tile of Hopper's engine; the calls in fp8 are some of its tests."""
+    kernels, constants = set(), set()
+    for engine in sanitize.DTYPES:
+        for _, case, words in sanitize.calls(engine):
+            call = case.call()
+            out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
+            for saved in (None, Saved(call.dout, out, lse, call.dlse)):
+                chosen, _ = planned(case, saved, "sm_90a", engine=engine, backend="simulator", **words)
+                kernels |= {launch.kernel for launch in chosen.launches}
+                constants |= {pair for launch in chosen.launches for pair in launch.constants}
+    folder = ROOT / "kernels_cu"
+    every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
+    assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
+    assert {(name, True) for name in ("PERSISTENT", "TAKE_TURNS", "PAIRED", "DQ_IN_BULK", "DQ_IN_ORDER")} <= constants
+    assert set(sanitize.FP8) <= set(test_fp8.OPTIONS)
+
+
+REST = """
+import os, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+lost = []
+
+def synchronize():
+    if lost:
+        raise RuntimeError("the context is lost")
+
+sys.modules["cupy"] = SimpleNamespace(
+    cuda=SimpleNamespace(runtime=SimpleNamespace(deviceSynchronize=synchronize))
+)
+from conformance import on_gpu
+
+def fail(message, loses=False):
+    lost.extend([message] * loses)
+    raise ValueError(message)
+
+def never_ends():
+    threading.Event().wait()
+
+on_gpu.LIMIT = 1
+on_gpu.capability = lambda: 90
+on_gpu.works = lambda capability: {
+    "first": lambda: np.arange(3),
+    "refused": lambda: fail("no such instruction"),
+    "after.it": lambda: print("runs") or np.arange(4),
+    "breaks": lambda: fail("illegal address", loses=True),
+    "hangs": never_ends,
+    "last": lambda: np.arange(5),
+}
+raise SystemExit(on_gpu.run_rest(Path(sys.argv[1])))
+"""
+
+
+def test_a_micro_kernel_that_breaks_its_process_costs_no_other_its_result(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(on_gpu, "capability", lambda: 90)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    command = (sys.executable, "-c", REST)
+    assert on_gpu.main(tmp_path, command) == 1
+    told = capfd.readouterr().out.splitlines()
+    assert told == [
+        "runs",
+        f"3 micro-kernels ran: {tmp_path / 'sm_90.npz'}",
+        "breaks: illegal address",
+        "hangs: its process ended, or had to after 1 s",
+        "refused: no such instruction",
+    ]
+    with np.load(tmp_path / "sm_90.npz") as stored:
+        assert {name: len(stored[name]) for name in stored} == {"first": 3, "after_it": 4, "last": 5}
+    on_gpu.main(tmp_path, command)
+    assert "runs" not in capfd.readouterr().out  # again what has no result, and that alone
+
+
+# Lines that only a GPU runs.
+ONLY_ON_A_GPU = [
+    *(ROOT / "tests" / "gpu").glob("*.py"),
+    *(ROOT / "tests" / name for name in ("on_gpu.py", "sanitize.py", "conformance/on_gpu.py")),
+    *(ROOT / "cupy_flash" / name for name in ("arrays.py", "device.py", "ahead.py", "backends/cuda.py")),
+]
+
+
+def names_of(library, text):
+    """Every dotted name of a library in a Python text: `torch.cuda.Stream` of torch.cuda.Stream().cuda_stream."""
+    for node in ast.walk(ast.parse(text)):
+        words = []
+        while isinstance(node, ast.Attribute):
+            words.append(node.attr)
+            node = node.value
+        if words and isinstance(node, ast.Name) and node.id == library:
+            yield ".".join(reversed(words))
+
+
+@pytest.mark.parametrize("library", ["torch", *(["cupy"] if importlib.util.find_spec("cupy") else [])])
+def test_every_name_that_only_a_gpu_would_miss_is_there(library):
+    module = importlib.import_module(library)
+    names = {name for path in ONLY_ON_A_GPU for name in names_of(library, path.read_text())}
+    assert {"torch": "cuda.CUDAGraph", "cupy": "cuda.MemoryPool"}[library] in names
+    for name in sorted(names):
+        reduce(getattr, name.split("."), module)
+
+
+def test_a_process_that_lost_its_gpu_leaves_the_tests_to_others(monkeypatch):
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def synchronize():
+        raise CUDARuntimeError("an illegal memory access was encountered")
+
+    runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, deviceSynchronize=synchronize)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    with pytest.raises(CUDARuntimeError):  # alone it has to go on
+        gpu_backend.leave_a_lost_gpu()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
+    with pytest.raises(CUDARuntimeError):
+        gpu_backend.leave_a_lost_gpu()
+    assert left == [1]

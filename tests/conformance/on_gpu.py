@@ -1,13 +1,18 @@
 """Runs every micro-kernel on this machine's GPU and stores what it gives: python -m conformance.on_gpu FOLDER.
 
 The stored files then hold the simulator without a GPU (tests/test_simulator_conformance_gpu.py). NVRTC is not asked:
-the driver assembles the PTX, the same text that the simulator executes.
+the driver assembles the PTX, the same text that the simulator executes. A kernel that never ends, or that breaks the
+CUDA context, costs its process alone: the next one goes on behind it. What is stored is not run again.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from cupy_flash.tensor_map import encode_for_gpu
 from . import hopper
 from .kernels import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, mma_body
 
+LIMIT = 20  # seconds, of a kernel that takes microseconds
 MMA_SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 
 
@@ -85,30 +91,65 @@ def run_hopper(case: hopper.HopperCase) -> Any:
     return cupy.asnumpy(arrays[-1])
 
 
-def main(folder: Path) -> int:
+def works(capability: int) -> dict[str, Callable[[], Any]]:
+    """What runs each micro-kernel that this GPU has the instructions for, by its name."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, arch, ptx, inputs, out, threads in every_kernel():
+        if arch <= capability:
+            found[name] = partial(run, ptx, inputs, out, threads, not name.startswith("mma."))
+    if capability == 90:
+        found |= {case.name: partial(run_hopper, case) for case in hopper.CASES}
+    return found
+
+
+def capability() -> int:
     import cupy
 
-    capability = int(cupy.cuda.Device().compute_capability)
-    folder.mkdir(parents=True, exist_ok=True)
-    results, failures = {}, []
-    for name, arch, ptx, inputs, out, threads in every_kernel():
-        if arch > capability:
+    return int(cupy.cuda.Device().compute_capability)
+
+
+def run_rest(folder: Path) -> int:
+    """Runs what has neither a result in the folder nor a complaint; this process may end with any of them."""
+    import cupy
+
+    for name, work in works(capability()).items():
+        if (folder / f"{key(name)}.npy").exists() or (folder / f"{key(name)}.txt").exists():
             continue
+        complaint = folder / f"{key(name)}.txt"
+        complaint.write_text(f"{name}: its process ended, or had to after {LIMIT} s")
+        alarm = threading.Timer(LIMIT, os._exit, [1])
+        alarm.start()
         try:
-            results[key(name)] = run(ptx, inputs, out, threads, not name.startswith("mma."))
+            np.save(folder / f"{key(name)}.npy", work())
+            complaint.unlink()
         except Exception as error:  # the others' results are worth having; the exit status tells
-            failures.append(f"{name}: {error}")
-    for case in hopper.CASES if capability == 90 else ():
-        try:
-            results[key(case.name)] = run_hopper(case)
-        except Exception as error:  # as above
-            failures.append(f"{case.name}: {error}")
-    path = folder / f"sm_{capability}.npz"
-    np.savez_compressed(path, **results)
-    print(f"{len(results)} micro-kernels ran: {path}")
-    print("\n".join(failures))
-    return 1 if failures else 0
+            complaint.write_text(f"{name}: {error}")
+            cupy.cuda.runtime.deviceSynchronize()  # fails where nothing more can be run
+        finally:
+            alarm.cancel()
+    return 0
+
+
+REST = (sys.executable, "-m", "conformance.on_gpu", "--rest")
+
+
+def main(folder: Path, rest: tuple[str, ...] = REST) -> int:
+    results = folder / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    for complaint in results.glob("*.txt"):
+        complaint.unlink()
+    before = -1
+    while before < (before := len(list(results.iterdir()))):
+        if subprocess.run([*rest, str(results)]).returncode == 0:
+            break
+    arrays = {path.stem: np.load(path) for path in sorted(results.glob("*.npy"))}
+    complaints = [path.read_text() for path in sorted(results.glob("*.txt"))]
+    path = folder / f"sm_{capability()}.npz"
+    np.savez_compressed(path, **arrays)
+    print(f"{len(arrays)} micro-kernels ran: {path}", *complaints, sep="\n")
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))
+    *mode, place = sys.argv[1:]
+    raise SystemExit(run_rest(Path(place)) if mode == ["--rest"] else main(Path(place)))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 7 | all. Each part takes less than eight minutes.
+# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 8 | all. Each part takes less than eight minutes.
 #
-# Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 6); nothing is installed. Results go to $OUT (default
+# Needs a GPU and a python3 with CuPy (torch for all parts but 2, 7); nothing is installed. Results go to $OUT (default
 # bench/out/gpu), for each step a log beside them and a line in steps.jsonl. A step that has passed is not run again;
 # after a failed one the next goes on, and the exit status tells. What ran out of time (status 3) goes on when run again.
 set -u
@@ -36,8 +36,9 @@ step() { # step NAME SECONDS COMMAND...
 
 tests() { "$PYTHON" -c 'import xdist' 2>/dev/null && parallel="-n 8" || parallel=""; }
 
-part_1() { # torch.matmul and every peer, before any engine of ours
-  step peers 460 "$PYTHON" -m bench.gpu peers --seconds 330 --out "$OUT/peers.json"
+part_1() { # the host's share of a call, and first calls, cold and warm
+  step overhead 60 "$PYTHON" -m bench overhead --out "$OUT"
+  step first 300 "$PYTHON" -m bench first --out "$OUT"
 }
 
 part_2() { # what the instructions do, and the simulator held to it
@@ -56,9 +57,14 @@ part_3() { # the tests on the GPU
     tests/test_attention.py tests/test_backward.py tests/test_varlen.py tests/gpu/test_gpu_half.py
 }
 
-part_4() { # ours against peers, in fp32 and fp64; the host's share of a call
-  step simt 400 "$PYTHON" -m bench.gpu simt --ours --seconds 300 --out "$OUT/simt.json"
-  step overhead 60 "$PYTHON" -m bench overhead --out "$OUT"
+part_4() { # fp32 and fp64 without tensor cores: every tile beside every peer, forward and backward
+  local direction dtype
+  for direction in forward backward; do
+    for dtype in float32 float64; do
+      step "simt-$direction-$dtype" 115 "$PYTHON" -m bench $direction --sweep --dtype $dtype --head-dim 64 \
+        --seqlens 1024,4096 --seconds 60 --out "$OUT/$dtype"
+    done
+  done
 }
 
 part_5() { # tensor cores: every tile of every engine beside every peer
@@ -84,11 +90,17 @@ for name in ("plain", "causal", "window", "bias", "mask", "sink", "dropout", "q-
   done
 }
 
+part_8() { # what bounds the fastest tiles of parts 5 and 6, and what the sweeps say of written costs
+  step bounds 460 "$PYTHON" -m bench bounds "$OUT/sweep-forward.json" "$OUT/sweep-backward.json" --seconds 400 --out "$OUT"
+  step costs-forward 120 "$PYTHON" -m bench costs "$OUT/sweep-forward.json"
+  step costs-backward 120 "$PYTHON" -m bench costs "$OUT/sweep-backward.json"
+}
+
 case ${1:-} in
-  [1-7]) "part_$1" ;;
-  all) for part in 1 2 3 4 5 6 7; do "part_$part"; done ;;
+  [1-8]) "part_$1" ;;
+  all) for part in 3 5 6 2 8 7 4 1; do "part_$part"; done ;; # what others wait for first
   *)
-    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | all" >&2
+    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all" >&2
     exit 1
     ;;
 esac

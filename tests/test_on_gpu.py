@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import gpu
+from bench.isolated import Lost
 from bench.results import ROOT
 
 TOOL = """#!/usr/bin/env bash
@@ -55,32 +57,38 @@ def test_every_part_runs_once(machine):
     assert done.returncode == 0, done.stderr
     names = [step["step"] for step in steps]
     assert names == [
-        "peers",
-        "conformance",
-        "simulator",
         "gpu-tests",
         "adapters",
         "behaviour",
-        "simt",
-        "overhead",
         "sweep-forward",
         "sweep-backward",
+        "conformance",
+        "simulator",
+        "bounds",
+        "costs-forward",
+        "costs-backward",
         "memcheck",
         "synccheck",
+        "simt-forward-float32",
+        "simt-forward-float64",
+        "simt-backward-float32",
+        "simt-backward-float64",
+        "overhead",
+        "first",
     ]
     assert {step["status"] for step in steps} == {0}
-    assert any("bench.gpu peers" in call for call in calls) and any("--tool synccheck" in call for call in calls)
+    assert any("bench forward --sweep" in call for call in calls) and any("--tool synccheck" in call for call in calls)
     again, calls, steps = machine("all")
     assert again.returncode == 0 and len(steps) == len(names)
     assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]
 
 
 def test_a_failed_step_is_told_and_run_again(machine):
-    done, _, steps = machine("4", failing="bench.gpu")
+    done, _, steps = machine("1", failing="overhead")
     assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0]
-    done, calls, steps = machine("4")
+    done, calls, steps = machine("1")
     assert done.returncode == 0 and [step["status"] for step in steps] == [7, 0, 0]
-    assert "bench.gpu simt" in "\n".join(calls) and "overhead" not in "\n".join(calls)
+    assert "bench overhead" in "\n".join(calls) and "bench first" not in "\n".join(calls)
 
 
 def test_without_a_gpu_it_says_so(machine):
@@ -90,7 +98,7 @@ def test_without_a_gpu_it_says_so(machine):
 
 
 def test_bench_says_that_torch_finds_no_gpu(tmp_path):
-    command = [sys.executable, "-m", "bench.gpu", "peers", "--out", str(tmp_path / "x.json")]
+    command = [sys.executable, "-m", "bench", "forward", "--gpu", "--out", str(tmp_path)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (2, "bench: torch finds no GPU here")
@@ -121,29 +129,52 @@ def test_bench_says_that_torch_finds_no_gpu(tmp_path):
 )
 def test_regimes_by_hand(regime, flops, name):
     assert (regime.flops, regime.name) == (flops, name)
-    for regimes in gpu.REGIMES.values():  # a file knows its cases by their names
-        assert len({regime.name for regime in regimes}) == len(regimes)
 
 
-def test_a_run_goes_on_where_time_was_over(tmp_path, monkeypatch, capsys):
+class Here:
+    """A worker that is this process; tests plant what gets lost."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __call__(self, *arguments, until):
+        return self.work(*arguments, lambda step, seconds: None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of a machine with a GPU, on which a test works in this process."""
+    now = [0.0]
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
+    monkeypatch.setattr(gpu, "Worker", Here)
+    monkeypatch.setattr(gpu, "matmul", lambda: dict(tflops=700.0))
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    return now
+
+
+def record(regime, tflops, **left_out):
+    milliseconds = dict.fromkeys(tflops, [1.0])
+    return dict(regime=regime.name, tflops=tflops, milliseconds=milliseconds, left_out=left_out)
+
+
+def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
     """No regime begins that would end later, by the longest of those before; what a file has is not measured again."""
-    clock, measured = [0.0], []
+    measured = []
 
-    def measure(regime):
+    def measure(regime, lost, announce):
         measured.append(regime.seqlen)
         clock[0] += 10 * len(measured)
-        tflops = {"slow": 1.0, "fast": 2.0}
-        return dict(
-            regime=regime.name,
-            tflops=tflops,
-            milliseconds=dict.fromkeys(tflops, [1.0]),
-            left_out={"other": "not installed"},
-        )
+        return record(regime, {"slow": 1.0, "fast": 2.0}, other="not installed")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
-    monkeypatch.setattr(gpu, "matmul", lambda: dict(tflops=700.0 + len(measured)))
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
     regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 2, 3, 4)]
     words = (regimes, measure, 45, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
     assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next may take 20
@@ -154,7 +185,67 @@ def test_a_run_goes_on_where_time_was_over(tmp_path, monkeypatch, capsys):
     assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
     stored = json.loads((tmp_path / "x.json").read_text())
     assert stored["command"] == "python -m bench forward --gpu"
-    assert [case["matmul_tflops"] for case in stored["cases"]] == [700, 700, 702, 702]  # of the same process
+    assert [case["matmul_tflops"] for case in stored["cases"]] == [700] * 4  # of the same process
+    assert stored["device"]["multiprocessors"] == 132
+
+
+def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
+    """First of its regime, then, when it has done so in two, of the run, also of one that goes on; what loses it
+    before any call costs the regime alone."""
+    tried = []
+
+    def measure(regime, lost, announce):
+        if regime.seqlen == 7:
+            raise Lost("inputs", "RuntimeError: no memory")
+        tflops, left_out = {"tile 64 True": 1.0}, {}
+        for name in ("tile 128 False", "tile 64 False"):
+            if gpu.kind(name) in lost:
+                left_out[name] = lost[gpu.kind(name)]
+                continue
+            tried.append((regime.seqlen, name))
+            raise Lost(name, "did not come back within 20 s")
+        return record(regime, tflops, **left_out)
+
+    regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 7, 2, 3, 4)]
+    words = (measure, 1000, tmp_path / "x.json", ["python -m bench"])
+    assert gpu.run(regimes[:3], *words) == 0 and tried == [(1, "tile 128 False"), (2, "tile 128 False")]
+    assert gpu.run(regimes, *words) == 0 and len(tried) == 2
+    stored = json.loads((tmp_path / "x.json").read_text())
+    first, none, *others = stored["cases"]
+    told = "tile 128 False did not come back within 20 s (forward bfloat16, D 64, causal, 1)"
+    assert first["left_out"] == {"tile 128 False": told, "tile 64 False": told} and first["tflops"]
+    assert none["tflops"] == {} and none["left_out"]["inputs"] == "RuntimeError: no memory"
+    assert [len(case["tflops"]) for case in others] == [1, 1, 1]
+    assert [loss["name"] for loss in stored["losses"]] == ["tile 128 False", "inputs", "tile 128 False"]
+
+
+def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):
+    """After a refusal the others go on; after a fault, which the next call of CUDA repeats, the process is lost in the
+    step of the call that made it."""
+    faulty, steps = [False], []
+
+    def refuse():
+        raise RuntimeError("not for these heads")
+
+    def fault():
+        faulty[0] = True
+
+    def synchronize():
+        if faulty[0]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(gpu, "time_interleaved", lambda calls, announce: {name: [1.0] for name in calls})
+    regime, announce = gpu.Regime("bfloat16", 64, 16, True, tokens=16), lambda step, seconds: steps.append(step)
+    calls = {"refuses": refuse, "serves": lambda: None}
+    case = gpu.measure(regime, calls, {}, announce)
+    assert case["left_out"] == {"refuses": "RuntimeError: not for these heads"} and list(case["tflops"]) == ["serves"]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        gpu.measure(regime, {"faults 1": fault} | calls, {}, announce)
+    assert steps[-1] == "faults 1"
+    faulty[0] = False
+    case = gpu.measure(regime, {"faults 2": fault} | calls, {"faults ": "as before"}, announce)
+    assert case["left_out"]["faults 2"] == "as before" and list(case["tflops"]) == ["serves"]
 
 
 def test_clock_and_power_of_the_samples():

@@ -13,6 +13,9 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cupy_flash import ahead, device
 from cupy_flash.engines import mma, simt
 from cupy_flash.engines.wgmma import backward, forward, forward_fp8
@@ -31,9 +34,10 @@ CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "wgmma backward": (backward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "INSTRUCTIONS", "STEP", "BLOCK")),
 }
 NAMED = ("dtype", "head_dim", "head_dim_v", "causal", "backward", "deterministic")  # by regimes as by calls
-STEPS = (2.0, 1.4, 1.2, 1.1, 1.05, 1.02)  # factors that constants are tried with, the coarse ones first
-ROUNDS = 20
-WITHIN = 16.0  # times its written value: farther a constant does not go, where nothing measured depends on it
+ROUNDS, NUDGE = 60, 1e-3
+WITHIN = math.log(16)  # of its written value: farther a constant does not go
+
+Logs = npt.NDArray[np.float64]
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -92,7 +96,8 @@ def constants(cases: Sequence[dict[str, Any]], card: dict[str, Any]) -> Table:
             continue
         written = {constant: float(getattr(module, constant)) for constant in names}
         best = fitted(module, written, observed)
-        errors = [math.exp(math.sqrt(_error(module, values, observed))) - 1 for values in (written, best)]
+        squares = [float(np.mean(_errors(module, values, observed) ** 2)) for values in (written, best)]
+        errors = [math.exp(math.sqrt(square)) - 1 for square in squares]
         typical = f"{errors[0]:.0%} -> {errors[1]:.0%}"
         rows += [
             [name, constant, f"{written[constant]:.3g}", f"{best[constant]:.3g}", str(len(observed)), typical]
@@ -130,34 +135,34 @@ def _observed(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list[Obs
 
 
 def fitted(module: ModuleType, written: dict[str, float], observed: Sequence[Observed]) -> dict[str, float]:
-    """Constants of the smallest squared error in log space, one after the other by ever smaller factors."""
-    best, least = dict(written), _error(module, written, observed)
-    for factor in STEPS:
-        for _ in range(ROUNDS):
-            before = least
-            for name in written:
-                for changed in (best[name] * factor, best[name] / factor):
-                    if not written[name] / WITHIN <= changed <= written[name] * WITHIN:
-                        continue
-                    error = _error(module, best | {name: changed}, observed)
-                    if error < least:
-                        best, least = best | {name: changed}, error
-            if least == before:
-                break
-    return best
+    """Constants of the smallest squared error in log space (Levenberg and Marquardt), near those written where nothing
+    measured depends on them."""
+    start = np.log(list(written.values()))
+
+    def values(logs: Logs) -> dict[str, float]:
+        return dict(zip(written, np.exp(logs).tolist(), strict=True))
+
+    def errors(logs: Logs) -> Logs:
+        return _errors(module, values(logs), observed)
+
+    best, damping = start, 1.0
+    for _ in range(ROUNDS):
+        residual = errors(best)
+        slopes = np.stack([(errors(best + nudge) - residual) / NUDGE for nudge in NUDGE * np.eye(len(start))], axis=1)
+        bent = slopes.T @ slopes + damping * np.eye(len(start))
+        tried = np.clip(best - np.linalg.solve(bent, slopes.T @ residual), start - WITHIN, start + WITHIN)
+        better = np.sum(errors(tried) ** 2) < np.sum(residual**2)
+        best, damping = (tried, damping / 4) if better else (best, damping * 4)
+    return values(best)
 
 
-def _error(module: ModuleType, values: dict[str, float], observed: Sequence[Observed]) -> float:
-    """The mean square of log(predicted / measured) with these constants."""
+def _errors(module: ModuleType, values: dict[str, float], observed: Sequence[Observed]) -> Logs:
+    """log(predicted / measured) of each, with these constants."""
     kept = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
             setattr(module, name, value)
-        errors = [
-            math.log(module.seconds(problem, pairs, on, tile) / seconds) ** 2
-            for problem, pairs, on, tile, seconds in observed
-        ]
+        return np.log([module.seconds(*asked) / seconds for *asked, seconds in observed])
     finally:
         for name, value in kept.items():
             setattr(module, name, value)
-    return sum(errors) / len(errors)

@@ -70,8 +70,8 @@ DEVICE = "cuda"
 SAMPLES, WARM_UP = 15, 3
 SECONDS_OF_ONE = 2.0  # a peer that has been measured for this long in one regime sits out the rest of its samples
 FLUSHES = 8  # of L2 before a sample: one is enough for L2, eight last until the host has asked for what is timed
-# What a step may take: a call's first time and a sample; where a peer is compiled; all that comes before the calls.
-SECONDS_OF_STEP, SECONDS_OF_COMPILING, SECONDS_OF_INPUTS = 20.0, 120.0, 200.0
+# What a step may take: a call's first time and a sample; what comes before the calls; where kernels are compiled.
+SECONDS_OF_STEP, SECONDS_OF_INPUTS, SECONDS_OF_COMPILING = 20.0, 60.0, 150.0
 OVERTIME = 40.0  # that a regime may take beyond the seconds of its run
 KIND_LOSSES = 2  # regimes in which a kind of tile has ended a process: from then on it is not tried
 

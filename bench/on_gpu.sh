@@ -10,7 +10,7 @@ OUT=${OUT:-bench/out/gpu}
 PYTHON=${PYTHON:-python3}
 CONFORMANCE=${CONFORMANCE:-tests/conformance/gpu} # what the simulator is held to, here and ever after
 mkdir -p "$OUT"
-export PYTHONPATH="$PWD:$PWD/tests" PYTHONUNBUFFERED=1 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
+export PYTHONPATH="$PWD:$PWD/tests" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
 
 if ! nvidia-smi -L >"$OUT/gpu.txt" 2>&1; then
   echo "on_gpu.sh: there is no GPU here (nvidia-smi -L: $(head -n 1 "$OUT/gpu.txt"))" >&2

@@ -19,7 +19,18 @@ from cupy_flash.launch import Launch
 from cupy_flash.plan import candidates
 from cupy_flash.problem import FP8, Operands, Options, Problem, Saved, UnsupportedError, pose
 
-from .gpu import SECONDS_OF_INPUTS, SECONDS_OF_STEP, Call, Regime, fastest, inputs, measure, of_peers, peers
+from .gpu import (
+    SECONDS_OF_COMPILING,
+    SECONDS_OF_INPUTS,
+    SECONDS_OF_STEP,
+    Call,
+    Regime,
+    fastest,
+    inputs,
+    measure,
+    of_peers,
+    peers,
+)
 from .isolated import Announce
 from .marks import MARKS
 from .peers import FLEX_ATTENTION
@@ -88,7 +99,7 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
             calls[name] = partial(run, its, operands)
             tiles.append({"name": name, "engine": engine, "size": size, "predicted_ms": its.cost * 1e3})
             launches |= {(launch.kernel, launch.constants): (launch, its.device.arch) for launch in its.launches}
-    announce("compile", SECONDS_OF_INPUTS)
+    announce("compile", SECONDS_OF_COMPILING)
     # This process finds them on disk. What cannot be compiled it finds out once more, and leaves out by name.
     wait(compilers().submit(compile_launch, *each) for each in launches.values())
     case = measure(regime, calls, lost, announce)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, sweep
 from bench.isolated import Lost
 from bench.results import ROOT
 
@@ -217,6 +218,21 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
     assert none["tflops"] == {} and none["left_out"]["inputs"] == "RuntimeError: no memory"
     assert [len(case["tflops"]) for case in others] == [1, 1, 1]
     assert [loss["name"] for loss in stored["losses"]] == ["tile 128 False", "inputs", "tile 128 False"]
+
+
+def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
+    """In a real process of its own, which here finds no GPU."""
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
+    regimes = [gpu.Regime("bfloat16", 64, 1024, True)]
+    assert gpu.run(regimes, sweep.measure_tiles, 200, tmp_path / "x.json", ["python -m bench"]) == 0
+    (case,) = json.loads((tmp_path / "x.json").read_text())["cases"]
+    assert case["tflops"] == {} and list(case["left_out"]) == ["torch.matmul"]
+    assert re.match(r"AssertionError|RuntimeError", case["left_out"]["torch.matmul"])
+    (table,) = sweep.tables([case])
+    assert set(table.rows[0][3:]) == {"-", "265"}  # as published
 
 
 def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):

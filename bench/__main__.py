@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
 
 from . import bounds, compare, costs, first, gpu, marks, overhead, ring, static, sweep
+from .isolated import ended_by_signal
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot, plot_sweep
@@ -141,11 +143,15 @@ def _compare(asked: argparse.Namespace) -> int:
 
 
 def _bounds(asked: argparse.Namespace, arguments: list[str]) -> int:
-    """Of the regimes with a mark in the sweeps, in the order of their importance."""
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in asked.sweeps]
-    cases = {case["regime"]: case for result in stored for case in result["cases"]}
+    """Of the regimes with a mark, the most important of each sweep first."""
+    of_sweeps = []
+    for path in filter(Path.is_file, asked.sweeps):
+        cases = {case["regime"]: case for case in json.loads(path.read_text(encoding="utf-8"))["cases"]}
+        of_sweeps.append([cases[regime.name] for regime in marks.MARKS if regime.name in cases])
+    in_turn = [case for cases in zip_longest(*of_sweeps) for case in cases if case]
     result = describe(arguments, 1)
-    result["bounds"] = bounds.run([cases[regime.name] for regime in marks.MARKS if regime.name in cases], asked.seconds)
+    with ended_by_signal():
+        result["bounds"] = bounds.run(in_turn, asked.seconds)
     write(result, asked.out / "bounds.json")
     show(bounds.table(result["bounds"]))
     return 0 if any(record["kernels"] for record in result["bounds"]) else 1

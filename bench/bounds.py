@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,16 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
         command += [word for section in SECTIONS for word in ("--section", section)]
         command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *words]
         process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, preexec_fn=os.setpgrp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
             said, _ = process.communicate(timeout=SECONDS_OF_ONE)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
             raise RuntimeError(f"did not come back within {SECONDS_OF_ONE:.0f} s") from None
+        finally:  # of ncu, and of what it runs
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         text = log.read_text(encoding="utf-8") if log.is_file() else ""
     kernels = parsed(text)
     if process.returncode or not kernels:

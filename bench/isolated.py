@@ -96,7 +96,7 @@ class Worker:
 
 def _serve(work: Callable[..., Any], pipe: Connection) -> None:
     """Answers until nobody asks any more."""
-    os.setsid()  # what it begins ends with it
+    os.setpgrp()  # what it begins ends with it
     while True:
         try:
             arguments = pipe.recv()
@@ -116,7 +116,7 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """SIGTERM leaves by SystemExit, so that workers, which are in sessions of their own, end too."""
+    """SIGTERM leaves by SystemExit, so that workers, which are in process groups of their own, end too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

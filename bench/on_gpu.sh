@@ -8,6 +8,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 OUT=${OUT:-bench/out/gpu}
 PYTHON=${PYTHON:-python3}
+SWEEP=${SWEEP:-410} # seconds of a sweep; the regimes of bench/marks.py come first
 CONFORMANCE=${CONFORMANCE:-tests/conformance/gpu} # what the simulator is held to, here and ever after
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD:$PWD/tests" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
@@ -68,11 +69,11 @@ part_4() { # fp32 and fp64 without tensor cores: every tile beside every peer, f
 }
 
 part_5() { # tensor cores: every tile of every engine beside every peer
-  step sweep-forward 470 "$PYTHON" -m bench forward --sweep --seconds 410 --out "$OUT"
+  step sweep-forward $((SWEEP + 60)) "$PYTHON" -m bench forward --sweep --seconds "$SWEEP" --out "$OUT"
 }
 
 part_6() { # and of the backward
-  step sweep-backward 470 "$PYTHON" -m bench backward --sweep --seconds 410 --out "$OUT"
+  step sweep-backward $((SWEEP + 60)) "$PYTHON" -m bench backward --sweep --seconds "$SWEEP" --out "$OUT"
 }
 
 part_7() { # compute-sanitizer on a few cases

@@ -167,7 +167,7 @@ def _compiled_flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
     # A backward that may overwrite what its forward kept cannot run twice.
     torch._functorch.config.donated_buffer = False
     length = q.shape[-2]
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, "cuda") if causal else None
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, q.device) if causal else None
     return partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask)
 
 

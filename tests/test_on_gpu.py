@@ -220,6 +220,36 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
     assert [loss["name"] for loss in stored["losses"]] == ["tile 128 False", "inputs", "tile 128 False"]
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype, peer", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
+def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
+    """As often as they are asked, on the same numbers; here on a CPU."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
+    peers, ours = gpu.peers(regime), gpu.ours(regime)
+    assert peer in peers and "FlexAttention" in peers
+    for _ in range(2):
+        expected, actual = peers[peer](), ours["cupy_flash"]()
+        pairs = zip(expected, actual, strict=True) if backward else [(expected, actual)]
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, atol=0.03, rtol=0.03)
+    assert gpu.peers(regime._replace(dtype="float8_e4m3fn")) == gpu.peers(regime._replace(deterministic=True)) == {}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
+    """Here without its compiler."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile(function, **options | {"backend": "eager"})
+    )
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    regime = gpu.Regime("float32", 64, 48, causal, tokens=96)
+    calls = gpu.peers(regime)
+    for _ in range(2):
+        torch.testing.assert_close(calls["FlexAttention"](), calls["SDPA math"](), atol=1e-4, rtol=1e-4)
+
+
 def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     """In a real process of its own, which here finds no GPU."""
     card = SimpleNamespace(multi_processor_count=132)

@@ -177,7 +177,7 @@ def _sweep(asked: argparse.Namespace, arguments: list[str]) -> int:
         asked.seqlens,
         asked.causal,
     )
-    out = asked.out / f"sweep-{asked.command}.json"
+    out = asked.out / f"sweep-{asked.command}{f'-{asked.dtype}' if asked.dtype else ''}.json"
     status = gpu.run(regimes, sweep.measure_tiles, asked.seconds, out, ["python -m bench", *arguments])
     if out.is_file():
         result = json.loads(out.read_text(encoding="utf-8"))

@@ -230,7 +230,7 @@ def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str,
             call()
             end.record()
             end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
+            samples[name].append(round(begin.elapsed_time(end), 5))
     return samples
 
 
@@ -309,12 +309,12 @@ def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Pa
     done = {case["regime"] for case in result["cases"]}
     waiting = [regime for regime in regimes if regime.name not in done]
     begin = time.monotonic()
-    longest = 0.0
+    durations: list[float] = []
     with ended_by_signal(), Worker(partial(beside_matmul, measure_one)) as worker:
         for measured, regime in enumerate(waiting):
             started = time.monotonic()
             try:
-                if started - begin + longest > seconds:
+                if started - begin + median(durations or [0]) > seconds:
                     raise OutOfTime
                 case, ceiling = _outlived(worker, regime, result["losses"], begin + seconds + OVERTIME)
             except OutOfTime:
@@ -325,7 +325,7 @@ def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Pa
             result["matmul"] = ceiling or result.get("matmul")
             write(result, out)
             now = time.monotonic()
-            longest = max(longest, now - started)
+            durations.append(now - started)
             left = len(waiting) - measured - 1
             print("\n".join(told(case)))
             print(f"  {left} regimes are left, about {(now - begin) / (measured + 1) * left:.0f} s", flush=True)

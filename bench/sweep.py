@@ -52,15 +52,17 @@ def regimes(
     seqlens: Sequence[int] | None = None,
     causal: bool | None = None,
 ) -> list[Regime]:
-    """Of those words: what has a mark, then every head dimension, mask and length, in bfloat16 where no dtype is
-    named."""
-
-    def is_meant(regime: Regime) -> bool:
-        asked = ((regime.dtype, dtype), (regime.causal, causal))
-        sizes = ((regime.head_dim, head_dims), (regime.seqlen, seqlens))
-        return all(b in (None, a) for a, b in asked) and all(b is None or a in b for a, b in sizes)
-
-    marked = [regime for regime in MARKS if regime.backward == backward and is_meant(regime)]
+    """Of those words: what has a mark, then every head dimension, mask and length; where no dtype is named, those for
+    tensor cores."""
+    marked = [
+        regime
+        for regime in MARKS
+        if regime.backward == backward
+        and regime.dtype in ((dtype,) if dtype else ("bfloat16", FP8))
+        and (causal is None or regime.causal == causal)
+        and (head_dims is None or regime.head_dim in head_dims)
+        and (seqlens is None or regime.seqlen in seqlens)
+    ]
     every = [
         Regime(dtype or "bfloat16", head_dim, seqlen, masked, backward, HEAD_DIMS_V.get(head_dim))
         for seqlen in seqlens or SEQLENS

@@ -8,11 +8,11 @@ from sweeps import case, regime, result
 from bench import marks
 from bench.__main__ import main
 from bench.plots import plot_sweep
-from bench.tables import block
+from bench.tables import block, regenerate, without_block
 
 FULL, CAUSAL = regime(), regime(causal=True)
 BACKWARD, IN_ORDER = regime(backward=True), regime(backward=True, deterministic=True)
-FP32, FP8 = regime(64, 4096, dtype="float32"), regime(dtype="float8_e4m3fn")
+FP32, FP8 = regime(64, 1024, dtype="float32"), regime(dtype="float8_e4m3fn")
 
 
 def reached(*cases):
@@ -70,6 +70,10 @@ def test_results_without_a_block_are_told(tmp_path, capsys):
     for check in ([], ["--check"]):
         assert main([*command, *check]) == 1
         assert "README.md shows nothing of sweep-forward.json" in capsys.readouterr().err
+    other = "<!-- bench:sweep-forward-float32 -->\n<!-- /bench:sweep-forward-float32 -->\n"
+    with pytest.raises(ValueError, match="sweep-forward-float32.json, which is not among the results"):
+        regenerate(other, tmp_path)
+    assert without_block(other, tmp_path) == ["sweep-forward.json"]
     readme.write_text("<!-- bench:sweep-forward-marks -->\n<!-- /bench:sweep-forward-marks -->\n")
     assert main(command) == 0 and main([*command, "--check"]) == 0
     assert "| 736 | 700 SDPA cuDNN | 1.05 | 0.92 |" in readme.read_text()

@@ -252,7 +252,7 @@ def matmul() -> dict[str, Any]:
 def sampled_gpu() -> list[str]:
     """A list to which nvidia-smi adds lines as long as this process lasts: SM clock in MHz, power in W; none where it
     is not there."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
     lines: list[str] = []
     try:
         process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 from bench import first
 from bench.__main__ import main
@@ -18,3 +19,11 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path, monkeypatch,
     assert "goal 10" in capsys.readouterr().out
     (row,) = first.table({"a call": dict(cold=1.25, warm=0.02, kernels=1)}).rows
     assert row == ["a call", "1", "1250", "20"]
+
+
+def test_a_call_that_fails_leaves_the_others(monkeypatch):
+    """Here for want of a GPU."""
+    monkeypatch.setattr(first, "CALLS", {"a call": first.CALLS["mma forward, bf16 D 128"]})
+    section = first.measure(on_gpu=True)
+    assert re.match(r"the first call: (AssertionError|RuntimeError): ", section["a call"]["left_out"])
+    assert first.table(section).rows[0][2] == section["a call"]["left_out"]

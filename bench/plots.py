@@ -56,10 +56,11 @@ def plot_sweep(result: dict[str, Any], path: Path) -> bool:
     """Speed over the sequence length of our fastest tiles, every peer and what was published: a panel for each head
     dimension and mask that has two lengths. False where there is none, or matplotlib is not installed."""
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for case in sorted(result["cases"], key=lambda case: case["seqlen"]):
+    order = ("dtype", "head_dim", "causal", "seqlen")
+    for case in sorted(result["cases"], key=lambda case: [case[name] for name in order]):
         if case["tflops"] and not case["deterministic"]:
             panels.setdefault((case["dtype"], case["head_dim"], case["head_dim_v"], case["causal"]), []).append(case)
-    panels = {panel: cases for panel, cases in sorted(panels.items(), key=str) if len(cases) > 1}
+    panels = {panel: cases for panel, cases in panels.items() if len(cases) > 1}
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

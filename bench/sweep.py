@@ -106,11 +106,12 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
     wait(compilers().submit(compile_launch, *each) for each in launches.values())
     case = measure(regime, calls, lost, announce)
     case["left_out"] |= refused
-    measured = [tile["name"] for tile in tiles if tile["name"] in case["tflops"]]
-    for name in measured[1:]:
+    # Whoever is the first: a peer where there is one.
+    reference = next(iter(case["tflops"]), "")
+    for name in (tile["name"] for tile in tiles if tile["name"] in case["tflops"]):
         announce(name, SECONDS_OF_STEP)
-        if not _alike(calls[name](), calls[measured[0]]()):
-            case["left_out"][name] = f"its result is not that of {measured[0]}"
+        if not _alike(calls[name](), calls[reference]()):
+            case["left_out"][name] = f"its result is not that of {reference}"
             del case["tflops"][name]
     return case | {"tiles": tiles}
 
@@ -140,10 +141,17 @@ def _reasons(engine: str, error: UnsupportedError) -> str:
     return "; ".join(line.removeprefix(start) for line in str(error).splitlines() if line.startswith(start))
 
 
-def _alike(result: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two results are those of the same attention; not where either has a NaN."""
-    pairs = [(a.owner.float(), b.owner.float()) for a, b in zip(result, other, strict=True) if a is not None]
+def _alike(result: Any, other: Any) -> bool:
+    """Whether two results are those of the same attention; not where either has a NaN. Peers give no lse."""
+    pairs = zip(_numbers(result), _numbers(other), strict=False)
     return all(bool((a - b).abs().max() <= APART * b.abs().max()) for a, b in pairs)
+
+
+def _numbers(result: Any) -> list[Any]:
+    """out, or gradients, as tensors: of Arrays or of tensors."""
+    every: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    owners: list[Any] = [getattr(array, "owner", array) for array in every if array is not None]
+    return [tensor.float() for tensor in owners]
 
 
 def tables(cases: Iterable[dict[str, Any]]) -> list[Table]:

@@ -93,6 +93,23 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
     assert case["left_out"][second] == f"its result is not that of {first}"
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
+    """Where the first tile is wrong, it alone is left out."""
+
+    def with_first_wrong(chosen, engine):
+        (tile, its), *others = candidates(chosen, engine)[:2]
+        return [(tile, replace(its, problem=replace(its.problem, scale=2.0))), *others]
+
+    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
+    monkeypatch.setattr(sweep, "candidates", with_first_wrong)
+    monkeypatch.setattr(sweep, "peers", lambda regime: {"SDPA flash": gpu.peers(regime)["SDPA flash"]})
+    case = measured(tiny(backward))
+    first, second = (tile["name"] for tile in case["tiles"])
+    assert list(case["tflops"]) == ["SDPA flash", second]
+    assert case["left_out"] == {first: "its result is not that of SDPA flash"}
+
+
 def test_a_kind_that_is_lost_is_not_called(simulated):
     every = measured(tiny(backward=False))
     wgmma = [tile["name"] for tile in every["tiles"] if tile["engine"] == "wgmma"]

@@ -24,7 +24,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "mma forward, bf16 D 128": dict(dtype="bfloat16", head_dim=128, engine="mma"),
     "simt forward, fp32 D 64": dict(dtype="float32", head_dim=64, engine="simt"),
 }
-WARM_PROCESSES = 3
+WARM_PROCESSES = 2
 SECONDS = 60.0
 # Of one kernel, at most: (first mark, goal), in seconds.
 MARKS = {"cold": (2.0, 1.0), "warm": (0.050, 0.010)}

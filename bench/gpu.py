@@ -258,14 +258,19 @@ def sampled_gpu() -> list[str]:
         process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
         return lines
-    threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True).start()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.append(line)
+
+    threading.Thread(target=read, daemon=True).start()
     return lines
 
 
 def summary(lines: Sequence[str]) -> dict[str, Any]:
     """Median and extremes of clock and power."""
-    rows = [line.split(",") for line in lines]
-    numbers = [tuple(map(float, row)) for row in rows if len(row) == 2 and "[" not in "".join(row)]
+    rows = [re.fullmatch(r"\s*([\d.]+)\s*,\s*([\d.]+)\s*", line) for line in lines]
+    numbers = [tuple(map(float, row.groups())) for row in rows if row]
     found: dict[str, Any] = {"samples": len(numbers)}
     for name, column in zip(("sm_clock_mhz", "power_w"), zip(*numbers, strict=True), strict=False):
         found[name] = {"median": median(column), "least": min(column), "most": max(column)}

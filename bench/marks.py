@@ -46,6 +46,7 @@ MARKS = {
     BACKWARD(128, 16384, False, deterministic=True): Mark({"own": 0.85}, {"own": 0.93}),
     BACKWARD(128, 16384, True, deterministic=True): Mark({"own": 0.85}, {"own": 0.93}),
 }
+RATIOS = ("best", "mm", "own", "fma")
 FMA_OF_CLOCK = 128  # lanes of a multiprocessor, each with one product and one sum
 
 
@@ -65,13 +66,15 @@ def table(result: dict[str, Any]) -> Table:
                 regime.name,
                 f"{case['tflops'][best]:.0f}" if best else NOTHING,
                 f"{others[peer]:.0f} {peer}" if peer else NOTHING,
-                *(f"{found[ratio]:.2f}" if ratio in found else NOTHING for ratio in ("best", "mm", "own", "fma")),
+                *(f"{found[ratio]:.2f}" if ratio in found else NOTHING for ratio in RATIOS),
                 _words(mark.first),
                 _words(mark.goal),
                 reached[0] if reached else "neither",
+                " / ".join(_median(case["gpu"], name) for name in ("sm_clock_mhz", "power_w")),
             ]
         )
-    columns = ["regime", "TFLOP/s", "fastest peer", "R_best", "R_mm", "R_own", "R_fma", "first mark", "goal", "reached"]
+    columns = ["regime", "TFLOP/s", "fastest peer", *(f"R_{ratio}" for ratio in RATIOS)]
+    columns += ["first mark", "goal", "reached", "MHz / W"]
     return Table("The fastest tile of every regime with a mark (median)", columns, rows)
 
 
@@ -93,6 +96,10 @@ def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, A
         # Each over the ceiling of its process, which need not be the same.
         found["own"] = found["mm"] / (own["tflops"][its] / own["matmul_tflops"])
     return found
+
+
+def _median(state: dict[str, Any], name: str) -> str:
+    return f"{state[name]['median']:.0f}" if name in state else NOTHING
 
 
 def _is_reached(mark: dict[str, float], found: dict[str, float]) -> bool:

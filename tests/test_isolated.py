@@ -1,10 +1,12 @@
 """Work in a process of its own: answers, and every way to lose the process."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -26,7 +28,13 @@ def work(how, announce):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much else")
     if how == "begins another":
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+    if how == "begins a pool":
+        pools.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        return pools[0].submit(os.getpid).result()
     return os.getpid()
+
+
+pools = []
 
 
 def soon(seconds=60):
@@ -71,9 +79,10 @@ def test_time_is_over_for_everything():
             worker("waits", until=soon(0.3))
 
 
-def test_what_it_begins_ends_with_it():
+@pytest.mark.parametrize("how", ["begins another", "begins a pool"])
+def test_what_it_begins_ends_with_it(how):
     with Worker(work) as worker:
-        other = worker("begins another", until=soon())
+        other = worker(how, until=soon())
         assert is_alive(other)
     for _ in range(100):
         if not is_alive(other):

@@ -295,7 +295,9 @@ def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):
 
 
 def test_clock_and_power_of_the_samples():
-    state = gpu.summary(["1980, 612.25\n", "1755, 698.50\n", "1800, [N/A]\n", "1830, 650.00\n", "cut"])
+    state = gpu.summary(
+        ["1980, 612.25\n", "1755, 698.50\n", "1800, [N/A]\n", "1830, 650.00\n", "18", "Unknown, Error\n"]
+    )
     assert state["samples"] == 3
     assert state["sm_clock_mhz"] == {"median": 1830, "least": 1755, "most": 1980}
     assert state["power_w"]["median"] == 650

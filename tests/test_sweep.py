@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu, marks, sweep
+from bench import costs, gpu, marks, sweep
 from bench.__main__ import main
 from bench.published import flash_attention_3
 from bench.tables import block
@@ -63,6 +63,9 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
+    # And what is made of records finds its tiles again.
+    assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
+    assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 
 
 def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):

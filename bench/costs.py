@@ -35,6 +35,7 @@ CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
 }
 NAMED = ("dtype", "head_dim", "head_dim_v", "causal", "backward", "deterministic")  # by regimes as by calls
 ROUNDS, NUDGE = 60, 1e-3
+LEAST_DAMPING = 1e-6  # or nothing would hold a constant on which nothing depends
 WITHIN = math.log(16)  # of its written value: farther a constant does not go
 
 Logs = npt.NDArray[np.float64]
@@ -152,7 +153,7 @@ def fitted(module: ModuleType, written: dict[str, float], observed: Sequence[Obs
         bent = slopes.T @ slopes + damping * np.eye(len(start))
         tried = np.clip(best - np.linalg.solve(bent, slopes.T @ residual), start - WITHIN, start + WITHIN)
         better = np.sum(errors(tried) ** 2) < np.sum(residual**2)
-        best, damping = (tried, damping / 4) if better else (best, damping * 4)
+        best, damping = (tried, max(damping / 4, LEAST_DAMPING)) if better else (best, damping * 4)
     return values(best)
 
 

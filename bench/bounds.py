@@ -34,7 +34,7 @@ BUSY = {
     "FMA": ("sm__pipe_fma_cycles_active", "sm__inst_executed_pipe_fma"),
     "ALU": ("sm__pipe_alu_cycles_active", "sm__inst_executed_pipe_alu"),
     "issue": ("smsp__issue_active", "sm__inst_issued", "sm__issue_active", "smsp__inst_issued"),
-    "shared memory": (
+    "L1 and shared": (
         "l1tex__data_pipe_lsu_wavefronts_mem_shared",
         "l1tex__data_pipe_lsu_wavefronts",
         "l1tex__throughput",

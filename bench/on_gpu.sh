@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 8 | all. Each part takes less than eight minutes.
 #
-# Needs a GPU and a python3 with CuPy (torch for all parts but 2, 7); nothing is installed. Results go to $OUT (default
+# Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 6); nothing is installed. Results go to $OUT (default
 # bench/out/gpu), for each step a log beside them and a line in steps.jsonl. A step that has passed is not run again;
 # after a failed one the next goes on, and the exit status tells. What ran out of time (status 3) goes on when run again.
 set -u

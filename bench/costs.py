@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from statistics import median
 from types import ModuleType
 from typing import Any
@@ -124,9 +123,9 @@ def _observed(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list[Obs
     words: dict[str, Any] = {name: getattr(regime, name) for name in NAMED}
     sizes: dict[str, Any] = dict(batch=regime.batch, heads=regime.heads, kv_heads=regime.heads)
     sizes |= dict(q_len=regime.seqlen, kv_len=regime.seqlen)
-    problem = replace(ahead.problems(**words, engine=engine, layout="bhsd")[-1], **sizes)
+    problem = ahead.problems(**words, engine=engine, layout="bhsd")[-1]._replace(**sizes)
     hopper = device.named("sm_90a", "cuda")
-    on = replace(hopper, units=card.get("multiprocessors") or hopper.units)
+    on = hopper._replace(units=card.get("multiprocessors") or hopper.units)
     pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
     return [
         (problem, pairs, on, tile, median(case["milliseconds"][f"{engine} {tile}"]) * 1e-3)

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -196,7 +196,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
 def _chosen(words: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, ...]:
     """The launches of the plan of a long problem."""
     (problem,) = {
-        replace(problem, q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
+        problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
         for problem in ahead.problems(**words)
         if problem.backward == backward and not problem.dlse
     }
@@ -284,7 +284,7 @@ def _run(words: dict[str, Any], launch: Launch, backward: bool, arch: str, lengt
         chosen = plan(problem, device.named(arch))
         # This kernel with the tile it is counted with, for the constants of the problem that is run.
         launches = tuple(_with_tile(each, launch) if each.kernel == launch.kernel else each for each in chosen.launches)
-        return replace(chosen, launches=launches), operands
+        return chosen._replace(launches=launches), operands
 
     chosen, operands = planned(None)
     out, lse = kernels.forward(chosen, operands, counting)
@@ -298,7 +298,7 @@ def _with_tile(launch: Launch, other: Launch) -> Launch:
     """A launch of up to 3 tiles in the tile of another of its kernel."""
     tile = {name: value for name, value in other.constants if name in TILE_CONSTANTS}
     constants = tuple((name, tile.get(name, value)) for name, value in launch.constants)
-    return replace(other, constants=constants, grid=(3, *launch.grid[1:]))
+    return other._replace(constants=constants, grid=(3, *launch.grid[1:]))
 
 
 def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:

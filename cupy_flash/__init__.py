@@ -1,6 +1,9 @@
 """Exact attention on every Python array, forward and backward, with memory linear in the sequence length."""
 
-from . import memory
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .api import (
     attention,
     attention_backward,
@@ -12,6 +15,9 @@ from .api import (
     merge,
 )
 from .problem import Gradients, UnsupportedError
+
+if TYPE_CHECKING:
+    from . import memory
 
 __version__ = "0.1.0"
 
@@ -28,3 +34,12 @@ __all__ = [
     "memory",
     "merge",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`memory` by its first use: not every process models what training takes."""
+    if name == "memory":
+        from importlib import import_module
+
+        return import_module(".memory", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,7 +64,7 @@ def problems(
         return [forward]
     # Only who takes lse can give back its gradient.
     return [forward] + [
-        replace(forward, backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
+        forward._replace(backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
         for dlse in ((False, True) if asked.return_lse else (False,))
     ]
 
@@ -108,7 +108,7 @@ def _problem(
     bounds = array(np.int32, 2)
     problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
     # Of arrays as they usually are.
-    return replace(problem, device="cuda:0", framework="cupy", backend=asked.backend, aligned=True)
+    return problem._replace(device="cuda:0", framework="cupy", backend=asked.backend, aligned=True)
 
 
 def element_dtype(dtype: Any) -> np.dtype[Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """A processor as the plan sees it."""
 
     backend: str  # "cpu", "cuda", "simulator"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "fl
 GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel of a plan: what it is compiled with and how it is started."""
 
     kernel: str  # "simt/forward": the file below kernels_cu, and its function

@@ -63,7 +63,7 @@ def pack(
 ) -> np.ndarray[Any, Any]:
     """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
     members: dict[str, tuple[float, ...]] = {}
-    for name in Operands.__slots__:
+    for name in Operands._fields:
         array = getattr(operands, name)
         if isinstance(array, Array):
             members[name] = _member(name, array, problem.layout, address)

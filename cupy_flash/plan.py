@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .device import Device
 from .engines import Engine, cpu, mma, simt, wgmma
@@ -16,8 +15,7 @@ MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgm
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The decision: which engine, in which tiles, on how many threads. `print(plan)` tells the story in a line."""
 
     problem: Problem

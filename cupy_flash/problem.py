@@ -113,8 +113,7 @@ class Gradients(NamedTuple):
     dsink: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """What is asked, hashable: shapes, dtype, place and features; no array and nothing about how it will run."""
 
     backward: bool
@@ -198,8 +197,7 @@ class Problem:
         )
 
 
-@dataclass(slots=True)
-class Operands:
+class Operands(NamedTuple):
     """The arrays of one call, and the seed (an int, or an int64 array of one element)."""
 
     q: Array
@@ -267,7 +265,7 @@ def pose(
     if dropout and seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    given = {name: call.get(name) for name in Operands.__slots__ if name not in ("q", "k", "v", "seed")}
+    given = {name: call.get(name) for name in Operands._fields if name not in ("q", "k", "v", "seed")}
     return problem, Operands(q=call["q"], k=call["k"], v=call["v"], seed=seed if dropout else None, **given)
 
 

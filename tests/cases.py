@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -202,7 +202,7 @@ def posed(case: Case, saved: Saved | None = None, **changes) -> tuple[Plan, Oper
     """The plan of the case, a backward with `saved`, after `changes` of its fields; and the operands."""
     call = case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
-    return replace(backends.plan_for(problem), **changes), operands
+    return backends.plan_for(problem)._replace(**changes), operands
 
 
 def run_planned(case: Case, **changes) -> Result:
@@ -224,11 +224,11 @@ def planned(
     """The plan of a case on a GPU, after `changes` of the problem, with its operands; by force with a tile of its
     engine, or with less shared memory per kernel."""
     on_cpu, operands = posed(case, saved)
-    chosen = plan(replace(on_cpu.problem, **changes), device.named(arch))
+    chosen = plan(on_cpu.problem._replace(**changes), device.named(arch))
     if tile is not None:
-        chosen = replace(chosen, launches=MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile))
-    less = tuple(replace(step, shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
-    return replace(chosen, launches=less), operands
+        chosen = chosen._replace(launches=MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile))
+    less = tuple(step._replace(shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
+    return chosen._replace(launches=less), operands
 
 
 def run_kernels(case: Case, **how) -> Result:

@@ -30,7 +30,7 @@ def kernels(launches):
 
 
 def planned(problem, on):
-    return plan(replace(problem, device="cuda:0", backend=None), on)
+    return plan(problem._replace(device="cuda:0", backend=None), on)
 
 
 def words(case):
@@ -69,7 +69,7 @@ def test_covers_every_length(dtype, head_dim, backward, arch):
         for q_len in (0, 1, 7, 64, 100, 1000, 5000, 100_000):
             for kv_len in (0, 1, q_len, 3 * q_len):
                 sizes = dict(batch=batch, heads=heads, kv_heads=heads, q_len=q_len, kv_len=kv_len)
-                chosen = planned(replace(problem, **sizes), on)
+                chosen = planned(problem._replace(**sizes), on)
                 tiles.add((chosen.block_q, chosen.block_kv, chosen.threads))
                 assert kernels(chosen.launches) <= covered, sizes
     assert len(tiles) > 1 or head_dim > 64  # lengths do decide, where several tiles fit

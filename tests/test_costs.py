@@ -1,7 +1,6 @@
 """Written costs beside a sweep: what the plan's order loses, and constants that are found again."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from sweeps import case, regime, result
@@ -18,7 +17,7 @@ def predicted(its):
     """A sweep of a regime in which every tile of wgmma takes as long as its cost says, by now."""
     words = dict(dtype=its.dtype, head_dim=its.head_dim, causal=its.causal, layout="bhsd", engine="wgmma")
     sizes = dict(batch=its.batch, heads=its.heads, kv_heads=its.heads, q_len=its.seqlen, kv_len=its.seqlen)
-    problem = replace(ahead.problems(**words, backward=False)[-1], **sizes)
+    problem = ahead.problems(**words, backward=False)[-1]._replace(**sizes)
     plans = plan.candidates(plan.plan(problem, HOPPER), "wgmma")
     pairs = problem.mask.band(its.seqlen, its.seqlen).pairs
     seconds = {f"wgmma {tile}": forward.seconds(problem, pairs, HOPPER, tile) for tile, _ in plans}

@@ -3,7 +3,6 @@ planted bugs; V^T; sums over long rows; what is refused."""
 
 import functools
 import re
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -69,7 +68,7 @@ def forward(call, blocks=None):
     chosen = backends.plan_for(problem)
     if blocks is not None:
         *others, last = chosen.launches
-        chosen = replace(chosen, launches=(*others, replace(last, grid=(blocks, *last.grid[1:]))))
+        chosen = chosen._replace(launches=(*others, last._replace(grid=(blocks, *last.grid[1:]))))
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     return Result(out, lse, *[None] * 5)
 

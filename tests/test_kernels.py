@@ -81,9 +81,9 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
         if step.shared_bytes == 0:
             continue
         launches = list(chosen.launches)
-        launches[number] = replace(step, shared_bytes=step.shared_bytes - 1)
+        launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
         with pytest.raises(OutOfBounds, match="shared"):
-            backends.run_backward(replace(chosen, launches=tuple(launches)), operands)
+            backends.run_backward(chosen._replace(launches=tuple(launches)), operands)
         found.append(step.function)
     assert found == ["backward_kv", "backward_q", "backward_bias"]
 

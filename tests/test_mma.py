@@ -185,9 +185,9 @@ def test_shared_memory_is_what_the_kernels_use(take):
             for number, step in enumerate(chosen.launches):
                 if step.shared_bytes:
                     launches = list(chosen.launches)
-                    launches[number] = replace(step, shared_bytes=step.shared_bytes - 1)
+                    launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
                     with pytest.raises(OutOfBounds, match="shared"):
-                        run(replace(chosen, launches=tuple(launches)), operands)
+                        run(chosen._replace(launches=tuple(launches)), operands)
                     found.append(step.function)
     assert found == ["forward", "backward_kv", "backward_q", "backward_bias", "forward", "backward_kv", "backward_bias"]
 
@@ -273,7 +273,7 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
     dout = np.broadcast_to(np.eye(40, 48)[:, None], out.shape).astype(out.dtype)
     chosen, others = planned(case, Saved(dout, out, lse, None), arch="sm_90", engine="mma")
     assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
-    gradients = backends.run_backward(chosen, replace(others, q=operands.q, k=operands.k, v=operands.v))
+    gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
     of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
     np.testing.assert_array_equal(of_queries > 0, kept)
     np.testing.assert_array_equal(of_queries < 0, ~kept)

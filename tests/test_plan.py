@@ -21,7 +21,7 @@ PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0
 def test_same_question_same_answer():
     """Memoised by value; asked anew it is equal: nothing but problem and device decides."""
     first = plan(PROBLEM, DEVICE)
-    assert plan(replace(PROBLEM), Device("cpu", "x86_64", 8)) is first
+    assert plan(PROBLEM._replace(), Device("cpu", "x86_64", 8)) is first
     plan.cache_clear()
     assert plan(PROBLEM, DEVICE) == first and hash(plan(PROBLEM, DEVICE)) == hash(first)
 
@@ -48,8 +48,8 @@ def test_equal_calls_are_one_problem():
 @pytest.mark.parametrize("length", [0, 1, 100, 1000, 100_000, 1_000_000])
 def test_any_size_has_a_plan(length, backward, units):
     """No array is needed, so no length is too long. Nothing to do wakes no thread, much to do all."""
-    problem = replace(PROBLEM, q_len=length, kv_len=length, backward=backward, bias=None)
-    chosen = plan(problem, replace(DEVICE, units=units))
+    problem = PROBLEM._replace(q_len=length, kv_len=length, backward=backward, bias=None)
+    chosen = plan(problem, DEVICE._replace(units=units))
     assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
     assert chosen.block_q >= 1 and chosen.block_kv >= 1
     assert 1 <= chosen.threads <= units
@@ -61,9 +61,9 @@ def test_any_size_has_a_plan(length, backward, units):
 
 
 def test_longer_costs_more():
-    costs = [plan(replace(PROBLEM, kv_len=length, q_len=length), DEVICE).cost for length in (256, 512, 4096, 8192)]
+    costs = [plan(PROBLEM._replace(kv_len=length, q_len=length), DEVICE).cost for length in (256, 512, 4096, 8192)]
     assert costs == sorted(costs) and costs[-1] > 3 * costs[-2]
-    full = replace(PROBLEM, mask=type(PROBLEM.mask)(), q_len=8192, kv_len=8192)
+    full = PROBLEM._replace(mask=type(PROBLEM.mask)(), q_len=8192, kv_len=8192)
     assert plan(full, DEVICE).cost > 1.5 * costs[-1]  # a causal mask hides half
 
 
@@ -105,14 +105,14 @@ def test_text_is_a_line():
 )
 def test_refusals(changes, words):
     with pytest.raises(UnsupportedError) as caught:
-        plan(replace(PROBLEM, **changes), DEVICE)
+        plan(PROBLEM._replace(**changes), DEVICE)
     message = str(caught.value)
     for word in (*words, "no engine of this version serves this problem", *(f"{engine}: " for engine in ENGINES)):
         assert word in message, f"{word!r} not in:\n{message}"
 
 
 def test_an_explicit_choice_is_kept():
-    chosen = plan(replace(PROBLEM, backend="cpu", engine="cpu"), DEVICE)
+    chosen = plan(PROBLEM._replace(backend="cpu", engine="cpu"), DEVICE)
     assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
     assert dict(chosen.refused)["mma"][0] == 'engine="cpu" was asked for'
 
@@ -140,7 +140,7 @@ def test_explain():
 
 
 def on_gpu(arch="sm_80", **changes):
-    return plan(replace(PROBLEM, **changes), named(arch))
+    return plan(PROBLEM._replace(**changes), named(arch))
 
 
 def test_a_gpu_needs_no_gpu_to_plan_for():
@@ -216,10 +216,10 @@ def test_what_tensor_cores_do_not_serve_is_refused(arch, changes, words):
 def test_deterministic_adds_nothing_up_in_any_order():
     """Of all tiles that may be chosen, none adds dQ up; without it, only on GPUs that add four numbers at once."""
     for arch in GPUS:
-        problem = replace(PROBLEM, dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
+        problem = PROBLEM._replace(dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
         adds = [tile.of_q is None for tile in mma.tiles(problem, named(arch))]
         assert any(adds) == (arch in mma.VECTOR_ADDITION) and not all(adds)
-        problem = replace(problem, deterministic=True)
+        problem = problem._replace(deterministic=True)
         assert all(tile.of_q is not None for tile in mma.tiles(problem, named(arch)))
         kernels = [launch.kernel for launch in plan(problem, named(arch)).launches]
         assert "mma/backward_q" in kernels and "dq" not in kernels
@@ -235,7 +235,7 @@ def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
         case = Case(length, length, heads=2, kv_heads=1, head_dim=40, dtype="bfloat16", **lengths)
         call = case.call()
         on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
-        chosen, works = plan(replace(on_cpu.problem, engine="mma"), named("sm_90")), []
+        chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90")), []
         kernels.backward(chosen, operands, works.append)
         assert chosen.workspaces == ("delta", "lse2", "dq_sums")
         bytes_of = {name: works[0].results[name].numpy().nbytes for name in chosen.workspaces}

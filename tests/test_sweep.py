@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +37,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
     monkeypatch.setattr(sweep, "peers", lambda regime: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
-    monkeypatch.setattr(backends, "plan_for", lambda problem: plan(replace(problem, backend="simulator"), HOPPER))
+    monkeypatch.setattr(backends, "plan_for", lambda problem: plan(problem._replace(backend="simulator"), HOPPER))
     monkeypatch.setattr(gpu, "WARM_UP", 1)
     monkeypatch.setattr(gpu, "time_interleaved", lambda calls, announce: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -83,9 +82,9 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
     def with_one_wrong(chosen, engine):
         first, (tile, its) = candidates(chosen, engine)[:2]
         if wrong == "full":
-            its = plan(replace(its.problem, mask=its.problem.mask._replace(right=None)), its.device)
+            its = plan(its.problem._replace(mask=its.problem.mask._replace(right=None)), its.device)
         else:
-            its = replace(its, problem=replace(its.problem, scale=float("nan")))
+            its = its._replace(problem=its.problem._replace(scale=float("nan")))
         return [first, (tile, its)]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
@@ -102,7 +101,7 @@ def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
 
     def with_first_wrong(chosen, engine):
         (tile, its), *others = candidates(chosen, engine)[:2]
-        return [(tile, replace(its, problem=replace(its.problem, scale=2.0))), *others]
+        return [(tile, its._replace(problem=its.problem._replace(scale=2.0))), *others]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_first_wrong)

@@ -2,7 +2,6 @@
 planted bugs; what it refuses; the tensor maps that it is launched with."""
 
 import functools
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -47,8 +46,8 @@ def forward(case, tile=None, blocks=None, **asked):
     chosen, operands = posed_as(case, call._replace(options=options))
     if tile is not None:
         *others, step = wgmma.launches(chosen.problem, chosen.device, tile)
-        step = step if blocks is None else replace(step, grid=(blocks, 1, 1))
-        chosen = replace(chosen, launches=(*others, step), workspaces=wgmma.workspaces(chosen.problem, tile))
+        step = step if blocks is None else step._replace(grid=(blocks, 1, 1))
+        chosen = chosen._replace(launches=(*others, step), workspaces=wgmma.workspaces(chosen.problem, tile))
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     return Result(out, lse, *[None] * 5)
 
@@ -309,11 +308,11 @@ def test_what_a_plan_may_choose(dims):
     problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
     ways = {(*way, False) for way in product((False, True), repeat=2)}
     pairs = {(False, True, True), (False, False, True)}
-    full = replace(asked(head_dim=dims[0], head_dim_v=dims[1]), q_len=4096)
-    for each, expected in ((problem, ways), (full, ways | pairs), (replace(full, q_len=100), ways)):
+    full = asked(head_dim=dims[0], head_dim_v=dims[1])._replace(q_len=4096)
+    for each, expected in ((problem, ways), (full, ways | pairs), (full._replace(q_len=100), ways)):
         assert {tile[3:] for tile in wgmma.tiles(each, HOPPER)} == expected
-    few = plan(replace(problem, q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
-    many = plan(replace(problem, q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
+    few = plan(problem._replace(q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
+    many = plan(problem._replace(q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
     assert [step.function for step in few.launches] == ["forward"] and few.workspaces == ()
     assert [step.function for step in many.launches] == ["clear", "forward"] and many.workspaces == ("drawn",)
     assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
@@ -327,7 +326,7 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     chosen, _ = posed_as(case, call._replace(options=call.options | dict(backend="simulator")))
-    problem = replace(chosen.problem, **dict(engine="wgmma") | changes)
+    problem = chosen.problem._replace(**dict(engine="wgmma") | changes)
     return wgmma.refusals(problem, device.named(arch))
 
 

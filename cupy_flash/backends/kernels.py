@@ -6,7 +6,6 @@ What starts a kernel is the backend's: a GPU, or the simulator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,14 +128,14 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
         if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
     if rows:
-        operands, inputs = replace(operands, **rows), inputs | rows
+        operands, inputs = operands._replace(**rows), inputs | rows
     params = partial(pack, plan.problem, operands, results)
     return Work(plan.launches, plan.device.arch, inputs, results, plan.problem.layout, params)
 
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
-    every = {name: getattr(operands, name) for name in Operands.__slots__}
+    every = {name: getattr(operands, name) for name in Operands._fields}
     return {name: array for name, array in every.items() if isinstance(array, Array)}
 
 

@@ -1,7 +1,8 @@
 """Compiled kernels, kept in memory and in a folder that a person can read.
 
 One entry is one folder `<kernel>.<digest>`: source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with how
-they were made and their checksums. The digest is that of text, flags and compiler, so an entry is never stale. It is
+they were made and their checksums. The digest is that of text, flags and compiler, so an entry is never stale; which
+compiler that is, a note says beside the entries, for as long as the compiler's file stays what it is. An entry is
 published by one rename and needs no lock: processes that compile the same kernel at once waste time, nothing else. What
 fails its checksum is compiled again. As a cubin is code that will run, the folder must be its user's or root's, and
 closed to the writing of others; where that is not so, or nothing can be written, kernels live in memory.
@@ -43,12 +44,16 @@ def compiled(text: str, name: str, target: str) -> Compiled:
     The text of a failed compilation is saved in the folder too, and named by the CompileError.
     """
     try:
-        entry = Entry(usable_folder(), text, name, target)
+        folder = usable_folder()
     except OSError as error:
         warn_once(error)
         return nvrtc.compile(text, name, target)
-    found = entry.load()
-    if found is not None:
+    said = noted_compiler(folder)
+    if said is not None and (found := Entry(folder, text, name, target, said).load()) is not None:
+        return found
+    entry = Entry(folder, text, name, target, nvrtc.identity())
+    if said != entry.compiler and (found := entry.load()) is not None:
+        note_compiler(folder)
         return found
     try:
         result = nvrtc.compile(text, name, target)
@@ -56,7 +61,11 @@ def compiled(text: str, name: str, target: str) -> Compiled:
         saved = store(entry, {"log.txt": error.log.encode()})
         raise CompileError(name, target, error.log, entry.path / "source.cu" if saved else None) from None
     files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
-    return replace(result, path=entry.path / entry.payload) if store(entry, files) else result
+    if not store(entry, files):
+        return result
+    if said != entry.compiler:
+        note_compiler(folder)
+    return replace(result, path=entry.path / entry.payload)
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,11 @@ class Entry:
     text: str
     name: str
     target: str
+    compiler: str  # nvrtc.identity()
 
     @cached_property
     def path(self) -> Path:
-        key = "\0".join((nvrtc.identity(), *nvrtc.flags(self.target), self.text))
+        key = "\0".join((self.compiler, *nvrtc.flags(self.target), self.text))
         kernel = re.sub(r"\W", ".", self.name)
         return self.folder / f"{kernel}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
@@ -85,7 +95,7 @@ class Entry:
         record = {
             "format": FORMAT,
             "kernel": self.name,
-            "compiler": nvrtc.identity(),
+            "compiler": self.compiler,
             "flags": nvrtc.flags(self.target),
             "sha256": {file: hashlib.sha256(content).hexdigest() for file, content in checksums.items()},
         }
@@ -107,9 +117,7 @@ class Entry:
 
         Whoever reads the entry sees all of it or nothing. Raises OSError where the folder takes no entry.
         """
-        mode = os.lstat(self.folder).st_mode
-        if has_owners() and not mode & stat.S_IWUSR:  # root could write all the same
-            raise PermissionError(f"{self.folder} is read-only")
+        mode = writable_mode(self.folder)
         workplace = Path(tempfile.mkdtemp(prefix=PUBLISHING, dir=self.folder))
         try:
             complete = workplace / "entry"
@@ -137,6 +145,36 @@ def write(path: Path, content: bytes, mode: int) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def noted_compiler(folder: Path) -> str | None:
+    """What the compiler of this environment said of itself (nvrtc.identity) when its file was what it is now; None
+    where that is not known. To find, load and ask it takes longer than all else that a kernel from the folder needs."""
+    try:
+        library, *state, said = json.loads(_note(folder).read_text(encoding="utf-8"))
+        return str(said) if state == _state(Path(library)) else None
+    except (OSError, ValueError, TypeError):  # no note, no library, or another's text
+        return None
+
+
+def note_compiler(folder: Path) -> None:
+    """Notes it for the next process, if the folder takes a note."""
+    with suppress(OSError):
+        mode, library = writable_mode(folder), nvrtc.path()
+        note = json.dumps([str(library), *_state(library), nvrtc.identity()])
+        with tempfile.TemporaryDirectory(prefix=PUBLISHING, dir=folder) as workplace:
+            complete = Path(workplace) / "entry.json"
+            write(complete, note.encode(), mode & 0o644)
+            os.replace(complete, _note(folder))
+
+
+def _note(folder: Path) -> Path:
+    return folder / f"compiler.{hashlib.sha256(repr(environment.libraries()).encode()).hexdigest()[:32]}.json"
+
+
+def _state(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def store(entry: Entry, files: Mapping[str, bytes]) -> bool:
@@ -206,6 +244,14 @@ def check_safe(folder: Path) -> None:
         raise PermissionError(f"{folder} can be written by other users (chmod go-w would close it)")
 
 
+def writable_mode(folder: Path) -> int:
+    """The mode of a folder that its user may write to; else PermissionError, where root could write all the same."""
+    mode = os.lstat(folder).st_mode
+    if has_owners() and not mode & stat.S_IWUSR:
+        raise PermissionError(f"{folder} is read-only")
+    return mode
+
+
 def has_owners() -> bool:
     """Whether files have POSIX owners and modes. On Windows they have not, and a user's cache folder is private."""
     return hasattr(os, "geteuid")
@@ -225,9 +271,12 @@ def size(folder: Path) -> tuple[int, int]:
 
 
 def clear(folder: Path) -> None:
-    """Removes the entries of a cache folder. A file that is not of an entry stays, and its folder with it."""
+    """Removes the entries of a cache folder, and the notes. A file that is not of an entry stays, and its folder with
+    it."""
     for path in entries(folder):
         remove(path)
+    for note in folder.glob("compiler.*.json"):
+        note.unlink()
 
 
 def remove(entry: Path) -> None:

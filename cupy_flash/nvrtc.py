@@ -94,6 +94,11 @@ def library() -> ctypes.CDLL:
         raise ImportError(MISSING) from error
 
 
+def path() -> Path:
+    """The file that `library` has loaded."""
+    return Path(library()._name)
+
+
 @lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
     """(major, minor) of the CUDA release that the compiler belongs to."""

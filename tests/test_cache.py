@@ -1,5 +1,6 @@
 """Compiled kernels on disk: found again, never torn, never trusted when damaged or open to others."""
 
+import ctypes
 import errno
 import itertools
 import json
@@ -20,6 +21,7 @@ from cupy_flash.__main__ import main
 from cupy_flash.cache import Entry
 
 TEXT = '#line 1 "simt/fill.cu"\nextern "C" __global__ void fill(float* x) { x[threadIdx.x] = 1; }\n'
+COMPILER = "release 13.5, V13.5.37"
 OTHER = TEXT.replace("1; }", "2; }")
 BROKEN = TEXT.replace("float*", "flaot*")
 NAME, TARGET = "simt/fill", "sm_80"
@@ -118,7 +120,7 @@ def test_a_hit_on_disk_runs_no_write(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_entry_is_a_folder_that_a_person_can_read(folder: Path) -> None:
     compiled = cache.compiled(TEXT, NAME, TARGET)
-    (entry,) = folder.iterdir()
+    (entry,) = cache.entries(folder)
     assert re.fullmatch(r"simt\.fill\.[0-9a-f]{32}", entry.name)
     assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
     assert compiled.path == entry / "kernel.cubin"
@@ -142,15 +144,71 @@ def test_ptx_is_stored_as_ptx(folder: Path, compiles: list[str]) -> None:
 
 
 def test_text_flags_and_compiler_are_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [Entry(folder, TEXT, NAME, TARGET).path, Entry(folder, OTHER, NAME, TARGET).path]
-    entries += [Entry(folder, TEXT, NAME, target).path for target in ("sm_90", "sm_90a", "compute_80")]
-    monkeypatch.setattr(nvrtc, "identity", lambda: "release 13.5, V13.5.99")
-    entries.append(Entry(folder, TEXT, NAME, TARGET).path)
+    def path(text: str = TEXT, target: str = TARGET, compiler: str = COMPILER) -> Path:
+        return Entry(folder, text, NAME, target, compiler).path
+
+    entries = [path(), path(OTHER), *(path(target=target) for target in ("sm_90", "sm_90a", "compute_80"))]
+    entries.append(path(compiler="release 13.5, V13.5.99"))
     flags = nvrtc.flags
     monkeypatch.setattr(nvrtc, "flags", lambda target: (*flags(target), "--new-flag"))
-    entries.append(Entry(folder, TEXT, NAME, TARGET).path)
+    entries.append(path())
     assert len(set(entries)) == len(entries)
-    assert Entry(folder, TEXT, NAME, TARGET).path == entries[-1]
+    assert path() == entries[-1]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the compiler itself: one entry for each time that somebody loads it."""
+    calls: list[str] = []
+    library = nvrtc.library
+
+    def loaded() -> ctypes.CDLL:
+        calls.append("library")
+        return library()
+
+    monkeypatch.setattr(nvrtc, "library", loaded)
+    return calls
+
+
+def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, asked: list[str], compiles: list[str]) -> None:
+    store()
+    asked.clear()
+    nvrtc.identity.cache_clear()
+    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert asked == [] and compiles == [NAME]
+
+
+def test_another_compiler_compiles_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
+) -> None:
+    """In place of the one before, or found by another environment; and the first one's kernels are still there."""
+    first, said = store(), nvrtc.identity()
+    libraries = [tmp_path / name for name in ("libnvrtc.so.13", "libnvrtc.so.14")]
+    for library in libraries:
+        library.write_text("a library")
+    monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
+    monkeypatch.setattr(cache.environment, "libraries", lambda: ("another",))
+    assert store() == first and compiles == [NAME]  # of another environment, but the same compiler
+    monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
+    assert store() == first and compiles == [NAME]  # nothing says that it is another
+    libraries[0].write_text("the next release")
+    second = store()
+    assert second != first and compiles == [NAME] * 2
+    assert json.loads((second / "entry.json").read_text())["compiler"] == "release 14.0"
+    monkeypatch.setattr(nvrtc, "identity", lambda: said)
+    libraries[0].unlink()
+    monkeypatch.setattr(nvrtc, "path", lambda: libraries[1])
+    assert store() == first and compiles == [NAME] * 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1, 2]", '["/nowhere", 1, 2, "release"]', "\xff"], ids=repr)
+def test_a_note_that_says_nothing_is_replaced(folder: Path, compiles: list[str], text: str) -> None:
+    entry = store()
+    (note,) = folder.glob("compiler.*.json")
+    good = note.read_bytes()
+    note.write_text(text, encoding="latin-1")
+    assert store() == entry and compiles == [NAME]
+    assert note.read_bytes() == good
 
 
 def test_memory_is_bounded() -> None:
@@ -363,7 +421,7 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(
         assert (again.code, again.path) == (good.code, good.path)
         forget()
     assert compiles == [NAME] * 2
-    assert list(folder.iterdir()) == [entry]
+    assert list(cache.entries(folder)) == [entry]
     assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
 
 
@@ -380,10 +438,10 @@ def test_a_quicker_process_wins(folder: Path) -> None:
     entry = store()
     inode = entry.stat().st_ino
     result = nvrtc.compile(TEXT, NAME, TARGET)
-    ours = Entry(folder, TEXT, NAME, TARGET)
+    ours = Entry(folder, TEXT, NAME, TARGET, nvrtc.identity())
     ours.publish({ours.payload: result.code, "log.txt": result.log.encode(), "entry.json": ours.record(result)})
     assert entry.stat().st_ino == inode
-    assert list(folder.iterdir()) == [entry]
+    assert list(cache.entries(folder)) == [entry]
 
 
 def test_a_damaged_entry_may_be_moved_away_by_another_process(
@@ -412,7 +470,7 @@ def test_the_text_of_a_failed_compilation_is_kept(folder: Path, compiles: list[s
         assert f"The assembled text is in {source}\n" in str(error.value)
         assert source.read_text() == BROKEN
         assert (source.parent / "log.txt").read_text() == error.value.log
-        assert list(folder.iterdir()) == [source.parent]
+        assert list(cache.entries(folder)) == [source.parent]
     assert compiles == [NAME] * 2
 
 
@@ -439,7 +497,7 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
     warnings.simplefilter("error")
     try:
         for kernel in range(KERNELS):
-            entry = Entry(folder, f"// kernel {kernel}", f"kernel{kernel}", TARGET)
+            entry = Entry(folder, f"// kernel {kernel}", f"kernel{kernel}", TARGET, COMPILER)
             result = nvrtc.Compiled(entry.name, TARGET, bytes([kernel + 1]) * PAYLOAD, f"process {rank}")
             files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
             damaged = kernel % 2 == 1
@@ -469,9 +527,11 @@ def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * PROCESSES
-    assert sorted(path.name.split(".")[0] for path in folder.iterdir()) == sorted(f"kernel{n}" for n in range(KERNELS))
-    entries = [Entry(folder, f"// kernel {kernel}", f"kernel{kernel}", TARGET).load() for kernel in range(KERNELS)]
-    assert [entry and entry.code[:1] for entry in entries] == [bytes([kernel + 1]) for kernel in range(KERNELS)]
+    assert {path.name.split(".")[0] for path in cache.entries(folder)} == {f"kernel{n}" for n in range(KERNELS)}
+    entries = [Entry(folder, f"// kernel {n}", f"kernel{n}", TARGET, COMPILER) for n in range(KERNELS)]
+    loaded = [entry.load() for entry in entries]
+    assert len(list(cache.entries(folder))) == KERNELS
+    assert [entry and entry.code[:1] for entry in loaded] == [bytes([kernel + 1]) for kernel in range(KERNELS)]
 
 
 # -- what a person does with it --------------------------------------------------------------------------------------

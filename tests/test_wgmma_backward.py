@@ -163,6 +163,9 @@ PLANTED = {
     "no wait for Q": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.dO.wait();", errors.PendingCopy),
     "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
     "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
+    "rows released by one lane for all": (
+        "keys", "__syncwarp();  // every lane has read its rows, not only the one that arrives", "", errors.Race,
+    ),
     "rows do not wait for a place": ("keys", "rings.rows.claim();", "", (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", "sequence.queries<float>(x, walk.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),

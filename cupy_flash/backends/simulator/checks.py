@@ -65,6 +65,9 @@ class Checks:
         self.atomics: npt.NDArray[np.uint64] | None = None
         self.pending = np.zeros(units, np.int32)  # instruction number + 1 of an asynchronous copy in flight
         self.any_pending = False
+        # Since its lanes last came together, by warp: which of them have used shared memory; and its clock before that.
+        self._apart = np.zeros((context.warps, 32), bool)
+        self._together = np.zeros(context.warps, np.uint64)
         # Since the last barrier of everybody: nothing to compare with before the first write.
         self.written = False
         self.read = False
@@ -77,13 +80,21 @@ class Checks:
 
     # ---- time
 
-    def warp_barrier(self, group: Group) -> None:
-        """The lanes of each warp are ordered."""
-        self.clocks.tick(group.rows)
+    def come_together(self, rows: Indices) -> None:
+        """What any lane of these warps has done so far comes before what any other does from now on."""
+        self._apart[rows] = False
+        self._together[rows] = self.clocks.own(rows)
+        self.clocks.tick(rows)
 
     def arrives(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
         """Warps publish at a barrier what they and, by hearsay, others have done so far."""
         self.clocks.publish(("barrier", barrier), rows, self.context.block_of_row[rows])
+        self.come_together(rows)
+
+    def ordered(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+        """Up to which of their own clocks lanes (n, 32) of warps can tell what the warp has done: where other lanes
+        have used shared memory since all came together, not further than that."""
+        return np.where((self._apart[rows] & ~lanes).any(1), self._together[rows], self.clocks.own(rows))
 
     def completes(self, barrier: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.bool_]) -> None:
         """The waiting warps `rows` learn what was published at the barrier in `blocks`."""
@@ -159,6 +170,7 @@ class Checks:
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
         """A plain read of shared memory."""
         instruction = self.code[number]
+        self._apart[group.rows] |= group.lanes()
         if self.any_pending or self.written or self.atomics is not None:
             units = self._units(index, width)
             self._not_pending(group, units, instruction)
@@ -185,6 +197,7 @@ class Checks:
     def shared_write(self, group: Group, index: Indices, width: int, number: int, *, record: bool = True) -> None:
         """A plain write. `record=False`: only looked at, as when a copy is issued that lands later."""
         instruction = self.code[number]
+        self._apart[group.rows] |= group.lanes()
         units = self._units(index, width)
         self._not_pending(group, units, instruction)
         if self.written:

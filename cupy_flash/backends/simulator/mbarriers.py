@@ -145,7 +145,10 @@ class Mbarriers:
             for offset in np.unique(places.offsets):
                 mine = places.offsets == offset
                 rows, blocks = np.unique(np.stack([places.rows[mine], places.blocks[mine]]), axis=1)
-                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks)
+                lanes = np.zeros((context.warps, 32), bool)
+                lanes[places.rows[mine], places.lanes[mine]] = True
+                known = context.checks.ordered(rows, lanes[rows])
+                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, known)
         np.add.at(self.bytes, at, amounts)
         np.subtract.at(self.missing, at, counts)
         if (self.missing[at] < 0).any():

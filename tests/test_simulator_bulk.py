@@ -103,7 +103,10 @@ def test_box_of_a_tensor_with_any_strides(name):
 def test_a_place_that_is_added_from_twice(order):
     case = BY_NAME["bulk.add-twice"]
     assert np.array_equal(result(case, order=order)[0], case.out + 2 * case.inputs[0] + 3)
-    for missing in ("@%q0 cp.async.bulk.wait_group.read 0;\n        bar.warp", "fence.proxy.async.shared::cta;\n        bar.warp"):
+    for missing in (
+        "@%q0 cp.async.bulk.wait_group.read 0;\n        bar.warp",
+        "fence.proxy.async.shared::cta;\n        bar.warp",
+    ):
         body = case.body.replace(missing, "bar.warp")
         assert body != case.body
         with pytest.raises((errors.PendingCopy, errors.MissingFence)):

@@ -4,6 +4,7 @@ conformance/on_gpu.py makes the files; where none is stored, there is nothing to
 """
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from conformance.agreement import difference, disagreements, simulate
 from conformance.every import Kernel, every_kernel
 from conformance.kernels import BY_NAME, WARP_CASES
 from conformance.on_gpu import main
+
+from cupy_flash import ahead, device, nvrtc
+from cupy_flash.source import assemble
 
 STORED = sorted((Path(__file__).parent / "conformance" / "gpu").glob("*.npz"))
 KERNELS = {kernel.name: kernel for kernel in every_kernel()}
@@ -41,6 +45,45 @@ def test_a_single_bit_is_seen(tmp_path):
 def test_every_kernel_has_a_name_of_its_own():
     assert set(BY_NAME) | {case.name for case in (*WARP_CASES, *hopper.CASES)} <= set(KERNELS)
     assert len({kernel.key for kernel in KERNELS.values()}) == len(list(every_kernel()))
+
+
+WATCHED = (
+    "wgmma|cp|mbarrier|fence|barrier|bar|setmaxnreg|stmatrix|ldmatrix|mma|red|elect|mapa|ld.acquire|st.release|ex2|lg2"
+)
+
+
+def forms(ptx):
+    """What is used of the instructions that only a GPU can vouch for: their names, and of wgmma where A is and which
+    factor is transposed. bf16 counts as f16."""
+    found = set()
+    for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
+        if name.startswith("wgmma.mma_async"):
+            registers = "{" in operands.split("}", 1)[1]
+            majors = operands.replace(" ", "").split(",")[-2 + registers :] if "f16.f16" in name else []
+            name += f" A in {'registers' if registers else 'shared memory'}, {majors}"
+        found.add(name)
+    return found
+
+
+USED = [
+    ("sm_90a", "wgmma/forward", dict(head_dim=128)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=64, causal=True)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=192, head_dim_v=128, deterministic=True)),
+    ("sm_90a", "wgmma/forward_fp8", dict(head_dim=96, dtype="float8_e4m3fn", engine=None, backward=False)),
+    ("sm_80", "mma/forward", dict(head_dim=64, engine="mma")),
+    ("sm_90", "mma/backward_kv", dict(head_dim=64, engine="mma")),
+]
+
+
+def test_kernels_use_nothing_that_no_micro_kernel_asks_a_gpu_for():
+    asked = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
+    for arch, name, words in USED:
+        launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
+        launches = [launch for launch in launches if launch.kernel == name]
+        for launch in launches[0], launches[-1]:
+            ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
+            used = forms(ptx)
+            assert len(used) > 3 and used <= asked, (name, sorted(used - asked))
 
 
 # ---- the runner, without a GPU

@@ -182,7 +182,7 @@ def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str
         shr.u32 %r61, %t, 7;
         mad.lo.u32 %r60, %r61, {apart}, %r60;
         add.u32 %r60, %r60, {offset};
-        shr.u32 %r60, %r60, 4;
+        bfe.u32 %r60, %r60, 4, 14;
         cvt.u64.u32 {register}, %r60;
         or.b64 {register}, {register}, {constant};
     """

@@ -6,12 +6,14 @@ conformance/on_gpu.py makes the files; where none is stored, there is nothing to
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conformance import hopper
 from conformance.agreement import difference, disagreements, simulate
+from conformance.assembled import source
 from conformance.every import Kernel, every_kernel
 from conformance.kernels import BY_NAME, WARP_CASES
 from conformance.on_gpu import main
@@ -84,6 +86,23 @@ def test_kernels_use_nothing_that_no_micro_kernel_asks_a_gpu_for():
             ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
             used = forms(ptx)
             assert len(used) > 3 and used <= asked, (name, sorted(used - asked))
+
+
+def test_the_assembler_takes_every_micro_kernel_of_more_than_one_thread():
+    """And those that move registers begin with as many as they count on: else they would wait for ever."""
+    kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
+    compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
+    assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
+    registers = {
+        kernel.name: compiled.resources[f"micro_{i}"].registers
+        for i, kernel in enumerate(kernels)
+        if kernel.name.startswith("setmaxnreg")
+    }
+    assert registers == {"setmaxnreg": 168, "setmaxnreg.40-232": 168, "setmaxnreg.32-160": 128}
+    turns = KERNELS["turns"]
+    with pytest.raises(nvrtc.CompileError, match="acquire"):
+        wrong = replace(turns, text=turns.text.replace("ld.acquire.gpu.global.u32", "ld.acquire.all.global.u32"))
+        nvrtc.compile(source([wrong]), "micro", "sm_90a")
 
 
 # ---- the runner, without a GPU

@@ -641,12 +641,12 @@ def test_a_text_is_parsed_once():
 # ---- what kernels of attention tell each other
 
 
-def launched(name, **options):
+def launched(name, *, body=None, **options):
     case = BY_NAME[name]
     out = case.out.copy()
     arrays = [x.copy() for x in case.inputs]
     run(
-        case.body, *arrays, out, threads=case.threads, blocks=case.blocks, dynamic=case.dynamic,
+        body or case.body, *arrays, out, threads=case.threads, blocks=case.blocks, dynamic=case.dynamic,
         **(case.options | options),
     )  # fmt: skip
     return case, out
@@ -659,6 +659,13 @@ def test_blocks_that_take_turns_round_in_their_order(order):
     for numbers in case.inputs[0]:
         total += numbers
     assert np.array_equal(out, total) and not np.array_equal(out, case.inputs[0][::-1].cumsum(0)[-1])
+
+
+def test_a_turn_passed_before_all_lanes_have_added():
+    body = BY_NAME["turns"].body
+    before, after = body.rsplit("bar.warp.sync -1;", 1)
+    with pytest.raises(errors.Race, match="released without a __syncwarp after the write of lane 1"):
+        launched("turns", body=before + after)
 
 
 @pytest.mark.parametrize("order", ["early", "late", "random"])

@@ -112,6 +112,17 @@ def test_turns_make_the_order(take, monkeypatch):
         run(IN_ORDER, deterministic=True)
 
 
+def test_one_lane_does_not_pass_the_turn_of_others(take, monkeypatch):
+    take(TILES["keys"])
+    plant(
+        monkeypatch,
+        "__syncwarp();\n    if (threadIdx.x % 32 == 0) store_released",
+        "if (threadIdx.x % 32 == 0) store_released",
+    )
+    with pytest.raises(errors.Race, match="released without a __syncwarp"):
+        run(IN_ORDER, deterministic=True)
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_added_up_in_any_order(tile, take, watch):
     """dQ may round differently, nothing else."""

@@ -68,6 +68,7 @@ class Checks:
         # Since its lanes last came together, by warp: which of them have used shared memory; and its clock before that.
         self._apart = np.zeros((context.warps, 32), bool)
         self._together = np.zeros(context.warps, np.uint64)
+        self._written = np.zeros((context.warps, 32), bool)  # which have written to global memory since then
         # Since the last barrier of everybody: nothing to compare with before the first write.
         self.written = False
         self.read = False
@@ -82,7 +83,7 @@ class Checks:
 
     def come_together(self, rows: Indices) -> None:
         """What any lane of these warps has done so far comes before what any other does from now on."""
-        self._apart[rows] = False
+        self._apart[rows] = self._written[rows] = False
         self._together[rows] = self.clocks.own(rows)
         self.clocks.tick(rows)
 
@@ -106,6 +107,20 @@ class Checks:
         if len(rows) == context.warps and not context.program.asynchronous:
             self.written = self.read = False
             self.log.clear()
+
+    def global_write(self, group: Group) -> None:
+        """To be released to other blocks by a lane that comes together with these."""
+        self._written[group.rows] |= group.lanes()
+
+    def released(self, group: Group, instruction: Instruction) -> None:
+        """A lane tells other blocks what its warp has written."""
+        others = self._written[group.rows] & ~group.lanes()
+        if others.any():
+            i, lane = (int(x) for x in np.argwhere(others)[0])
+            raise Race(
+                f"released without a __syncwarp after the write of lane {lane}\n  "
+                f"{self.context.thread_name(int(group.rows[i]), int(group.lanes()[i].argmax()))}: {instruction.where}"
+            )
 
     # ---- accesses
 

@@ -2,9 +2,9 @@
 
 Every warp counts its synchronisations; a barrier makes each participant know what all others had done. An access races
 with an earlier one by another warp if the accessor does not yet know that warp's clock at the time, and with one by
-another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write. A lane that
-arrives at an mbarrier, or releases a number in global memory, tells of its warp only what all lanes had done when they
-last came together: at a barrier, or a wait for matrix products.
+another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write. A lane
+that arrives at an mbarrier, or releases a number in global memory, tells of its warp only what all lanes had done when
+they last came together: at a barrier, or at a wait for matrix products.
 
 Asynchronous instructions access memory from their issue to their wait, in the name of an agent of their own
 (clocks.py): whoever does not know of the wait races with them. They see ordinary writes only through a

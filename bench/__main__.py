@@ -7,20 +7,21 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import gpu, overhead, ring, static, sweep
+from . import bounds, compare, costs, first, gpu, marks, overhead, ring, static, sweep
+from .isolated import ended_by_signal
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
-from .plots import plot
+from .plots import plot, plot_sweep
 from .report import count, left_out, progress, provenance, show, tables
 from .results import ROOT, describe, write
 from .run import memory_cases, time_cases
-from .tables import regenerate
+from .tables import regenerate, without_block
 from .timing import measure_ceilings
 
 SEQLENS = {
@@ -41,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _static(asked, arguments)
     if asked.command == "overhead":
         return _overhead(asked.out, arguments)
+    if asked.command == "first":
+        return _first(asked.out, arguments)
+    if asked.command == "compare":
+        return _compare(asked)
+    if asked.command == "costs":
+        for table in costs.tables(json.loads(asked.sweep.read_text(encoding="utf-8"))):
+            show(table)
+        return 0
+    if asked.command == "bounds":
+        return _bounds(asked, arguments)
     if asked.command == "tables":
         return _tables(asked.readme, asked.results, asked.check)
     if getattr(asked, "sweep", False):
@@ -111,6 +122,41 @@ def _overhead(out: Path, arguments: list[str]) -> int:
     return 0
 
 
+def _first(out: Path, arguments: list[str]) -> int:
+    result = describe(arguments, 1)
+    result["first"] = first.measure(result["device"]["gpu"] is not None)
+    write(result, out / "first.json")
+    show(first.table(result["first"]))
+    return 0
+
+
+def _compare(asked: argparse.Namespace) -> int:
+    new = json.loads(asked.new.read_text(encoding="utf-8"))
+    old = json.loads(asked.against.read_text(encoding="utf-8")) if asked.against else compare.before(asked.new)
+    print(f"old: `{old['command']}`, {old['date']}\nnew: `{new['command']}`, {new['date']}")
+    table, worse = compare.compare(old, new, asked.slower)
+    show(table)
+    for line in worse:
+        print(line)
+    print(f"\n{len(table.rows)} pairs, {len(worse)} of ours slower by more than {asked.slower:.0%}")
+    return 1 if worse else 0
+
+
+def _bounds(asked: argparse.Namespace, arguments: list[str]) -> int:
+    """Of the regimes with a mark, the most important of each sweep first."""
+    of_sweeps = []
+    for path in filter(Path.is_file, asked.sweeps):
+        cases = {case["regime"]: case for case in json.loads(path.read_text(encoding="utf-8"))["cases"]}
+        of_sweeps.append([cases[regime.name] for regime in marks.MARKS if regime.name in cases])
+    in_turn = [case for cases in zip_longest(*of_sweeps) for case in cases if case]
+    result = describe(arguments, 1)
+    with ended_by_signal():
+        result["bounds"] = bounds.run(in_turn, asked.seconds)
+    write(result, asked.out / "bounds.json")
+    show(bounds.table(result["bounds"]))
+    return 0 if any(record["kernels"] for record in result["bounds"]) else 1
+
+
 def _on_gpu(asked: argparse.Namespace, arguments: list[str]) -> int:
     """Ours through the plan, whose engine is mma for 16-bit numbers and simt for others, beside every peer there."""
     regimes = [
@@ -119,23 +165,26 @@ def _on_gpu(asked: argparse.Namespace, arguments: list[str]) -> int:
         for seqlen in asked.seqlens or SEQLENS[asked.command]
     ]
     out = asked.out / f"gpu-{asked.command}.json"
-    return gpu.run(regimes, partial(gpu.measure_peers, ours=True), asked.seconds, out, ["python -m bench", *arguments])
+    return gpu.run(regimes, gpu.measure_peers, asked.seconds, out, ["python -m bench", *arguments])
 
 
 def _sweep(asked: argparse.Namespace, arguments: list[str]) -> int:
     """Every tile that may be the fastest, beside every peer there."""
     regimes = sweep.regimes(
         asked.command == "backward",
-        asked.dtype or "bfloat16",
-        [asked.head_dim] if asked.head_dim else sweep.HEAD_DIMS,
-        asked.seqlens or sweep.SEQLENS,
+        asked.dtype,
+        [asked.head_dim] if asked.head_dim else None,
+        asked.seqlens,
         asked.causal,
     )
-    out = asked.out / f"sweep-{asked.command}.json"
+    out = asked.out / f"sweep-{asked.command}{f'-{asked.dtype}' if asked.dtype else ''}.json"
     status = gpu.run(regimes, sweep.measure_tiles, asked.seconds, out, ["python -m bench", *arguments])
     if out.is_file():
-        for table in sweep.tables(json.loads(out.read_text(encoding="utf-8"))["cases"]):
+        result = json.loads(out.read_text(encoding="utf-8"))
+        for table in (*sweep.tables(result["cases"]), marks.table(result)):
             show(table)
+        if plot_sweep(result, out.with_suffix(".png")):
+            print(f"plot: {out.with_suffix('.png')}")
         print(f"\nEvery tile and sample: {out}")
     return status
 
@@ -180,14 +229,21 @@ def _cases(asked: argparse.Namespace, section: str) -> list[Case]:
 
 def _tables(readme: Path, results: Path, check: bool) -> int:
     text = readme.read_text(encoding="utf-8")
+    absent = without_block(text, results)
+    for name in absent:
+        stem = name.removesuffix(".json")
+        print(
+            f"{readme.name} shows nothing of {name}: give it a block, as in "
+            f"<!-- bench:{stem} --> <!-- /bench:{stem} --> on two lines (bench/tables.py)",
+            file=sys.stderr,
+        )
     generated = regenerate(text, results)
-    if generated == text:
-        return 0
-    if check:
+    if generated != text and check:
         print(f"{readme.name} differs from the results: run python -m bench tables", file=sys.stderr)
         return 1
-    readme.write_text(generated, encoding="utf-8")
-    return 0
+    if generated != text:
+        readme.write_text(generated, encoding="utf-8")
+    return 1 if absent else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -229,6 +285,20 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
     host = commands.add_parser("overhead", help="host time of a call before its launch")
     host.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
+    begin = commands.add_parser("first", help="the first call of a process, cold and warm")
+    begin.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
+    beside = commands.add_parser("compare", help="a run beside the one before; exit status 1 where ours is slower")
+    beside.add_argument("new", type=Path, metavar="NEW.json")
+    beside.add_argument(
+        "--against", type=Path, metavar="OLD.json", help="default: what bench/results has, or last had, by that name"
+    )
+    beside.add_argument("--slower", type=float, default=compare.SLOWER, help="share of the speed that may be lost")
+    written = commands.add_parser("costs", help="written costs beside a sweep, and the constants that fit best")
+    written.add_argument("sweep", type=Path, metavar="SWEEP.json")
+    bound = commands.add_parser("bounds", help="what bounds the fastest tiles of sweeps, by Nsight Compute")
+    bound.add_argument("sweeps", type=Path, nargs="+", metavar="SWEEP.json")
+    bound.add_argument("--seconds", type=float, default=400, help="begin nothing that would end later")
+    bound.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
     generate = commands.add_parser("tables", help="write the README's tables from the stored results")
     generate.add_argument("--check", action="store_true", help="write nothing; exit status 1 when they differ")
     generate.add_argument("--readme", type=Path, default=ROOT / "README.md")

@@ -1,25 +1,31 @@
-"""On a GPU: torch.matmul, every peer, and ours where it serves: python -m bench.gpu peers|simt.
+"""On a GPU: torch.matmul, every peer, and ours where it serves.
 
 Interleaved, L2 flushed before each sample, random normal data, CUDA events, medians; SM clock and power beside every
-case. A file that exists is continued: its finished cases are kept, so that a run which was cut off can go on.
+case. Measured is in a process of its own: what crashes or hangs there is left out, with the reason, and the others are
+measured without it. A file that exists is continued: its finished cases are kept, so that a run which was cut off can
+go on.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from cupy_flash.problem import FP8
+
+from .isolated import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
+from .peers import FLEX_ATTENTION, OURS
 from .results import describe, write
 
 Call = Callable[[], Any]
@@ -35,12 +41,14 @@ class Regime(NamedTuple):
     backward: bool = False
     head_dim_v: int | None = None
     tokens: int = 16384
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
         dim = f"D {self.head_dim}" + (f", Dv {self.head_dim_v}" if self.head_dim_v else "")
         mask = "causal" if self.causal else "full"
-        return f"{'backward' if self.backward else 'forward'} {self.dtype}, {dim}, {mask}, {self.seqlen}"
+        order = ", deterministic" if self.deterministic else ""
+        return f"{'backward' if self.backward else 'forward'} {self.dtype}, {dim}, {mask}, {self.seqlen}{order}"
 
     @property
     def batch(self) -> int:
@@ -58,86 +66,109 @@ class Regime(NamedTuple):
         return forward * (2.5 if self.backward else 1)
 
 
-BF16 = partial(Regime, "bfloat16")
-REGIMES = {
-    "peers": [
-        BF16(128, 8192, False), BF16(128, 16384, False), BF16(128, 16384, True), BF16(128, 4096, True),
-        BF16(128, 1024, True), BF16(64, 16384, False), BF16(64, 16384, True), BF16(256, 16384, False),
-        BF16(256, 16384, True), BF16(192, 8192, True, head_dim_v=128), BF16(64, 512, False), BF16(128, 512, False),
-        BF16(256, 512, False), BF16(128, 16384, False, True), BF16(128, 16384, True, True),
-        BF16(64, 16384, False, True), BF16(256, 16384, False, True),
-    ],
-    "simt": [
-        Regime(dtype, dim, seqlen, causal, backward, tokens=4096)
-        for dtype, dim in (("float32", 64), ("float32", 128), ("float64", 64))
-        for seqlen in (1024, 4096)
-        for causal in (False, True)
-        for backward in (False, True)
-    ],
-}  # fmt: skip
+DEVICE = "cuda"
 SAMPLES, WARM_UP = 15, 3
 SECONDS_OF_ONE = 2.0  # a peer that has been measured for this long in one regime sits out the rest of its samples
+FLUSHES = 8  # of L2 before a sample: one is enough for L2, eight last until the host has asked for what is timed
+# What a step may take: a call's first time and a sample; what comes before the calls; where kernels are compiled.
+SECONDS_OF_STEP, SECONDS_OF_INPUTS, SECONDS_OF_COMPILING = 20.0, 60.0, 150.0
+OVERTIME = 40.0  # that a regime may take beyond the seconds of its run
+KIND_LOSSES = 2  # regimes in which a kind of tile has ended a process: from then on it is not tried
 
 
-def peers(regime: Regime, ours: bool) -> dict[str, Call]:
-    """What to time of every implementation: a call on tensors (B, H, S, D) made for it. Each may yet refuse."""
+def inputs(regime: Regime) -> tuple[Any, Any, Any, Any]:
+    """Random normal q, k, v and dout on the GPU, (B, H, S, D)."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
-    dtype = getattr(torch, regime.dtype)
     torch.manual_seed(0)
 
     def tensor(dim: int) -> Any:
-        shape = (regime.batch, regime.heads, regime.seqlen, dim)
-        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=regime.backward)
+        x = torch.randn((regime.batch, regime.heads, regime.seqlen, dim), device=DEVICE)
+        return x.to(getattr(torch, regime.dtype)).requires_grad_(regime.backward)
 
-    q, k = tensor(regime.head_dim), tensor(regime.head_dim)
-    v = tensor(regime.head_dim_v or regime.head_dim)
-    dout = torch.randn(*q.shape[:-1], v.shape[-1], device="cuda", dtype=dtype)
+    dim_v = regime.head_dim_v or regime.head_dim
+    return tensor(regime.head_dim), tensor(regime.head_dim), tensor(dim_v), tensor(dim_v).detach()
 
-    def timed(forward: Call) -> Call:
-        """The forward, or the backward alone of one forward."""
-        if not regime.backward:
-            return forward
-        kept: list[Any] = []
 
-        def backward() -> Any:
-            if not kept:
-                kept.append(forward())
-            return torch.autograd.grad(kept[0], (q, k, v), dout, retain_graph=True)
+def peers(regime: Regime) -> dict[str, Call]:
+    """What to time of every implementation beside ours. Each may yet refuse; of fp8, and of gradients in one order,
+    there is none."""
+    if regime.dtype == FP8 or regime.deterministic:
+        return {}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
 
-        return backward
+    q, k, v, dout = inputs(regime)
 
     def sdpa(backend: Any) -> Any:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=regime.causal)
 
-    def flex() -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    if regime.dtype in ("float16", "bfloat16"):
+        forwards: dict[str, Call] = {
+            "SDPA flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+            "SDPA cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+            "flash-attn": partial(_flash_attn, q, k, v, regime.causal),
+        }
+    else:  # which the others refuse
+        forwards = {
+            "SDPA efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+            "SDPA math": partial(sdpa, SDPBackend.MATH),
+        }
+    forwards[FLEX_ATTENTION] = _flex_attention(q, k, v, regime.causal)
+    return {name: _timed(forward, (q, k, v), dout, regime.backward) for name, forward in forwards.items()}
 
-        torch.compiler.reset()  # it compiles for few lengths, and would go on without compiling
-        mask = None
-        if regime.causal:
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, regime.seqlen, regime.seqlen, "cuda")
-        compiled = torch.compile(flex_attention, dynamic=False)
-        flex_calls.append(lambda: compiled(q, k, v, block_mask=mask))
-        return flex_calls[0]()
 
-    flex_calls: list[Call] = []
-    found = {
-        "SDPA flash": timed(lambda: sdpa(SDPBackend.FLASH_ATTENTION)),
-        "SDPA cuDNN": timed(lambda: sdpa(SDPBackend.CUDNN_ATTENTION)),
-        "SDPA efficient": timed(lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION)),
-        "SDPA math": timed(lambda: sdpa(SDPBackend.MATH)),
-        "FlexAttention": timed(lambda: flex_calls[0]() if flex_calls else flex()),
-        "flash-attn": timed(partial(_flash_attn, q, k, v, regime.causal)),
-    }
-    if ours:
-        import cupy_flash
+def ours(regime: Regime) -> dict[str, Call]:
+    """cupy_flash by its public function."""
+    import cupy_flash
 
-        found["cupy_flash"] = timed(lambda: cupy_flash.attention(q, k, v, causal=regime.causal, layout="bhsd"))
-    return found
+    q, k, v, dout = inputs(regime)
+    call = partial(
+        cupy_flash.attention, q, k, v, causal=regime.causal, layout="bhsd", deterministic=regime.deterministic
+    )
+    return {OURS: _timed(call, (q, k, v), dout, regime.backward)}
+
+
+def _timed(forward: Call, operands: tuple[Any, ...], dout: Any, backward: bool) -> Call:
+    """The forward, or the backward alone of one forward."""
+    if not backward:
+        return forward
+    kept: list[Any] = []
+
+    def gradients() -> Any:
+        import torch
+
+        if not kept:
+            kept.append(forward())
+        return torch.autograd.grad(kept[0], operands, dout, retain_graph=True)
+
+    return gradients
+
+
+def _flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
+    """FlexAttention, compiled for these sizes by the first call."""
+    compiled: list[Call] = []
+
+    def call() -> Any:
+        if not compiled:
+            compiled.append(_compiled_flex_attention(q, k, v, causal))
+        return compiled[0]()
+
+    return call
+
+
+def _compiled_flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
+    import torch
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # it compiles for few lengths, and would go on without compiling
+    # A backward that may overwrite what its forward kept cannot run twice.
+    torch._functorch.config.donated_buffer = False
+    length = q.shape[-2]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, q.device) if causal else None
+    return partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask)
 
 
 def _flash_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
@@ -145,30 +176,43 @@ def _flash_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
     return flash_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
 
 
-def measure(regime: Regime, calls: dict[str, Call]) -> dict[str, Any]:
-    """The record of a regime: milliseconds of every sample by implementation, and why the others have none."""
+def kind(name: str) -> str:
+    """Of a tile: its name without sizes. What one tile does to its process, others of its kind are likely to do."""
+    return re.sub(r"\d+", "", name)
+
+
+def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
+    """The record of a regime: milliseconds of every sample by implementation, and why the others have none. `lost`:
+    the kinds that have ended a process, and how."""
     import torch
 
     serving, left_out = {}, {}
+    states = sampled_gpu()
     for name, call in calls.items():
+        if kind(name) in lost:
+            left_out[name] = lost[kind(name)]
+            continue
+        announce(name, SECONDS_OF_COMPILING if name == FLEX_ATTENTION else SECONDS_OF_STEP)
         try:
             for _ in range(WARM_UP):
                 call()
             torch.cuda.synchronize()
             serving[name] = call
         except Exception as error:  # a peer refuses with any exception; the reason is part of the result
-            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    with sampled_gpu() as states:
-        samples = time_interleaved(serving)
+            left_out[name] = one_line(error)
+            torch.cuda.synchronize()  # fails where the GPU is lost to this process: the others need another
+    begun = len(states)
+    samples = time_interleaved(serving, announce)
+    state = summary(states[begun:])
     torch.cuda.empty_cache()
     tflops = {name: regime.flops / median(times) / 1e9 for name, times in samples.items()}
     return {
         "regime": regime.name, **regime._asdict(), "batch": regime.batch, "heads": regime.heads, "flops": regime.flops,
-        "milliseconds": samples, "tflops": tflops, "left_out": left_out, "gpu": summary(states),
+        "milliseconds": samples, "tflops": tflops, "left_out": left_out, "gpu": state,
     }  # fmt: skip
 
 
-def time_interleaved(calls: dict[str, Call]) -> dict[str, list[float]]:
+def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str, list[float]]:
     """Milliseconds of every call in turn, each after L2 was overwritten."""
     import torch
 
@@ -178,114 +222,144 @@ def time_interleaved(calls: dict[str, Call]) -> dict[str, list[float]]:
         for name, call in calls.items():
             if sum(samples[name]) > 1e3 * SECONDS_OF_ONE and len(samples[name]) >= 3:
                 continue
-            flush.zero_()
+            announce(name, SECONDS_OF_STEP)
+            for _ in range(FLUSHES):
+                flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
             end.record()
             end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
+            samples[name].append(round(begin.elapsed_time(end), 5))
     return samples
 
 
+@lru_cache(maxsize=1)
 def matmul() -> dict[str, Any]:
-    """torch.matmul of bf16 at 8192^3: what R_mm divides by."""
+    """torch.matmul of bf16 at 8192^3, once in a process: what R_mm divides by."""
     import torch
 
+    states = sampled_gpu()
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(WARM_UP):
         a @ b
-    with sampled_gpu() as states:
-        samples = time_interleaved({"matmul": lambda: a @ b})["matmul"]
-    return {"milliseconds": samples, "tflops": 2 * 8192**3 / median(samples) / 1e9, "gpu": summary(states)}
+    begun = len(states)
+    samples = time_interleaved({"matmul": lambda: a @ b}, lambda step, seconds: None)["matmul"]
+    return {"milliseconds": samples, "tflops": 2 * 8192**3 / median(samples) / 1e9, "gpu": summary(states[begun:])}
 
 
-@contextmanager
-def sampled_gpu() -> Iterator[list[str]]:
-    """Lines of nvidia-smi while the context lasts: SM clock in MHz, power in W; none where it is not there."""
+@lru_cache(maxsize=1)
+def sampled_gpu() -> list[str]:
+    """A list to which nvidia-smi adds lines as long as this process lasts: SM clock in MHz, power in W; none where it
+    is not there."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
     lines: list[str] = []
     try:
         process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        yield lines
-        return
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda stream=process.stdout: lines.extend(stream), daemon=True)
-    reader.start()
-    try:
-        yield lines
-    finally:
-        process.terminate()
-        process.wait()
-        reader.join()
+        return lines
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.append(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def summary(lines: Sequence[str]) -> dict[str, Any]:
     """Median and extremes of clock and power."""
-    rows = [line.split(",") for line in lines]
-    numbers = [tuple(map(float, row)) for row in rows if len(row) == 2 and "[" not in "".join(row)]
+    rows = [re.fullmatch(r"\s*([\d.]+)\s*,\s*([\d.]+)\s*", line) for line in lines]
+    numbers = [tuple(map(float, row.groups())) for row in rows if row]
     found: dict[str, Any] = {"samples": len(numbers)}
     for name, column in zip(("sm_clock_mhz", "power_w"), zip(*numbers, strict=True), strict=False):
         found[name] = {"median": median(column), "least": min(column), "most": max(column)}
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="ours and every peer on this GPU")
-    parser.add_argument("what", choices=list(REGIMES))
-    parser.add_argument("--ours", action="store_true", help="cupy_flash among the peers")
-    parser.add_argument("--seconds", type=float, default=400, help="begin no regime that would end later")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON; continued where it exists")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    asked = parser.parse_args(arguments)
-    command = ["python -m bench.gpu", *arguments]
-    return run(REGIMES[asked.what], partial(measure_peers, ours=asked.ours), asked.seconds, asked.out, command)
+Measure = Callable[[Regime, Mapping[str, str], Announce], dict[str, Any]]
 
 
-def measure_peers(regime: Regime, ours: bool) -> dict[str, Any]:
-    return measure(regime, peers(regime, ours))
+def measure_peers(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
+    """Ours through the plan beside every peer."""
+    announce("inputs", SECONDS_OF_INPUTS)
+    return measure(regime, peers(regime) | ours(regime), lost, announce)
 
 
-def run(
-    regimes: Sequence[Regime],
-    measure_one: Callable[[Regime], dict[str, Any]],
-    seconds: float,
-    out: Path,
-    command: Sequence[str],
-) -> int:
+def beside_matmul(
+    measure_one: Measure, regime: Regime, lost: Mapping[str, str], announce: Announce
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A regime's record with its process's ceiling, and the record of that."""
+    import torch
+
+    announce("torch.matmul", SECONDS_OF_INPUTS)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ceiling = matmul()
+    return measure_one(regime, lost, announce) | {"matmul_tflops": ceiling["tflops"]}, ceiling
+
+
+def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Path, command: Sequence[str]) -> int:
     """Measures what the file `out` does not have yet; the exit status, 3 where time was over before."""
     import torch
 
     if not torch.cuda.is_available():
         print("bench: torch finds no GPU here", file=sys.stderr)
         return 2
-    torch.backends.cuda.matmul.allow_tf32 = False
     result = describe(list(command[1:]), torch.get_num_threads())
     result["command"] = " ".join(command)
+    result["device"]["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
     result["versions"]["cuda"], result["versions"]["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
     before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    result["cases"] = before.get("cases", [])
+    result["cases"], result["losses"] = before.get("cases", []), before.get("losses", [])
     done = {case["regime"] for case in result["cases"]}
     waiting = [regime for regime in regimes if regime.name not in done]
     begin = time.monotonic()
-    result["matmul"] = matmul()
-    longest = 0.0
-    for measured, regime in enumerate(waiting):
-        started = time.monotonic()
-        if started - begin + longest > seconds:
-            print(f"out of time: {len(waiting) - measured} regimes are left, run again to go on", file=sys.stderr)
-            return 3
-        case = measure_one(regime) | {"matmul_tflops": result["matmul"]["tflops"]}
-        result["cases"].append(case)
-        write(result, out)
-        now = time.monotonic()
-        longest = max(longest, now - started)
-        left = len(waiting) - measured - 1
-        print("\n".join(told(case)))
-        print(f"  {left} regimes are left, about {(now - begin) / (measured + 1) * left:.0f} s", flush=True)
+    durations: list[float] = []
+    with ended_by_signal(), Worker(partial(beside_matmul, measure_one)) as worker:
+        for measured, regime in enumerate(waiting):
+            started = time.monotonic()
+            try:
+                if started - begin + median(durations or [0]) > seconds:
+                    raise OutOfTime
+                case, ceiling = _outlived(worker, regime, result["losses"], begin + seconds + OVERTIME)
+            except OutOfTime:
+                print(f"out of time: {len(waiting) - measured} regimes are left, run again to go on", file=sys.stderr)
+                write(result, out)
+                return 3
+            result["cases"].append(case)
+            result["matmul"] = ceiling or result.get("matmul")
+            write(result, out)
+            now = time.monotonic()
+            durations.append(now - started)
+            left = len(waiting) - measured - 1
+            print("\n".join(told(case)))
+            print(f"  {left} regimes are left, about {(now - begin) / (measured + 1) * left:.0f} s", flush=True)
     write(result, out)
     return 0
+
+
+def _outlived(
+    worker: Worker, regime: Regime, losses: list[dict[str, str]], until: float
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the worker says of a regime without the kinds that end its process, each of which it adds to `losses`."""
+    while True:
+        everywhere = Counter(kind(loss["name"]) for loss in losses)
+        lost = {
+            kind(loss["name"]): f"{loss['name']} {loss['reason']} ({loss['regime']})"
+            for loss in losses
+            if loss["regime"] == regime.name or everywhere[kind(loss["name"])] >= KIND_LOSSES
+        }
+        try:
+            case, ceiling = worker(regime, lost, until=until)
+            return case, ceiling
+        except Lost as loss:
+            print(f"  {regime.name}: lost its process in {loss}", flush=True)
+            if kind(loss.step) in lost:  # even without it: nothing can be measured
+                left_out = lost | {loss.step: loss.reason}
+                empty = {"milliseconds": {}, "tflops": {}, "tiles": [], "left_out": left_out, "gpu": summary([])}
+                sizes = {"batch": regime.batch, "heads": regime.heads, "flops": regime.flops}
+                return {"regime": regime.name, **regime._asdict(), **sizes, **empty}, None
+            losses.append({"regime": regime.name, "name": loss.step, "reason": loss.reason})
 
 
 def told(case: dict[str, Any]) -> list[str]:
@@ -296,5 +370,19 @@ def told(case: dict[str, Any]) -> list[str]:
     return lines + [f"  left out {name}: {reason}" for name, reason in case["left_out"].items()]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def of_ours(case: dict[str, Any]) -> dict[str, float]:
+    """TFLOP/s of our tiles, or of our public function."""
+    names = {tile["name"] for tile in case.get("tiles", ())} | {OURS}
+    return {name: speed for name, speed in case["tflops"].items() if name in names}
+
+
+def of_peers(case: dict[str, Any]) -> dict[str, float]:
+    """TFLOP/s of everybody else."""
+    own = of_ours(case)
+    return {name: speed for name, speed in case["tflops"].items() if name not in own}
+
+
+def fastest(case: dict[str, Any]) -> str | None:
+    """Of ours; None where none was measured."""
+    own = of_ours(case)
+    return max(own, key=own.__getitem__, default=None)

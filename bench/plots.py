@@ -1,13 +1,16 @@
-"""Results as plots, one PNG per section, where matplotlib is installed."""
+"""Results as plots, one PNG per section or sweep, where matplotlib is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from .gpu import Regime, fastest, of_peers
 from .memory import NOISE, growth_exponent
 from .peers import OURS
+from .published import flash_attention_3
 from .report import count, names_in, step_seconds
 
 
@@ -47,6 +50,58 @@ def plot(section: str, result: dict[str, Any], path: Path) -> bool:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     return True
+
+
+def plot_sweep(result: dict[str, Any], path: Path) -> bool:
+    """Speed over the sequence length of our fastest tiles, every peer and what was published: a panel for each head
+    dimension and mask that has two lengths. False where there is none, or matplotlib is not installed."""
+    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    order = ("dtype", "head_dim", "causal", "seqlen")
+    for case in sorted(result["cases"], key=lambda case: [case[name] for name in order]):
+        if case["tflops"] and not case["deterministic"]:
+            panels.setdefault((case["dtype"], case["head_dim"], case["head_dim_v"], case["causal"]), []).append(case)
+    panels = {panel: cases for panel, cases in panels.items() if len(cases) > 1}
+    if not panels or importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(13, 4 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    direction = "backward alone" if result["cases"][0]["backward"] else "forward"
+    figure.suptitle(f"{direction}, 16384 tokens of width 2048, on {result['device']['gpu']}")
+    for index, ((dtype, head_dim, head_dim_v, causal), cases) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, 2, index + 1)
+        for name, points in _lines(cases).items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
+        axes.axhline(
+            median(case["matmul_tflops"] for case in cases), color="grey", linestyle=":", label="torch.matmul bf16"
+        )
+        values = f", Dv {head_dim_v}" if head_dim_v else ""
+        axes.set(title=f"{dtype}, D {head_dim}{values}, {'causal' if causal else 'full'}", ylabel="TFLOP/s")
+        axes.set(xlabel="sequence length S", xscale="log")
+        axes.set_ylim(0)
+        lengths = [case["seqlen"] for case in cases]
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
+    return True
+
+
+def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(length, TFLOP/s) by name, ours first."""
+    lines: dict[str, list[tuple[int, float]]] = {OURS: []}
+    for case in cases:
+        if (best := fastest(case)) is not None:
+            lines[OURS].append((case["seqlen"], case["tflops"][best]))
+        for name, speed in of_peers(case).items():
+            lines.setdefault(name, []).append((case["seqlen"], speed))
+        if published := flash_attention_3(Regime(**{name: case[name] for name in Regime._fields})):
+            lines.setdefault("FA3 (published, H100)", []).append((case["seqlen"], published))
+    return {name: points for name, points in lines.items() if points}
 
 
 def _draw_speed(axes: Any, records: list[dict[str, Any]], stages: tuple[str, ...]) -> None:

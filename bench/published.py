@@ -21,7 +21,11 @@ FLASH_ATTENTION_3 = {
 
 def flash_attention_3(regime: Regime) -> int | None:
     """The published TFLOP/s; None where none was published."""
-    if regime.dtype not in ("float16", "bfloat16") or regime.head_dim_v not in (None, regime.head_dim):
+    if (
+        regime.deterministic
+        or regime.dtype not in ("float16", "bfloat16")
+        or regime.head_dim_v not in (None, regime.head_dim)
+    ):
         return None
     speeds = FLASH_ATTENTION_3.get((regime.backward, regime.head_dim, regime.causal), ())
     return dict(zip(LENGTHS, speeds, strict=False)).get(regime.seqlen)

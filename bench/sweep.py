@@ -7,71 +7,111 @@ predicted how the cost's constants have to change.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from functools import lru_cache, partial
-from itertools import repeat
 from typing import Any
 
 from cupy_flash import backends
 from cupy_flash.ahead import compile_launch
+from cupy_flash.launch import Launch
 from cupy_flash.plan import candidates
-from cupy_flash.problem import Operands, Options, Problem, Saved, UnsupportedError, pose
+from cupy_flash.problem import FP8, Operands, Options, Problem, Saved, UnsupportedError, pose
 
-from .gpu import Call, Regime, measure, peers
+from .gpu import (
+    SECONDS_OF_COMPILING,
+    SECONDS_OF_INPUTS,
+    SECONDS_OF_STEP,
+    Call,
+    Regime,
+    fastest,
+    inputs,
+    measure,
+    of_peers,
+    peers,
+)
+from .isolated import Announce
+from .marks import MARKS
+from .peers import FLEX_ATTENTION
 from .published import flash_attention_3
 from .report import NOTHING, Table
 
-# The regimes, the more important ones first. Keys of 192 go with values of 128.
+# Beyond the regimes with a mark, the more important ones first. Keys of 192 go with values of 128.
 SEQLENS = (16384, 4096, 1024, 512)
 HEAD_DIMS = (128, 64, 256, 192, 96)
 HEAD_DIMS_V = {192: 128}
 APART = 2.0**-5  # of the largest number: results that differ by more are of another attention
-DEVICE = "cuda"
+COMPILERS = 16  # at most: each takes memory
 
 
 def regimes(
-    backward: bool, dtype: str, head_dims: Sequence[int], seqlens: Sequence[int], causal: bool | None
+    backward: bool,
+    dtype: str | None = None,
+    head_dims: Sequence[int] | None = None,
+    seqlens: Sequence[int] | None = None,
+    causal: bool | None = None,
 ) -> list[Regime]:
-    """Of those words, both maskings where `causal` is None."""
-    return [
-        Regime(dtype, head_dim, seqlen, masked, backward, HEAD_DIMS_V.get(head_dim))
-        for seqlen in seqlens
-        for head_dim in head_dims
+    """Of those words: what has a mark, then every head dimension, mask and length; where no dtype is named, those for
+    tensor cores."""
+    marked = [
+        regime
+        for regime in MARKS
+        if regime.backward == backward
+        and regime.dtype in ((dtype,) if dtype else ("bfloat16", FP8))
+        and (causal is None or regime.causal == causal)
+        and (head_dims is None or regime.head_dim in head_dims)
+        and (seqlens is None or regime.seqlen in seqlens)
+    ]
+    every = [
+        Regime(dtype or "bfloat16", head_dim, seqlen, masked, backward, HEAD_DIMS_V.get(head_dim))
+        for seqlen in seqlens or SEQLENS
+        for head_dim in head_dims or HEAD_DIMS
         for masked in ((False, True) if causal is None else (causal,))
     ]
+    return list(dict.fromkeys(marked + every))
 
 
 def engines(dtype: str) -> tuple[str, ...]:
     """Those that may be the fastest: no other is, where numbers are for tensor cores."""
+    if dtype == FP8:
+        return ("wgmma",)
     return ("mma", "wgmma") if dtype in ("float16", "bfloat16") else ("simt",)
 
 
-def measure_tiles(regime: Regime) -> dict[str, Any]:
+def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
     """The record of a regime, ours under the names of `tiles`: of every engine, the smallest prediction first."""
-    calls: dict[str, Call] = peers(regime, ours=False)
+    announce("inputs", SECONDS_OF_INPUTS)
+    calls: dict[str, Call] = peers(regime)
+    refused: dict[str, str] = {}
+    if regime not in MARKS and FLEX_ATTENTION in calls:
+        del calls[FLEX_ATTENTION]
+        refused[FLEX_ATTENTION] = "takes seconds to compile, for which a regime needs a mark"
     run = backends.run_backward if regime.backward else backends.run_forward
     tiles: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
+    launches: dict[Any, tuple[Launch, str]] = {}
     for engine, problem, operands in posed(regime):
         try:
             chosen = backends.plan_for(problem)
         except UnsupportedError as error:
             refused[engine] = _reasons(engine, error)
             continue
-        plans = candidates(chosen, engine)
-        launches = {launch for _, its in plans for launch in its.launches}
-        list(compilers().map(compile_launch, launches, repeat(chosen.device.arch)))  # this process finds them on disk
-        for tile, its in plans:
+        for tile, its in candidates(chosen, engine):
             name, size = f"{engine} {tile}", f"{its.block_q}x{its.block_kv}/{its.threads}"
             calls[name] = partial(run, its, operands)
             tiles.append({"name": name, "engine": engine, "size": size, "predicted_ms": its.cost * 1e3})
-    case = measure(regime, calls)
+            launches |= {(launch.kernel, launch.constants): (launch, its.device.arch) for launch in its.launches}
+    announce("compile", SECONDS_OF_COMPILING)
+    # This process finds them on disk. What cannot be compiled it finds out once more, and leaves out by name.
+    wait(compilers().submit(compile_launch, *each) for each in launches.values())
+    case = measure(regime, calls, lost, announce)
     case["left_out"] |= refused
-    measured = [tile["name"] for tile in tiles if tile["name"] in case["tflops"]]
-    for name in measured[1:]:
-        if not _alike(calls[name](), calls[measured[0]]()):
-            case["left_out"][name] = f"its result is not that of {measured[0]}"
+    # Whoever is the first: a peer where there is one.
+    reference = next(iter(case["tflops"]), "")
+    for name in (tile["name"] for tile in tiles if tile["name"] in case["tflops"]):
+        announce(name, SECONDS_OF_STEP)
+        if not _alike(calls[name](), calls[reference]()):
+            case["left_out"][name] = f"its result is not that of {reference}"
             del case["tflops"][name]
     return case | {"tiles": tiles}
 
@@ -79,28 +119,20 @@ def measure_tiles(regime: Regime) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def compilers() -> ProcessPoolExecutor:
     """In each of which NVRTC compiles one text at a time, whatever its threads."""
-    return ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(min(os.cpu_count() or 1, COMPILERS), multiprocessing.get_context("spawn"))
 
 
 def posed(regime: Regime) -> Iterable[tuple[str, Problem, Operands]]:
     """The problem of a regime as each engine is asked for it, on random normal tensors."""
-    import torch
-
-    dtype = getattr(torch, regime.dtype)
-    torch.manual_seed(0)
-
-    def tensor(dim: int) -> Any:
-        return torch.randn((regime.batch, regime.heads, regime.seqlen, dim), device=DEVICE, dtype=dtype)
-
-    dim_v = regime.head_dim_v or regime.head_dim
-    arrays, options = (tensor(regime.head_dim), tensor(regime.head_dim), tensor(dim_v)), dict(layout="bhsd")
+    q, k, v, dout = (x.detach() for x in inputs(regime))
+    options = dict(causal=regime.causal, layout="bhsd")
     saved = None
     if regime.backward:
-        out, lse = backends.forward(*pose("sweep", arrays, Options(causal=regime.causal, **options), None, None))
-        saved = Saved(tensor(dim_v), out.owner, lse.owner, None)
+        out, lse = backends.forward(*pose("sweep", (q, k, v), Options(**options), None, None))
+        saved = Saved(dout, out.owner, lse.owner, None)
     for engine in engines(regime.dtype):
-        asked = Options(causal=regime.causal, engine=engine, **options)
-        yield engine, *pose("sweep", arrays, asked, None, saved)
+        asked = Options(engine=engine, deterministic=regime.deterministic, **options)
+        yield engine, *pose("sweep", (q, k, v), asked, None, saved)
 
 
 def _reasons(engine: str, error: UnsupportedError) -> str:
@@ -109,10 +141,17 @@ def _reasons(engine: str, error: UnsupportedError) -> str:
     return "; ".join(line.removeprefix(start) for line in str(error).splitlines() if line.startswith(start))
 
 
-def _alike(result: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two results are those of the same attention; not where either has a NaN."""
-    pairs = [(a.owner.float(), b.owner.float()) for a, b in zip(result, other, strict=True) if a is not None]
+def _alike(result: Any, other: Any) -> bool:
+    """Whether two results are those of the same attention; not where either has a NaN. Peers give no lse."""
+    pairs = zip(_numbers(result), _numbers(other), strict=False)
     return all(bool((a - b).abs().max() <= APART * b.abs().max()) for a, b in pairs)
+
+
+def _numbers(result: Any) -> list[Any]:
+    """out, or gradients, as tensors: of Arrays or of tensors."""
+    every: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    owners: list[Any] = [getattr(array, "owner", array) for array in every if array is not None]
+    return [tensor.float() for tensor in owners]
 
 
 def tables(cases: Iterable[dict[str, Any]]) -> list[Table]:
@@ -120,17 +159,18 @@ def tables(cases: Iterable[dict[str, Any]]) -> list[Table]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in sorted(cases, key=lambda case: (case["head_dim"], case["causal"], case["seqlen"])):
         direction = "Backward alone" if case["backward"] else "Forward"
+        direction += ", deterministic" * case["deterministic"]
         groups.setdefault(f"{direction}, {case['dtype']}, TFLOP/s (median)", []).append(case)
     return [_table(title, group) for title, group in groups.items()]
 
 
 def _table(title: str, cases: list[dict[str, Any]]) -> Table:
     of_engines = list(dict.fromkeys(tile["engine"] for case in cases for tile in case["tiles"]))
-    others = list(dict.fromkeys(name for case in cases for name in _others(case)))
+    others = list(dict.fromkeys(name for case in cases for name in of_peers(case)))
     rows = []
     for case in cases:
-        regime, of_others = Regime(**{name: case[name] for name in Regime._fields}), _others(case)
-        best = max((speed for name, speed in case["tflops"].items() if name not in of_others), default=None)
+        regime, of_others = Regime(**{name: case[name] for name in Regime._fields}), of_peers(case)
+        best = case["tflops"].get(fastest(case))
         rows.append(
             [
                 f"{regime.head_dim}/{regime.head_dim_v}" if regime.head_dim_v else str(regime.head_dim),
@@ -145,12 +185,6 @@ def _table(title: str, cases: list[dict[str, Any]]) -> Table:
         )
     columns = [f"{engine}, {which}" for engine in of_engines for which in ("best tile", "the plan's")]
     return Table(title, ["D", "mask", "S", *columns, *others, "FA3 (published, H100)", "R_best", "R_mm"], rows)
-
-
-def _others(case: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s of the peers."""
-    ours = {tile["name"] for tile in case["tiles"]}
-    return {name: speed for name, speed in case["tflops"].items() if name not in ours}
 
 
 def _of_engine(engine: str, case: dict[str, Any]) -> list[str]:

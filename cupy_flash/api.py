@@ -241,7 +241,8 @@ def compile(
 
     Kernels know neither batch nor lengths, but the plan chooses tile sizes by them: compiled is every tile that it may
     choose, a few of each kernel. They land in the cache folder; without `arch` they are loaded, too, so that a
-    CUDA graph can capture the calls from the start.
+    CUDA graph can capture the calls from the start. With CuPy a capture needs a memory pool of its own
+    (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the capture gave back.
 
     Args:
         dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...

@@ -65,7 +65,8 @@ class Array:
 
         if self.device == "cpu":
             return jax.device_put(self.owner, self.sharding, may_alias=True)
-        return jax.dlpack.from_dlpack(self.owner)
+        with self.owner.device:  # CuPy makes jax's stream wait for the one that it works on there
+            return jax.dlpack.from_dlpack(self.owner)
 
 
 def as_array(x: Any, name: str) -> Array:
@@ -139,14 +140,16 @@ def contiguous(array: Array) -> Array:
         return as_array(np.ascontiguousarray(array.numpy()), "operand")
     import cupy
 
-    return as_array(cupy.ascontiguousarray(cupy.asarray(array.owner)), "operand")
+    with cupy.cuda.Device(_device_index(array.device)):
+        taken = cupy.from_dlpack(array.owner) if array.framework in ("jax", "dlpack") else cupy.asarray(array.owner)
+        return as_array(cupy.ascontiguousarray(taken), "operand")
 
 
 def stream_of(like: Array) -> int:
-    """The CUDA stream the caller works on, as the driver's handle.
+    """The CUDA stream for kernels on arrays like this one, as the driver's handle: where torch, and CuPy for all other
+    libraries, work at this moment. They hand out the memory of outputs and workspaces again in that stream's order.
 
-    0, the default stream, for CPU arrays, and for jax and other DLPack producers: those made the default stream wait
-    for their own at the hand-over.
+    0 for CPU arrays.
     """
     if like.device == "cpu":
         return 0
@@ -154,13 +157,20 @@ def stream_of(like: Array) -> int:
         import torch
 
         return int(torch.cuda.current_stream(like.device).cuda_stream)
-    if like.framework == "cupy":
-        import cupy
+    import cupy
 
-        return int(cupy.cuda.get_current_stream(_device_index(like.device)).ptr)
-    if like.framework == "cuda_array_interface":
-        return int(like.owner.__cuda_array_interface__.get("stream") or 0)
-    return 0
+    return int(cupy.cuda.get_current_stream(_device_index(like.device)).ptr)
+
+
+def made_on(array: Array) -> int | None:
+    """The stream of another library on which an array's contents are ready, for that of `stream_of` to wait for.
+
+    None where the caller has seen to it, as for torch and CuPy.
+    """
+    if array.framework == "cuda_array_interface":
+        stream = array.owner.__cuda_array_interface__.get("stream")
+        return None if stream is None else int(stream)
+    return LEGACY_DEFAULT_STREAM if array.framework in ("jax", "dlpack") and array.device != "cpu" else None
 
 
 def _is_instance(x: Any, module: str, name: str) -> bool:
@@ -314,7 +324,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 _FLAG_READ_ONLY = 1
-_LEGACY_DEFAULT_STREAM = 1  # DLPack's name for CUDA stream 0
+LEGACY_DEFAULT_STREAM = 1  # DLPack's name for CUDA stream 0, and CUDA's own
 _DLPACK_DEVICES = {1: "cpu", 3: "cpu", 2: "cuda:{}", 13: "cuda:{}"}  # CPU, pinned host, CUDA, CUDA managed
 _DLPACK_DTYPES = {
     (code, bits): f"{kind}{bits}"
@@ -341,7 +351,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     if int(device_type) not in _DLPACK_DEVICES:
         raise TypeError(f"DLPack device type {int(device_type)} is neither the CPU nor a CUDA device")
     device = _DLPACK_DEVICES[int(device_type)].format(device_index)
-    stream = {} if device == "cpu" else {"stream": _LEGACY_DEFAULT_STREAM}
+    stream = {} if device == "cpu" else {"stream": LEGACY_DEFAULT_STREAM}
     try:
         try:
             capsule = x.__dlpack__(max_version=(1, 0), **stream)

@@ -39,6 +39,16 @@ class Mask(NamedTuple):
         high = highest if self.right is None else (offset + self.right) // step
         return Band(min(max(low, lowest), highest), max(min(high, highest), lowest), q_len, kv_len)
 
+    @property
+    def edges(self) -> int:
+        """How many of its sides are bounded; 0 hides nothing."""
+        return (self.left is not None) + (self.right is not None)
+
+    def visited(self, seen: float, rows: int, step: int) -> float:
+        """How much of the other axis a tile of `rows` visits, `step` at a time, where each row sees `seen` of it: tiles
+        at an edge hold hidden scores, half a step and half a tile at each."""
+        return seen + self.edges * (rows + step) / 2
+
     def __str__(self) -> str:
         if self.left is None and self.right is None:
             return "full"

@@ -159,6 +159,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether a sequence may be shorter than the longest."""
+        return self.layout == "thd" or self.q_lengths or self.kv_lengths
+
+    @property
     def out_dtype(self) -> np.dtype:
         """That of q; bfloat16 for fp8."""
         return _out_dtype(self.dtype)

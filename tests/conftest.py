@@ -1,5 +1,6 @@
 """Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
+import os
 import shutil
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import on_gpu
 import pytest
 from tiles import SMALL_FRAGMENTS, SMALL_TILE, every_kernel_in
 
-from cupy_flash import cache
+from cupy_flash import backends, cache
 from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.plan import plan
@@ -20,10 +21,14 @@ hypothesis.settings.load_profile("deterministic")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """Kernels are compiled once per session, into a folder of its own: none from another time is used."""
+def kernel_cache(tmp_path_factory, request):
+    """Kernels are compiled once per session, into a folder that its processes share: none from another time is used.
+    Where KERNELS names a folder, sessions share that one."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
         cache.compiled.cache_clear()
         yield
 
@@ -36,7 +41,9 @@ def backend(request):
         request.getfixturevalue("small_tile")
     if request.param == "cuda":
         on_gpu.route(request.getfixturevalue("monkeypatch"))
-    return request.param
+    yield request.param
+    if request.param == "cuda":
+        on_gpu.leave_a_lost_gpu()
 
 
 @pytest.fixture
@@ -47,6 +54,12 @@ def small_tile(monkeypatch):
     plan.cache_clear()
     yield
     plan.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What is simulated is Hopper."""
+    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from cupy_flash import arrays
-from cupy_flash.arrays import as_array, empty, stream_of
+from cupy_flash.arrays import as_array, empty, made_on, stream_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
@@ -501,8 +501,7 @@ def test_dlpack_on_cuda(device_type):
     producer = Producer(x, device=(device_type, 1))
     array = as_array(producer, "q")
     assert (array.pointer, array.device, array.framework) == (x.ctypes.data, "cuda:1", "dlpack")
-    assert producer.asked["stream"] == 1  # the legacy default stream: 0 is forbidden by DLPack
-    assert stream_of(array) == 0
+    assert producer.asked["stream"] == made_on(array) == 1  # the legacy default stream: 0 is forbidden by DLPack
     with pytest.raises(TypeError, match="cuda:1 has no view in host memory"):
         array.numpy()
 
@@ -516,8 +515,8 @@ def test_cuda_array_interface():
     assert (array.pointer, array.shape, array.strides, array.dtype) == (4096, (2, 3), (3, 1), np.float16)
     assert (array.device, array.framework, array.readonly) == ("cuda:0", "cuda_array_interface", False)
     array = as_array(CudaArrayInterface(strides=(2, -4), data=(4096, True), stream=77), "q")
-    assert (array.strides, array.readonly, stream_of(array)) == ((1, -2), True, 77)
-    assert stream_of(as_array(CudaArrayInterface(), "q")) == 0
+    assert (array.strides, array.readonly, made_on(array)) == ((1, -2), True, 77)
+    assert made_on(as_array(CudaArrayInterface(), "q")) is None
     assert as_array(CudaArrayInterface(shape=(0, 3), data=(0, False)), "q").shape == (0, 3)
     with pytest.raises(TypeError, match="no view in host memory"):
         array.numpy()
@@ -602,7 +601,8 @@ def test_outputs_that_cannot_be_written_are_refused():
 
 def test_stream_of_cpu_arrays():
     for make in MAKERS.values():
-        assert stream_of(as_array(make(values(np.float32)), "q")) == 0
+        array = as_array(make(values(np.float32)), "q")
+        assert (stream_of(array), made_on(array)) == (0, None)
 
 
 # Imports
@@ -612,7 +612,7 @@ def test_nothing_is_imported_to_look():
     ran = in_subprocess(
         "import sys\n"
         "import numpy as np\n"
-        "from cupy_flash.arrays import as_array, empty, stream_of\n"
+        "from cupy_flash.arrays import as_array, empty, made_on, stream_of\n"
         "class Producer:\n"
         "    __dlpack_device__ = lambda self: (1, 0)\n"
         "    __dlpack__ = lambda self, **_: np.ones(3).__dlpack__()\n"
@@ -621,7 +621,7 @@ def test_nothing_is_imported_to_look():
         "for x in (np.ones(3), Producer()):\n"
         "    array = as_array(x, 'q')\n"
         "    empty((3,), array.dtype, array).result(), stream_of(array), array.numpy()\n"
-        "stream_of(as_array(Interface(), 'q'))\n"
+        "made_on(as_array(Interface(), 'q'))\n"
         "try:\n"
         "    as_array([1.0], 'q')\n"
         "except TypeError:\n"

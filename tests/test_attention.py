@@ -436,6 +436,7 @@ FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
     "framework, name",
     cpu={"-".join(row): row for row in FRAMEWORKS},
     simulator={"jax-float32": ("jax", "float32"), "dlpack-bfloat16": ("dlpack", "bfloat16")},
+    cuda={},  # arrays of these stand-ins are on the CPU; tests/gpu has such on a GPU
 )
 def test_frameworks(framework, name, backend):
     """Arrays of another library give what NumPy's do, forward and backward, in arrays of that library or NumPy's."""

@@ -1,7 +1,6 @@
 """The forward of fp8 (e4m3) on the simulator: every option, head dimensions, descales, orders of asynchronous work,
 planted bugs; V^T; sums over long rows; what is refused."""
 
-import contextlib
 import functools
 import re
 from dataclasses import replace
@@ -10,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, compare
+from planting import planted
 
 import cupy_flash
 from cupy_flash import ahead, backends, device, nvrtc, reference
@@ -24,16 +24,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Several tiles of keys, at times of queries, the last in part. What a case has beside q, k, v is of the dtype of out.
-# of out.
 LONG = dict(q_len=100, kv_len=150, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
 TILE = wgmma.forward_fp8.Tile(block_q=128, block_kv=64, stages=2, sum_columns=64)
 LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), head_dim=160, head_dim_v=128))
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """What is simulated is Hopper."""
-    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture
@@ -214,24 +207,6 @@ def test_turned_values(packed, small_tile):
 
 
 # Sums over long rows
-
-
-@contextlib.contextmanager
-def planted(monkeypatch, *changes):
-    """The kernels with other text in place of some, each of which stands once in one of them."""
-    places = {good: set() for good, _ in changes}
-
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
-        for good, bad in changes:
-            places[good].update((kernel, n) for n in range(text.count(good)))
-            text = text.replace(good, bad)
-        return text
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ahead, "assemble", assemble_planted)
-        yield
-    assert all(len(place) == 1 for place in places.values()), places
 
 
 PLAIN_SUMS = (

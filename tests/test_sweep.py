@@ -1,6 +1,7 @@
 """python -m bench forward|backward --sweep, as far as it goes without a GPU: on the simulator, its clock apart."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import gpu, sweep
+from bench import costs, gpu, marks, sweep
 from bench.__main__ import main
 from bench.published import flash_attention_3
 from bench.tables import block
@@ -27,26 +28,34 @@ def simulated(monkeypatch):
     def refuse():
         raise RuntimeError("not for these heads")
 
-    monkeypatch.setattr(sweep, "DEVICE", "cpu")
-    monkeypatch.setattr(
-        sweep, "compilers", lambda: SimpleNamespace(map=lambda _, each, archs: compiled.extend(each) or ())
-    )
-    monkeypatch.setattr(sweep, "peers", lambda regime, ours: {"a peer": refuse})
+    def submit(function, launch, arch):
+        compiled.append(launch)
+        failed = Future()
+        failed.set_exception(RuntimeError("whoever calls this kernel is told"))
+        return failed
+
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
+    monkeypatch.setattr(sweep, "peers", lambda regime: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
     monkeypatch.setattr(backends, "plan_for", lambda problem: plan(replace(problem, backend="simulator"), HOPPER))
     monkeypatch.setattr(gpu, "WARM_UP", 1)
-    monkeypatch.setattr(gpu, "time_interleaved", lambda calls: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
+    monkeypatch.setattr(gpu, "time_interleaved", lambda calls, announce: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return compiled
 
 
-def tiny(backward):
-    return gpu.Regime("bfloat16", 256, 16, True, backward, tokens=16)
+def tiny(backward, dtype="bfloat16", **more):
+    return gpu.Regime(dtype, 256, 16, True, backward, tokens=16, **more)
+
+
+def measured(regime, lost=None):
+    return sweep.measure_tiles(regime, lost or {}, lambda step, seconds: None)
 
 
 def test_every_tile_of_every_engine_is_measured(simulated):
     """Wgmma serves only who asks for it by name, and is asked."""
-    case = sweep.measure_tiles(tiny(backward=False))
+    case = measured(tiny(backward=False))
     assert [launch.kernel for launch in simulated] == 2 * ["mma/forward"] + 2 * ["wgmma/forward"]
     assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
@@ -54,11 +63,14 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
+    # And what is made of records finds its tiles again.
+    assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
+    assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 
 
 def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma", "wgmma", "cpu"))
-    case = sweep.measure_tiles(tiny(backward=True))
+    case = measured(tiny(backward=True))
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
     assert {tile["engine"] for tile in case["tiles"]} == {"mma", "wgmma"} and case["regime"].startswith("backward")
     assert case["left_out"]["cpu"] == "the call goes to backend simulator"
@@ -78,22 +90,73 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_one_wrong)
-    case = sweep.measure_tiles(tiny(backward=False))
+    case = measured(tiny(backward=False))
     first, second = (tile["name"] for tile in case["tiles"])
     assert list(case["tflops"]) == [first]
     assert case["left_out"][second] == f"its result is not that of {first}"
 
 
-def test_regimes_are_those_of_the_targets():
-    every = sweep.regimes(False, "bfloat16", sweep.HEAD_DIMS, sweep.SEQLENS, None)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
+    """Where the first tile is wrong, it alone is left out."""
+
+    def with_first_wrong(chosen, engine):
+        (tile, its), *others = candidates(chosen, engine)[:2]
+        return [(tile, replace(its, problem=replace(its.problem, scale=2.0))), *others]
+
+    monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
+    monkeypatch.setattr(sweep, "candidates", with_first_wrong)
+    monkeypatch.setattr(sweep, "peers", lambda regime: {"SDPA flash": gpu.peers(regime)["SDPA flash"]})
+    case = measured(tiny(backward))
+    first, second = (tile["name"] for tile in case["tiles"])
+    assert list(case["tflops"]) == ["SDPA flash", second]
+    assert case["left_out"] == {first: "its result is not that of SDPA flash"}
+
+
+def test_a_kind_that_is_lost_is_not_called(simulated):
+    every = measured(tiny(backward=False))
+    wgmma = [tile["name"] for tile in every["tiles"] if tile["engine"] == "wgmma"]
+    case = measured(tiny(backward=False), {gpu.kind(name): "hangs" for name in wgmma})
+    assert case["tiles"] == every["tiles"]
+    assert list(case["tflops"]) == [name for name in every["tflops"] if name not in wgmma]
+    assert {case["left_out"][name] for name in wgmma} == {"hangs"}
+
+
+def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
+    monkeypatch.setattr(sweep, "peers", gpu.peers)
+    case = measured(tiny(backward=True, deterministic=True))
+    assert case["regime"].endswith("deterministic") and case["deterministic"]
+    assert not any("add_dq=True" in name for name in case["tflops"])  # which has no order
+    assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
+    case = measured(tiny(backward=False, dtype="float8_e4m3fn"))
+    assert {tile["engine"] for tile in case["tiles"]} == {"wgmma"}
+    assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
+
+
+def test_what_has_no_mark_waits_for_no_compiler(simulated, monkeypatch):
+    flex = {"FlexAttention": lambda: None}
+    monkeypatch.setattr(sweep, "peers", lambda regime: dict(flex))
+    assert "takes seconds to compile" in measured(tiny(backward=False))["left_out"]["FlexAttention"]
+    monkeypatch.setattr(sweep, "MARKS", {tiny(backward=False): None})
+    assert "FlexAttention" in measured(tiny(backward=False))["tflops"]
+
+
+def test_regimes_with_a_mark_come_first():
+    every = sweep.regimes(backward=False)
     names = [regime.name for regime in every]
-    assert len(set(names)) == len(names) == 4 * 5 * 2
-    assert names[0] == "forward bfloat16, D 128, full, 16384"
+    assert len(set(names)) == len(names) == 40 + 4  # two of fp8, two of another length
+    marked = [regime for regime in marks.MARKS if not regime.backward and regime.dtype != "float32"]
+    assert every[: len(marked)] == marked and names[0] == "forward bfloat16, D 128, full, 16384"
+    assert "forward float8_e4m3fn, D 128, causal, 16384" in names
     assert "forward bfloat16, D 192, Dv 128, causal, 512" in names
+    assert "backward bfloat16, D 128, full, 16384, deterministic" in [it.name for it in sweep.regimes(backward=True)]
     (one,) = sweep.regimes(True, "float16", [64], [2048], True)
     assert one == gpu.Regime("float16", 64, 2048, True, True)
+    assert [it.name for it in sweep.regimes(False, "float32", [64], [1024], False)] == [
+        "forward float32, D 64, full, 1024"
+    ]
     assert sweep.engines("float16") == sweep.engines("bfloat16") == ("mma", "wgmma")
-    assert sweep.engines("float32") == ("simt",)
+    assert sweep.engines("float32") == ("simt",) and sweep.engines("float8_e4m3fn") == ("wgmma",)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +211,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     """Its words are the regimes, its table that of the file; where there is no GPU it says so."""
     assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr("bench.__main__.plot_sweep", lambda result, path: False)
     asked = []
 
     def run(*arguments):

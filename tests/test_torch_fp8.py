@@ -11,20 +11,16 @@ from tolerance import assert_matches_reference
 from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
-from cupy_flash import backends, reference
+from cupy_flash import reference
 from cupy_flash.adapters import torch as adapter
 from cupy_flash.memory import find_retained
 from cupy_flash.problem import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 32
 SIMULATOR = dict(backend="simulator")
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """What is simulated is Hopper."""
-    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 def inputs(dtype=torch.bfloat16):

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import Case, Result, check, posed
+from planting import planted
 
 import cupy_flash
 from cupy_flash import ahead, backends, device, nvrtc
@@ -29,12 +30,6 @@ DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replac
 PLAIN = Case(**LONG)
 LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
 PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=(100, 30, 190), packed=True))
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """What is simulated is Hopper."""
-    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture
@@ -121,21 +116,10 @@ DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-caus
 @pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
 def test_blocks_draw_tiles(options, small_tile, monkeypatch):
     """Each tile once, in any order of them. The cache holds the keys of two heads: the last of five is alone."""
-    plant(monkeypatch, "(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")
-    check_forward(Case(**LONG | options), forward(Case(**LONG | options), DRAWING, blocks=3))
-
-
-def plant(monkeypatch, good, bad):
-    """Whatever kernel is assembled has `bad` in place of `good`, which stands once in one of them; those it was."""
-    found = []
-
-    def planted(kernel, constants):
-        text = assemble(kernel, constants)
-        found.extend([kernel] * text.count(good))
-        return text.replace(good, bad)
-
-    monkeypatch.setattr(ahead, "assemble", planted)
-    return found
+    case = Case(**LONG | options)
+    with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
+        result = forward(case, DRAWING, blocks=3)
+    check_forward(case, result)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -231,7 +215,7 @@ PLANTED = {
     "stores not waited for": ("wait_for_stores<0>();", "", (errors.PendingCopy, errors.Race)),
     "stores not ended": ("end_stores();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
-        "    store_boxes<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_boxes<",
+        "    store_O(", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_O(",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
     "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
@@ -258,7 +242,7 @@ PLANTED = {
 PLANTED_IN_ROWS = {
     "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
     "Q released before rows of O have left": (
-        "    store_rows<", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_rows<",
+        "    store_O(", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_O(",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
     "places without a tile": ("if (tile >= 0) return;", "return;", AssertionError),
@@ -288,10 +272,8 @@ BUGS = {
 @pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
 def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypatch):
     """In one block that draws all tiles, so that every place is used again, or in a pair."""
-    places = plant(monkeypatch, good, bad)
-    with pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(found):
         check_forward(case, forward(case, *how))
-    assert len(places) == 1
 
 
 HOPPER = device.named("sm_90a", "cuda")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from planting import planted
 from test_wgmma import LONG, OPTIONS
 
 from cupy_flash import ahead, backends, device, nvrtc
@@ -107,8 +108,8 @@ def test_bitwise_equal_in_any_order(tile, take, watch):
 def test_turns_make_the_order(take, monkeypatch):
     """Blocks that do not wait for their turns say that they had the same one."""
     take(TILES["keys"])
-    plant(monkeypatch, "if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", "")
-    with pytest.raises(errors.Race, match="dq_turns"):
+    change = "if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", ""
+    with planted(monkeypatch, change), pytest.raises(errors.Race, match="dq_turns"):
         run(IN_ORDER, deterministic=True)
 
 
@@ -234,24 +235,11 @@ PLANTED = {
 }  # fmt: skip
 
 
-def plant(monkeypatch, good, bad):
-    def planted(kernel, constants):
-        text = assemble(kernel, constants)
-        if kernel != "wgmma/backward":
-            return text
-        if text.count(good) != 1:  # no AssertionError, which some bugs are to raise
-            raise LookupError(good)
-        return text.replace(good, bad)
-
-    monkeypatch.setattr(ahead, "assemble", planted)
-
-
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, take, monkeypatch):
     tile, good, bad, found = PLANTED[bug]
     take(TILES[tile])
-    plant(monkeypatch, good, bad)
-    with pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(found):
         check_gradients(LENGTHS, run(LENGTHS))
 
 

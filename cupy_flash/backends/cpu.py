@@ -223,7 +223,7 @@ class _Call:
     @property
     def has_padding(self) -> bool:
         """Whether some rows of the arrays belong to no sequence, so that no task writes them."""
-        return self.problem.layout == "thd" or self.problem.q_lengths or self.problem.kv_lengths
+        return self.problem.has_lengths
 
     @property
     def additive(self) -> bool:

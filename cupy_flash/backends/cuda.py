@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 from ..ahead import compile_launch
-from ..arrays import Array, stream_of
+from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..launch import Constant, Launch
 from ..plan import Plan
 from ..problem import Gradients, Operands
@@ -36,7 +37,11 @@ def _start(work: kernels.Work) -> None:
     stream = SimpleNamespace(ptr=stream_of(like))
     address = operator.attrgetter("pointer")
     params = work.params(address)
-    with cupy.cuda.Device(index):
+    # CuPy asks NumPy for a description of an argument, which takes a hundred times as long where there are members.
+    params = params.view(f"V{params.nbytes}")
+    with cupy.cuda.Device(index) as card:
+        card.use()  # in a new thread nothing has, and the driver encodes no tensor map where no device is in use
+        _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
             function = _loaded.get((launch.kernel, launch.constants, index))
             if function is None:
@@ -48,7 +53,18 @@ def _start(work: kernels.Work) -> None:
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
 
 
+def _wait(stream: Any, others: set[int | None]) -> None:
+    """What the stream does from now on comes after what others have been given to do."""
+    import cupy
+
+    for other in others - {None, stream.ptr or LEGACY_DEFAULT_STREAM}:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(SimpleNamespace(ptr=other))
+        cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
+
+
 _loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}
+_loading = threading.Lock()
 
 
 def _require_no_capture(launch: Launch, stream: int) -> None:
@@ -62,7 +78,20 @@ def _require_no_capture(launch: Launch, stream: int) -> None:
 
 
 def load(launch: Launch, arch: str) -> Any:
-    """The kernel of a launch as a function of the current device; compiled where no cache has it."""
+    """The kernel of a launch as a function of the current device; compiled where no cache has it.
+
+    One thread at a time: others that want the same kernel find it loaded.
+    """
+    import cupy
+
+    key = launch.kernel, launch.constants, cupy.cuda.runtime.getDevice()
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = _function(launch, arch)
+        return _loaded[key]
+
+
+def _function(launch: Launch, arch: str) -> Any:
     import cupy
 
     result = compile_launch(launch, arch)
@@ -76,5 +105,4 @@ def load(launch: Launch, arch: str) -> Any:
         driver = cupy.cuda.driver
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)
-    _loaded[launch.kernel, launch.constants, cupy.cuda.runtime.getDevice()] = function
     return function

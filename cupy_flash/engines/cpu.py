@@ -39,10 +39,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     backward = problem.backward
     block_q, block_kv = max(min(tile.block_q, problem.q_len), 1), max(min(tile.block_kv, problem.kv_len), 1)
     dims = problem.head_dim + problem.head_dim_v
-    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
-    # Tiles at an edge of the mask hold hidden scores: half a tile for each query (backward: key) tile and side.
+    # Tiles at an edge of the mask hold hidden scores: half a tile for each query (backward: key) tile.
     across = block_kv if backward else block_q
-    computed = min(pairs + sides * problem.q_len * across / 2, problem.q_len * problem.kv_len)
+    computed = min(pairs + problem.mask.edges * problem.q_len * across / 2, problem.q_len * problem.kv_len)
     if backward:
         products, loaded = 5 * dims, dims / block_kv + 2 * dims / block_q
     else:
@@ -50,7 +49,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     scores = block_q * block_kv
     score = products * FLOP + SCORE[backward] + loaded * LOAD + TILE[backward] / scores
     score += SPILL * scores * problem.accumulation.itemsize * (2 if backward else 1) / 2**20
-    edges = sides * problem.q_len * block_kv * EDGE
+    edges = problem.mask.edges * problem.q_len * block_kv * EDGE
     heads = problem.batch * problem.heads
     tasks = max(problem.batch * problem.kv_heads if backward else heads * -(-problem.q_len // block_q), 1)
     rounds = -(-tasks // device.units)

@@ -285,8 +285,6 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     resident = min(_resident(kernel, problem, device, tile), -(-blocks // device.units))
     together = max(resident * max(clocks), sum(clocks) * 128 / tile.threads)
     together += LATENCY if tile.stages == 1 else max(0, LATENCY - (tile.stages - 1) * together)
-    # Tiles at an edge of the mask hold hidden scores: half a step and half a tile for each side.
-    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
-    seen = pairs / max(length, 1) + sides * (tile.rows + tile.step) / 2
+    visited = problem.mask.visited(pairs / max(length, 1), tile.rows, tile.step)
     waves = -(-blocks // (device.units * resident))
-    return waves * -(-seen // tile.step) * together / CLOCK
+    return waves * -(-visited // tile.step) * together / CLOCK

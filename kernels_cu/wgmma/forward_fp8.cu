@@ -2,12 +2,8 @@
 //
 // The first warpgroup brings tiles of Q, K and V^T, a thread of it for all. Each of the others computes 64 queries,
 // tile after tile: while one works out probabilities, the tensor core multiplies for the rest.
+#include "forward.cuh"
 #include "fp8.cuh"
-
-constexpr int N = BLOCK_KV / 8;                // fragments of scores in a row
-constexpr int N_V = fragments_of(HEAD_DIM_V);  // and of O
-// The warpgroup that brings tiles needs few registers: two others share what it gives back, or three.
-constexpr int FEW_REGISTERS = THREADS == 384 ? 24 : 32, MANY_REGISTERS = THREADS == 384 ? 240 : 160;
 
 // The tensors, with the box of each that is one panel of a tile.
 struct Maps {
@@ -99,17 +95,7 @@ __device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigne
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
     factors[0][0] *= descales.of_values, factors[0][1] *= descales.of_values;
-    unsigned int rounded[1][N_V / 2][4];
-    rescale(O_rmem, factors);
-    round_fragments(rounded, O_rmem);
-#if O_BOXES
-    store_boxes<BLOCK_Q, HEAD_DIM_V>(maps.out, rings.Q.tile(), rounded, row, q_start + row, head, sequence.batch);
-#else
-    element* O = sequence.queries<element>(p.out, head);
-    store_rows<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, rounded, row, 0, q_start + row, sequence.q_rows);
-    fence_async();
-    __syncwarp();
-#endif
+    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);
     rings.Q.release();
   }
 }

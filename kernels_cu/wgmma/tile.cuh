@@ -7,7 +7,6 @@
 //   wait_for_turn  warpgroups begin products one after the other
 //   clear_rows     zeros in place of what another sequence has there
 //   store_rows     fragments -> rows of a tensor
-//   store_boxes    the same by asynchronous copies
 #pragma once
 #include "../fragments.cuh"
 #include "../hopper.cuh"
@@ -95,19 +94,6 @@ struct Ring : Places<PLACES, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1, SHAR
   }
 };
 
-// The tiles of keys that a tile of queries visits, from the last, through which a mask cuts, to the first.
-struct Visits {
-  int first;
-  int last;  // before the first: none
-
-  __device__ Visits(const Band& band, int q_start) {
-    int q_stop = min(q_start + BLOCK_Q, band.q_len);
-    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
-    first = begin / BLOCK_KV * BLOCK_KV;
-    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
-  }
-};
-
 // Begins C = A B^T, for the 64 rows from address A of a tile of A_ROWS rows and the 8 N rows from address B of one of
 // B_ROWS.
 template <int A_ROWS, int B_ROWS, int DIM, int N>
@@ -184,22 +170,5 @@ __device__ void store_rows(element* rows, const Operand& x, unsigned char* tile,
     if (first + r >= end || n % CHUNKS >= 2 * K || 8 * its >= DIM) continue;
     uint4 numbers = *(const uint4*)(tile + place_of<ROWS>(row + r, its));
     store_chunk<DIM>(rows + (long long)(first + r) * x.row, x, its, numbers);
-  }
-}
-
-// All DIM columns in boxes of 16 rows, which nothing but the end of the tensor may cut. One thread asks for them, and
-// waits until they have been read from the tile.
-template <int ROWS, int DIM, int K>
-__device__ void store_boxes(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
-                            int first, int head, int batch) {
-  store_fragments<ROWS>(tile, A, row, 0);
-  fence_async();
-  __syncwarp();
-  if (lane_of() == 0) {
-#pragma unroll
-    for (int n = 0; n < panels_of(DIM); ++n)
-      store_box(map, tile + (n * ROWS + row) * PANEL_ROW, n * PANEL, first, head, batch);
-    end_stores();
-    wait_for_stores<0>();
   }
 }

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from on_gpu import has_gpu
+from collections.abc import Iterator
 
-collect_ignore_glob = [] if has_gpu() else ["test_*.py"]
+import on_gpu
+import pytest
+
+collect_ignore_glob = [] if on_gpu.has_gpu() else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    yield
+    on_gpu.leave_a_lost_gpu()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_fp8
 import torch
-from cases import Call, Case, Result, compare
+from cases import DTYPES, Call, Case, Result, compare
 
 import cupy_flash
 from cupy_flash import UnsupportedError, device
@@ -36,7 +36,7 @@ def forward(call: Call) -> Result:
     function = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
     out, lse = function(*arrays, return_lse=True, **options)
     bits = out.view(torch.int16).cpu().numpy()
-    return Result(bits.view("bfloat16"), lse.cpu().numpy(), *[None] * 5)
+    return Result(bits.view(DTYPES["bfloat16"]), lse.cpu().numpy(), *[None] * 5)
 
 
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import on_gpu
 import pytest
+import test_varlen
 from cases import OPTIONS, Case, check, run
 
 from cupy_flash import UnsupportedError, device
 
 ROWS = {name: replace(case, dtype="bfloat16") for name, case in OPTIONS.items() if not name.startswith("dtype-")}
+ROWS |= {
+    f"packed-{name}": replace(test_varlen.CASES[name], dtype="bfloat16")
+    for name in (
+        "causal", "window", "alibi-per-sequence", "dropout", "sink", "grouped-wide-values", "zero-length-in-the-middle",
+        "zero-length-all", "no-sequence",
+    )
+}  # fmt: skip
 ROWS |= {
     f"long-{dim}": Case(1000, 1300, 1, 4, 2, dim, dim, "bfloat16", causal=True, sink=True) for dim in (64, 128, 256)
 }

@@ -99,11 +99,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     moved = loaded + WARPGROUPS * read + 2 * elements + (2 * added if tile.dq_in_bulk else 0)
     clocks = max(products + work, moved / SHARED_BYTES, loaded / CACHE_BYTES + added / ADDED_BYTES)
     blocks = max(problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_kv), 1)
-    # Tiles at an edge of the mask hold hidden scores: half a step and half a tile for each side.
-    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
-    seen = problem.group * pairs / max(problem.kv_len, 1) + sides * (tile.block_q + tile.block_kv) / 2
+    visited = problem.mask.visited(problem.group * pairs / max(problem.kv_len, 1), tile.block_kv, tile.block_q)
     waves = -(-blocks // device.units)
-    return waves * (-(-seen // tile.block_q) * (clocks + STEP) + BLOCK) / CLOCK
+    return waves * (-(-visited // tile.block_q) * (clocks + STEP) + BLOCK) / CLOCK
 
 
 def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
@@ -147,8 +145,7 @@ def _live(problem: Problem, tile: Tile) -> int:
     of_options = LIVE_OF_SCORES if any(passes) else 0
     of_options += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     of_options += scores if problem.softcap is not None else 0  # the slope of each
-    of_lengths = problem.layout == "thd" or problem.q_lengths or problem.kv_lengths or problem.shard
-    of_options += scores // 4 * (of_lengths + tile.dq_in_bulk)
+    of_options += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
     return sum(sums) // 2 + 2 * scores + of_options
 
 

@@ -11,7 +11,6 @@ from ...launch import (
     Constant,
     Launch,
     fragment_constants,
-    is_modified,
     known_constants,
     of_something,
     sequences,
@@ -31,6 +30,7 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
+    asks_for_registers,
     columns,
 )
 
@@ -62,9 +62,7 @@ class Tile(NamedTuple):
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose scores, probabilities and sums fit into registers, each with the longest rings that fit."""
     found = []
-    of_lengths = problem.q_lengths or problem.kv_lengths or problem.layout == "thd"
-    of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
-    options = of_lengths or of_scores or problem.dropout > 0
+    options = asks_for_registers(problem)
     ways = product(LIVE.items(), (128, 96, 80, 64), (False, True), (False, True), (False, True))
     for (warpgroups, limits), block_kv, persistent, takes_turns, paired in ways:
         block_q = WARPGROUP_ROWS * warpgroups
@@ -92,16 +90,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
         elements * (dims / MULTIPLY_ADDS + 1 / EXPONENTIALS), (loaded + read) / SHARED_BYTES, loaded / CACHE_BYTES
     )
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
-    # Tiles at an edge of the mask hold hidden scores: half a step and half a tile for each side.
-    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
-    seen = pairs / max(problem.q_len, 1) + sides * (tile.block_q + tile.block_kv) / 2
+    visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0
     if tile.persistent:
         clear = CLEAR
         # Unequal tiles, drawn one by one and the longest first, leave nobody waiting.
-        waves = max(blocks / device.units, 1.0) if sides else waves
+        waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
     block = NEXT_TILE if tile.persistent else BLOCK
-    return waves * (-(-seen // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
+    return waves * (-(-visited // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
 
 
 def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
@@ -140,9 +136,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether two neighbouring tiles of queries always visit the same keys."""
-    bounded = problem.mask.left is not None or problem.mask.right is not None
-    of_lengths = problem.q_lengths or problem.kv_lengths or problem.layout == "thd"
-    return not bounded and not of_lengths and -(-problem.q_len // block_q) % 2 == 0
+    return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:

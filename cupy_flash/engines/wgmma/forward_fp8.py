@@ -9,7 +9,6 @@ from ...launch import (
     Constant,
     Launch,
     fragment_constants,
-    is_modified,
     known_constants,
     of_something,
     sequences,
@@ -27,6 +26,7 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
+    asks_for_registers,
     columns,
 )
 
@@ -71,9 +71,7 @@ def refusals(problem: Problem) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose scores, probabilities and sums fit into registers, each with the longest rings that fit."""
     found = []
-    of_lengths = problem.q_lengths or problem.kv_lengths or problem.layout == "thd"
-    of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
-    options = of_lengths or of_scores or problem.dropout > 0
+    options = asks_for_registers(problem)
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
         for block_kv in (192, 128, 64):
@@ -101,12 +99,10 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     )
     steps_of_sums = columns(problem.head_dim_v) // tile.sum_columns
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
-    # Tiles at an edge of the mask hold hidden scores: half a step and half a tile for each side.
-    sides = (problem.mask.left is not None) + (problem.mask.right is not None)
-    seen = pairs / max(problem.q_len, 1) + sides * (tile.block_q + tile.block_kv) / 2
+    visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
     waves = -(-blocks // device.units)
     turned = 2 * problem.batch * problem.kv_heads * problem.kv_len * problem.head_dim_v / device.units / CACHE_BYTES
-    return (waves * (-(-seen // tile.block_kv) * (clocks + STEP * (1 + steps_of_sums)) + BLOCK) + turned) / CLOCK
+    return (waves * (-(-visited // tile.block_kv) * (clocks + STEP * (1 + steps_of_sums)) + BLOCK) + turned) / CLOCK
 
 
 def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:

@@ -1,5 +1,8 @@
 """What every kernel of the engine knows of Hopper: its tiles' units, and what the written costs are made of."""
 
+from ...launch import is_modified
+from ...problem import Problem
+
 ARCH = "sm_90a"
 LARGEST = 256  # head dimension
 WARPGROUP_ROWS = 64  # rows of a warpgroup's products
@@ -17,6 +20,13 @@ BLOCK = 2000  # clocks of a block before its first product and after its last
 NEXT_TILE = 1000  # and of the next tile of a block, whose keys come while the last one's result leaves
 CLOCK = 1.5e9
 CLEAR = 2e-6  # seconds of a launch that clears a counter
+
+
+def asks_for_registers(problem: Problem) -> bool:
+    """Whether the forward of a problem needs more registers than the bare one: for lengths, what scores go through, or
+    bits of dropout."""
+    of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
+    return problem.has_lengths or of_scores or problem.dropout > 0
 
 
 def columns(dim: int) -> int:

@@ -1,0 +1,196 @@
+"""On a GPU: what bounds the fastest tile of a regime, as Nsight Compute counts one launch: python -m bench bounds.
+
+Whole sections are asked for, not metrics: ncu knows which of their counters a GPU has, and fails for a name that it
+does not know. Of each resource the first counter that is there says how busy it was.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .gpu import Regime, fastest
+from .report import NOTHING, Table
+
+SECTIONS = (
+    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
+    "SchedulerStats", "WarpStateStats",
+)  # fmt: skip
+# Shares of their peak, in percent, without the last part of their names: of cycles with work, else of all cycles.
+BUSY = {
+    "tensor pipe": ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active"),
+    "MUFU": ("sm__inst_executed_pipe_xu",),
+    "FMA": ("sm__pipe_fma_cycles_active", "sm__inst_executed_pipe_fma"),
+    "ALU": ("sm__pipe_alu_cycles_active", "sm__inst_executed_pipe_alu"),
+    "issue": ("smsp__issue_active", "sm__inst_issued", "sm__issue_active", "smsp__inst_issued"),
+    "L1 and shared": (
+        "l1tex__data_pipe_lsu_wavefronts_mem_shared",
+        "l1tex__data_pipe_lsu_wavefronts",
+        "l1tex__throughput",
+    ),
+    "L2": ("lts__t_sectors", "lts__throughput"),
+    "DRAM": ("dram__throughput", "gpu__dram_throughput"),
+}
+SHARES = (".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed")
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+NO_STALLS = ("selected", "not_selected")  # warps that issue, and that could
+CONFLICTS = re.compile(r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum")
+DURATION = "gpu__time_duration.sum"
+BOUND = 60.0  # percent from which on a resource is what bounds; below, warps wait
+SECONDS_OF_ONE = 90.0
+
+
+def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """A record of every case that has a fastest tile: what ncu said of it, or why it said nothing."""
+    begin = time.monotonic()
+    found = []
+    for case in cases:
+        tile = fastest(case)
+        left = seconds - (time.monotonic() - begin)
+        if tile is None:
+            continue
+        record: dict[str, Any] = {"regime": case["regime"], "tile": tile, "kernels": [], "left_out": None}
+        if left < SECONDS_OF_ONE:
+            record["left_out"] = "out of time"
+        else:
+            try:
+                record["kernels"] = _profiled(case, tile)
+            except (OSError, RuntimeError) as error:
+                record["left_out"] = str(error)
+        print(
+            f"{record['regime']}: {record['left_out'] or [kernel['bound'] for kernel in record['kernels']]}", flush=True
+        )
+        found.append(record)
+    return found
+
+
+def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
+    """What bounds each kernel of one call, counted in a process of its own."""
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu is not installed")
+    words = [repr(Regime(**{name: case[name] for name in Regime._fields})._asdict()), tile]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        # The clocks are as in every other measurement; those that ncu would set are lower.
+        command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+        command += [
+            "--log-file",
+            str(log),
+            "--kernel-name",
+            "regex:^(forward|forward_fp8|backward|backward_q|backward_kv)$",
+        ]
+        command += [word for section in SECTIONS for word in ("--section", section)]
+        command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *words]
+        process = subprocess.Popen(
+            command, preexec_fn=os.setpgrp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            said, _ = process.communicate(timeout=SECONDS_OF_ONE)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"did not come back within {SECONDS_OF_ONE:.0f} s") from None
+        finally:  # of ncu, and of what it runs
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        text = log.read_text(encoding="utf-8") if log.is_file() else ""
+    kernels = parsed(text)
+    if process.returncode or not kernels:
+        wrong = [line for line in (text + said).splitlines() if "error" in line.lower()]
+        raise RuntimeError("; ".join(wrong)[:300] or f"ncu counted nothing, exit status {process.returncode}")
+    return kernels
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """What ncu's raw page says of each launch: the line of names, that of units, a line of each launch."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    names, *rows = csv.reader(lines) if lines else [[]]
+    return [_launch(dict(zip(names, row, strict=True))) for row in rows[1:]]
+
+
+def _launch(counters: dict[str, str]) -> dict[str, Any]:
+    numbers = {}
+    for name, cell in counters.items():
+        try:
+            numbers[name] = float(cell.replace(",", ""))
+        except ValueError:  # a word, or a counter that this GPU has not
+            continue
+    busy = {resource: share for resource, names in BUSY.items() if (share := _share(names, numbers)) is not None}
+    stalls = {match[1]: numbers[name] for name in numbers if (match := STALL.fullmatch(name))}
+    waiting = {reason: clocks for reason, clocks in stalls.items() if reason not in NO_STALLS and clocks > 0}
+    longest = sorted(waiting.items(), key=lambda pair: -pair[1])[:4]
+    busiest = max(busy, key=busy.__getitem__, default=None)
+    if busiest is not None and busy[busiest] >= BOUND:
+        bound = busiest
+    else:
+        bound = f"waiting: {longest[0][0]}" if longest else NOTHING
+    return {
+        "kernel": counters.get("Kernel Name", NOTHING),
+        "milliseconds": numbers[DURATION] / 1e6 if DURATION in numbers else None,
+        "bound": bound,
+        "busy": busy,
+        "stalls": dict(longest),
+        "bank_conflicts": sum(value for name, value in numbers.items() if CONFLICTS.fullmatch(name)),
+    }
+
+
+def _share(names: Iterable[str], numbers: dict[str, float]) -> float | None:
+    return next((numbers[name + share] for name in names for share in SHARES if name + share in numbers), None)
+
+
+def table(records: Iterable[dict[str, Any]]) -> Table:
+    rows = []
+    for record in records:
+        for kernel in record["kernels"]:
+            shares = (f"{kernel['busy'][name]:.0f}" if name in kernel["busy"] else NOTHING for name in BUSY)
+            stalls = ", ".join(f"{reason} {clocks:.1f}" for reason, clocks in kernel["stalls"].items())
+            rows.append([record["regime"], kernel["kernel"], kernel["bound"], *shares, stalls])
+        if record["left_out"]:
+            rows.append([record["regime"], NOTHING, record["left_out"], *[NOTHING] * (len(BUSY) + 1)])
+    columns = [
+        "regime",
+        "kernel",
+        "bound by",
+        *(f"{name}, %" for name in BUSY),
+        "clocks of a warp between instructions",
+    ]
+    return Table("What bounds the fastest tile", columns, rows)
+
+
+def main(words: Sequence[str]) -> None:
+    """One call of a tile between the start and the end of profiling: what ncu runs."""
+    import ast
+
+    import torch
+
+    from cupy_flash import backends
+    from cupy_flash.plan import candidates
+
+    from .sweep import posed
+
+    regime, name = Regime(**ast.literal_eval(words[0])), words[1]
+    for engine, problem, operands in posed(regime):
+        if name.partition(" ")[0] == engine:
+            plans = candidates(backends.plan_for(problem), engine)
+            its = next(its for tile, its in plans if f"{engine} {tile}" == name)
+            run = backends.run_backward if regime.backward else backends.run_forward
+            run(its, operands)
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            run(its, operands)
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""What is to be reached on a GPU, regime by regime, and how far a sweep has come."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from cupy_flash.problem import FP8
+
+from .gpu import Regime, fastest, of_peers
+from .report import NOTHING, Table
+
+
+class Mark(NamedTuple):
+    """By ratio: "best" over the fastest peer in the same process, "mm" over torch.matmul bf16, "own" over our own
+    gradients in any order, "fma" over what the card's lanes can multiply and add in fp32."""
+
+    first: dict[str, float]
+    goal: dict[str, float]
+
+
+BF16 = partial(Regime, "bfloat16")
+BACKWARD = partial(Regime, "bfloat16", backward=True)
+# The most important first, which is the order of a sweep.
+MARKS = {
+    BF16(128, 16384, False): Mark({"best": 0.90}, {"mm": 0.92, "best": 1.03}),
+    BF16(128, 16384, True): Mark({"best": 0.90}, {"mm": 0.90, "best": 1.05}),
+    BF16(128, 4096, True): Mark({"best": 0.90}, {"mm": 0.89, "best": 1.18}),
+    BF16(64, 16384, True): Mark({"best": 1.0}, {"mm": 0.64, "best": 1.2}),
+    Regime(FP8, 128, 16384, False): Mark({"mm": 1.1}, {"mm": 1.42}),
+    BF16(256, 16384, True): Mark({"best": 1.0}, {"mm": 0.87, "best": 1.2}),
+    BF16(128, 1024, True): Mark({"best": 0.90}, {"mm": 0.68, "best": 1.2}),
+    BF16(64, 16384, False): Mark({"best": 1.0}, {"mm": 0.68, "best": 1.2}),
+    BF16(256, 16384, False): Mark({"best": 1.0}, {"mm": 0.97, "best": 1.2}),
+    BF16(192, 8192, True, head_dim_v=128): Mark({"best": 0.90}, {"mm": 0.87, "best": 1.07}),
+    BF16(128, 8192, False): Mark({"best": 0.90}, {"mm": 0.92, "best": 1.03}),
+    Regime(FP8, 128, 16384, True): Mark({"mm": 1.1}, {"mm": 1.36}),
+    BF16(128, 512, False): Mark({"best": 0.8}, {"best": 1.05}),
+    BF16(64, 512, False): Mark({"best": 0.8}, {"best": 1.05}),
+    BF16(256, 512, False): Mark({"best": 0.8}, {"best": 1.05}),
+    Regime("float32", 64, 1024, False): Mark({"best": 1.0}, {"fma": 0.6}),
+    BACKWARD(128, 16384, False): Mark({"best": 0.80}, {"mm": 0.80, "best": 1.03}),
+    BACKWARD(128, 16384, True): Mark({"best": 0.80}, {"mm": 0.76, "best": 1.03}),
+    BACKWARD(64, 16384, False): Mark({"best": 0.9}, {"mm": 0.66, "best": 1.15}),
+    BACKWARD(256, 16384, False): Mark({"best": 0.9}, {"mm": 0.72, "best": 1.15}),
+    BACKWARD(128, 16384, False, deterministic=True): Mark({"own": 0.85}, {"own": 0.93}),
+    BACKWARD(128, 16384, True, deterministic=True): Mark({"own": 0.85}, {"own": 0.93}),
+}
+RATIOS = ("best", "mm", "own", "fma")
+FMA_OF_CLOCK = 128  # lanes of a multiprocessor, each with one product and one sum
+
+
+def table(result: dict[str, Any]) -> Table:
+    """What a sweep has reached, where there is a mark."""
+    cases = {case["regime"]: case for case in result["cases"]}
+    rows = []
+    for regime, mark in MARKS.items():
+        case = cases.get(regime.name)
+        if case is None:
+            continue
+        found, best, others = ratios(regime, cases, result["device"]), fastest(case), of_peers(case)
+        peer = max(others, key=others.__getitem__, default=None)
+        reached = [name for name in ("goal", "first") if _is_reached(getattr(mark, name), found)]
+        rows.append(
+            [
+                regime.name,
+                f"{case['tflops'][best]:.0f}" if best else NOTHING,
+                f"{others[peer]:.0f} {peer}" if peer else NOTHING,
+                *(f"{found[ratio]:.2f}" if ratio in found else NOTHING for ratio in RATIOS),
+                _words(mark.first),
+                _words(mark.goal),
+                reached[0] if reached else "neither",
+                " / ".join(_median(case["gpu"], name) for name in ("sm_clock_mhz", "power_w")),
+            ]
+        )
+    columns = ["regime", "TFLOP/s", "fastest peer", *(f"R_{ratio}" for ratio in RATIOS)]
+    columns += ["first mark", "goal", "reached", "MHz / W"]
+    return Table("The fastest tile of every regime with a mark (median)", columns, rows)
+
+
+def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, Any]) -> dict[str, float]:
+    """Of our fastest in a regime, those that can be told."""
+    case = cases[regime.name]
+    best = fastest(case)
+    if best is None:
+        return {}
+    speed = case["tflops"][best]
+    found = {"mm": speed / case["matmul_tflops"]}
+    if others := of_peers(case):
+        found["best"] = speed / max(others.values())
+    clock = case["gpu"].get("sm_clock_mhz")
+    if regime.dtype == "float32" and clock and device.get("multiprocessors"):
+        found["fma"] = speed / (2 * FMA_OF_CLOCK * device["multiprocessors"] * clock["median"] * 1e-6)
+    own = cases.get(regime._replace(deterministic=False).name)
+    if regime.deterministic and own and (its := fastest(own)):
+        # Each over the ceiling of its process, which need not be the same.
+        found["own"] = found["mm"] / (own["tflops"][its] / own["matmul_tflops"])
+    return found
+
+
+def _median(state: dict[str, Any], name: str) -> str:
+    return f"{state[name]['median']:.0f}" if name in state else NOTHING
+
+
+def _is_reached(mark: dict[str, float], found: dict[str, float]) -> bool:
+    return all(found.get(ratio, 0) >= least for ratio, least in mark.items())
+
+
+def _words(mark: dict[str, float]) -> str:
+    return ", ".join(f"R_{ratio} {least}" for ratio, least in mark.items())

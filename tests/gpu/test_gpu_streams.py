@@ -1,0 +1,114 @@
+"""Streams: what a call waits for, what waits for it, and memory that streams use one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+import torch
+from engines import (
+    assert_right,
+    assign,
+    bits,
+    case,
+    differ,
+    inputs,
+    keep_busy,
+    new_stream,
+    on_both_frameworks,
+    on_every_engine,
+    on_gpu,
+    on_stream,
+    step,
+)
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import reference
+
+
+@on_both_frameworks
+@on_every_engine
+def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str) -> None:
+    """q, k, v and dout are zeros but while the producer's stream computes; what consumes waits for its event."""
+    values = inputs(framework, engine)
+    expected = step(values, engine, deterministic=True)
+    assert_right(expected, engine)
+    late = inputs(framework, engine)
+    wrong = on_gpu(framework, np.zeros((), np.int64))
+    producer, consumer = new_stream(), new_stream()
+    for array in late:
+        bits(array)[...] = 0
+    torch.cuda.synchronize()
+    for _ in range(200):
+        with on_stream(producer):
+            keep_busy(0.2)
+            assign(late, values)
+            results = step(late, engine, deterministic=True)
+            for array in late:
+                bits(array)[...] = 0
+        consumer.wait_event(producer.record())
+        with on_stream(consumer):
+            wrong += differ(results, expected)
+        producer.wait_event(consumer.record())
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+@on_both_frameworks
+@on_every_engine
+def test_two_streams_never_have_the_same_memory(engine: str, framework: str) -> None:
+    """Each is given a step while the other's waits: workspaces and results that are freed now are written to later."""
+    streams, values = (new_stream(), new_stream()), [inputs(framework, engine, seed) for seed in (0, 1)]
+    expected = [step(arrays, engine, deterministic=True) for arrays in values]
+    wrong = [on_gpu(framework, np.zeros((), np.int64)) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with on_stream(stream):
+                keep_busy(0.2)
+                wrong[index] += differ(step(values[index], engine, deterministic=True), expected[index])
+    torch.cuda.synchronize()
+    assert list(map(int, wrong)) == [0, 0]
+
+
+class Interface:
+    """A CUDA array of a library that names the stream on which it is ready."""
+
+    def __init__(self, array: cupy.ndarray, stream: Any) -> None:
+        self.owner, self.__cuda_array_interface__ = array, array.__cuda_array_interface__ | {"stream": stream.ptr}
+
+
+class Exporter:
+    """A CUDA array of a library that has DLPack alone, and makes the stream it is given wait for its own."""
+
+    def __init__(self, array: cupy.ndarray, stream: Any) -> None:
+        self.array, self.stream = array, stream
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **words: Any) -> Any:
+        with self.stream:
+            return self.array.__dlpack__(**words)
+
+
+@pytest.mark.parametrize("library", [Interface, Exporter])
+def test_an_input_is_awaited_on_the_stream_of_its_library(library: type) -> None:
+    call = case("simt").call()
+    values = [cupy.asarray(x) for x in call[:3]]
+    late = [cupy.zeros_like(x) for x in values]
+    cupy_flash.attention(*values, causal=True)
+    producer, consumer = new_stream(), new_stream()
+    torch.cuda.synchronize()
+    with on_stream(producer):
+        keep_busy(50)
+        assign(late, values)
+    with on_stream(consumer):
+        out = cupy_flash.attention(*(library(x, producer) for x in late), causal=True)
+        actual = cupy.asnumpy(out)
+    exact, _ = reference.attention(*call[:3], causal=True)
+    low, _ = reference.attention(*call[:3], causal=True, dtype=np.dtype(np.float32))
+    assert_matches_reference(actual, exact, low, np.dtype(np.float32), "out")

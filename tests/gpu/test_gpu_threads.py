@@ -1,0 +1,82 @@
+"""Eight threads that call at the same time, forward and backward, on a stream each and on one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import (
+    assert_right,
+    inputs,
+    new_stream,
+    on_both_frameworks,
+    on_every_engine,
+    on_host,
+    on_stream,
+    step,
+)
+
+from cupy_flash import cache
+from cupy_flash.backends import cuda
+from cupy_flash.launch import Launch
+from cupy_flash.nvrtc import Compiled
+
+THREADS, REPEATS = 8, 10
+
+
+def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) -> list[list[list[np.ndarray]]]:
+    """Of each thread the results of each of its repeats, on the host; a thread has inputs of its own."""
+    values = [inputs(framework, engine, seed) for seed in range(THREADS)]
+    together = threading.Barrier(THREADS)
+    torch.cuda.synchronize()
+
+    def work(index: int) -> list[list[np.ndarray]]:
+        with on_stream(streams[index]):
+            together.wait(60)
+            given = [step(values[index], engine, deterministic=True) for _ in range(repeats)]
+            return [[on_host(x) for x in results] for results in given]
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(work, range(THREADS)))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a-stream-each", "one-stream"])
+@on_both_frameworks
+@on_every_engine
+def test_threads_do_not_disturb_each_other(engine: str, framework: str, shared: bool) -> None:
+    streams = [new_stream()] * THREADS if shared else [new_stream() for _ in range(THREADS)]
+    for seed, given in enumerate(in_threads(framework, engine, streams, REPEATS)):
+        expected = step(inputs(framework, engine, seed), engine, deterministic=True)
+        for results in given:
+            for actual, alone in zip(results, expected, strict=True):
+                assert actual.tobytes() == on_host(alone).tobytes()
+        if seed == 0:
+            assert_right(expected, engine)
+
+
+@on_every_engine
+def test_threads_that_all_begin_with_nothing_compiled(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_loaded", {})
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
+    cache.compiled.cache_clear()
+    compile_launch, compiled = cuda.compile_launch, []
+
+    def counted(launch: Launch, arch: str) -> Compiled:
+        compiled.append(launch)
+        return compile_launch(launch, arch)
+
+    monkeypatch.setattr(cuda, "compile_launch", counted)
+    streams = [new_stream() for _ in range(THREADS)]
+    for seed, (results,) in enumerate(in_threads("cupy", engine, streams, 1)):
+        expected = step(inputs("cupy", engine, seed), engine, deterministic=True)
+        for actual, alone in zip(results, expected, strict=True):
+            assert actual.tobytes() == on_host(alone).tobytes()
+    assert len(compiled) == len(cuda._loaded) > 2  # each once
+    cache.compiled.cache_clear()

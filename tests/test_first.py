@@ -1,0 +1,29 @@
+"""First calls, as far as they go without a GPU: compiled in one process, found on disk by the next."""
+
+import json
+import os
+import re
+
+from bench import first
+from bench.__main__ import main
+
+
+def test_the_second_process_finds_what_the_first_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "of the caller"))
+    monkeypatch.setattr(first, "CALLS", {"a call": first.CALLS["simt forward, fp32 D 64"]})
+    assert main(["first", "--out", str(tmp_path)]) == 0
+    assert os.environ["CUPY_FLASH_CACHE_DIR"] == str(tmp_path / "of the caller")
+    assert not (tmp_path / "of the caller").exists()
+    stored = json.loads((tmp_path / "first.json").read_text())["first"]["a call"]
+    assert stored["kernels"] == 1 and 0 < 1.5 * stored["warm"] < stored["cold"]
+    assert "goal 10" in capsys.readouterr().out
+    (row,) = first.table({"a call": dict(cold=1.25, warm=0.02, kernels=1)}).rows
+    assert row == ["a call", "1", "1250", "20"]
+
+
+def test_a_call_that_fails_leaves_the_others(monkeypatch):
+    """Here for want of a GPU."""
+    monkeypatch.setattr(first, "CALLS", {"a call": first.CALLS["mma forward, bf16 D 128"]})
+    section = first.measure(on_gpu=True)
+    assert re.match(r"the first call: (AssertionError|RuntimeError): ", section["a call"]["left_out"])
+    assert first.table(section).rows[0][2] == section["a call"]["left_out"]

@@ -1,0 +1,110 @@
+"""Work in a process of its own: answers, and every way to lose the process."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from bench.isolated import Lost, OutOfTime, Worker
+from bench.results import ROOT
+
+
+def work(how, announce):
+    """Goes well or ends in one of the ways of a kernel, after having said what it begins; gives its process."""
+    announce("a first step", 60)
+    announce("the step", 0.5 if how == "hangs" else 60)
+    if how in ("hangs", "waits"):
+        time.sleep(60)
+    if how == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "leaves":
+        os._exit(3)
+    if how == "fails":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much else")
+    if how == "begins another":
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+    if how == "begins a pool":
+        pools.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        return pools[0].submit(os.getpid).result()
+    return os.getpid()
+
+
+pools = []
+
+
+def soon(seconds=60):
+    return time.monotonic() + seconds
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:  # a killed process may yet wait to be heard of
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("hangs", "did not come back within 0 s"),
+        ("crashes", "ended its process, exit status -11"),
+        ("leaves", "ended its process, exit status 3"),
+        ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_what_is_lost_is_told_and_the_next_is_served(how, reason):
+    with Worker(work) as worker:
+        first = worker("goes well", until=soon())
+        assert worker("goes well", until=soon()) == first != os.getpid()
+        with pytest.raises(Lost) as lost:
+            worker(how, until=soon())
+        assert (lost.value.step, lost.value.reason) == ("the step", reason)
+        assert not is_alive(first)
+        second = worker("goes well", until=soon())
+        assert second != first
+    assert not is_alive(second)
+
+
+def test_time_is_over_for_everything():
+    with Worker(work) as worker:
+        worker("goes well", until=soon())
+        with pytest.raises(OutOfTime):
+            worker("waits", until=soon(0.3))
+
+
+@pytest.mark.parametrize("how", ["begins another", "begins a pool"])
+def test_what_it_begins_ends_with_it(how):
+    with Worker(work) as worker:
+        other = worker(how, until=soon())
+        assert is_alive(other)
+    for _ in range(100):
+        if not is_alive(other):
+            break
+        time.sleep(0.05)
+    assert not is_alive(other)
+
+
+def test_a_run_that_is_ended_ends_its_worker():
+    """As `timeout` ends it, whose signal goes to the run alone."""
+    program = """
+import time
+from bench.isolated import Worker, ended_by_signal
+from test_isolated import work
+with ended_by_signal(), Worker(work) as worker:
+    print(worker("goes well", until=time.monotonic() + 60), flush=True)
+    worker("waits", until=time.monotonic() + 60)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    pid = int(run.stdout.readline())
+    run.terminate()
+    assert run.wait(30) == 128 + signal.SIGTERM
+    assert not is_alive(pid)
+    run.stdout.close()

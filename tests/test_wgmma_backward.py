@@ -115,12 +115,9 @@ def test_turns_make_the_order(take, monkeypatch):
 
 def test_one_lane_does_not_pass_the_turn_of_others(take, monkeypatch):
     take(TILES["keys"])
-    plant(
-        monkeypatch,
-        "__syncwarp();\n    if (threadIdx.x % 32 == 0) store_released",
-        "if (threadIdx.x % 32 == 0) store_released",
-    )
-    with pytest.raises(errors.Race, match="released without a __syncwarp"):
+    release = "if (threadIdx.x % 32 == 0) store_released"
+    change = f"__syncwarp();\n    {release}", release
+    with planted(monkeypatch, change), pytest.raises(errors.Race, match="released without a __syncwarp"):
         run(IN_ORDER, deterministic=True)
 
 

@@ -30,17 +30,22 @@ def disassembler() -> str:
     return path
 
 
+def disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
+    """The instructions of a cubin of one kernel, and which of them each label stands before."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        text = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    return parse(text)
+
+
 def steady_loop(cubin: bytes) -> dict[str, int]:
     """How many instructions of each class (`CLASSES`, "rest") one round of the inner loop with most products executes.
 
     Of the ways round, the one with most products, then most copies, then fewest instructions: a tile that no mask cuts
     through, none of whose maxima outgrows its reference, while the next tile is copied.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        text = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, check=True).stdout
-    instructions, labels = parse(text)
+    instructions, labels = disassemble(cubin)
     multiply = [
         loop
         for loop in loops(instructions, labels)

@@ -51,9 +51,8 @@ struct DqTurns {
       while (load_acquired(of(row, half)) != before) {}
     __syncwarp();
   }
-  // This warp has added too.
+  // This warp has added too: what all its lanes did before the __syncwarp is released with the number.
   __device__ void pass(int row, int half, unsigned int before) const {
-    __threadfence();
     __syncwarp();
     if (threadIdx.x % 32 == 0) store_released(of(row, half), before + 1);
   }

@@ -75,11 +75,13 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
+// It tells that copies and products here are done, which have been waited for: `.release.cluster` would order ordinary
+// accesses too, by a fence of all global memory at every arrival.
 __device__ inline void arrive_at(unsigned int mbarrier, unsigned int rank) {
   asm volatile(
       "{ .reg .b32 there;"
       "mapa.shared::cluster.u32 there, %0, %1;"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(mbarrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(mbarrier),
       "r"(rank)
       : "memory");
 }

@@ -6,7 +6,7 @@ from cupy_flash.backends.simulator import Memory, launch
 from cupy_flash.tensor_map import encode_for_simulator
 
 HEADER = """
-.version 8.1
+.version 8.4
 .target {target}
 .address_size 64
 {variables}

@@ -18,7 +18,6 @@ import sanitize
 import test_fp8
 import torch
 from cases import planned
-from conformance import on_gpu
 
 from bench import gpu, sweep
 from bench.isolated import Lost
@@ -337,64 +336,6 @@ def test_sanitized_calls_start_every_kernel():
     assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {(name, True) for name in ("PERSISTENT", "TAKE_TURNS", "PAIRED", "DQ_IN_BULK", "DQ_IN_ORDER")} <= constants
     assert set(sanitize.FP8) <= set(test_fp8.OPTIONS)
-
-
-REST = """
-import os, sys, threading
-from pathlib import Path
-from types import SimpleNamespace
-
-import numpy as np
-
-lost = []
-
-def synchronize():
-    if lost:
-        raise RuntimeError("the context is lost")
-
-sys.modules["cupy"] = SimpleNamespace(
-    cuda=SimpleNamespace(runtime=SimpleNamespace(deviceSynchronize=synchronize))
-)
-from conformance import on_gpu
-
-def fail(message, loses=False):
-    lost.extend([message] * loses)
-    raise ValueError(message)
-
-def never_ends():
-    threading.Event().wait()
-
-on_gpu.LIMIT = 1
-on_gpu.capability = lambda: 90
-on_gpu.works = lambda capability: {
-    "first": lambda: np.arange(3),
-    "refused": lambda: fail("no such instruction"),
-    "after.it": lambda: print("runs") or np.arange(4),
-    "breaks": lambda: fail("illegal address", loses=True),
-    "hangs": never_ends,
-    "last": lambda: np.arange(5),
-}
-raise SystemExit(on_gpu.run_rest(Path(sys.argv[1])))
-"""
-
-
-def test_a_micro_kernel_that_breaks_its_process_costs_no_other_its_result(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(on_gpu, "capability", lambda: 90)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
-    command = (sys.executable, "-c", REST)
-    assert on_gpu.main(tmp_path, command) == 1
-    told = capfd.readouterr().out.splitlines()
-    assert told == [
-        "runs",
-        f"3 micro-kernels ran: {tmp_path / 'sm_90.npz'}",
-        "breaks: illegal address",
-        "hangs: its process ended, or had to after 1 s",
-        "refused: no such instruction",
-    ]
-    with np.load(tmp_path / "sm_90.npz") as stored:
-        assert {name: len(stored[name]) for name in stored} == {"first": 3, "after_it": 4, "last": 5}
-    on_gpu.main(tmp_path, command)
-    assert "runs" not in capfd.readouterr().out  # again what has no result, and that alone
 
 
 # Lines that only a GPU runs.

@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.hopper import BOXES, BY_NAME, CASES, drain, fill, initialise, tensor, wait
+from conformance.hopper import BOXES, BY_NAME, CASES, STRIDED, drain, fill, initialise, tensor, wait
 from micro import run
 
 from cupy_flash.backends.simulator import errors
@@ -83,6 +83,34 @@ def test_plain_ranges(kind, order):
     assert np.array_equal(out, expected)
     moved = counters.global_bytes_read if kind == "load" else counters.global_bytes_written
     assert moved == 1024
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_box_of_a_tensor_with_any_strides(name):
+    case, (shape, strides, at) = BY_NAME[f"strided.{name}"], STRIDED[name]
+    tensor = np.ndarray(shape[::-1], np.uint16, case.inputs[0], strides=(*strides[::-1], 2))
+    rows = np.zeros((16, 64), np.uint16)
+    inside = tensor[at[3], at[2], at[1] : at[1] + 16, at[0] : at[0] + 64]
+    rows[: inside.shape[0], : inside.shape[1]] = inside
+    expected = np.zeros_like(case.out)
+    for byte in range(2048):
+        expected[swizzle(byte, 128)] = rows.view(np.uint8).reshape(-1)[byte]
+    for order in ORDERS:
+        assert np.array_equal(result(case, order=order)[0], expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_place_that_is_added_from_twice(order):
+    case = BY_NAME["bulk.add-twice"]
+    assert np.array_equal(result(case, order=order)[0], case.out + 2 * case.inputs[0] + 3)
+    for missing in (
+        "@%q0 cp.async.bulk.wait_group.read 0;\n        bar.warp",
+        "fence.proxy.async.shared::cta;\n        bar.warp",
+    ):
+        body = case.body.replace(missing, "bar.warp")
+        assert body != case.body
+        with pytest.raises((errors.PendingCopy, errors.MissingFence)):
+            result(case, body, order=order)
 
 
 def test_blocks_have_copies_of_their_own():

@@ -27,7 +27,7 @@ def test_arrival_at_the_other_blocks_mbarrier(clusters, order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_multicast_reaches_both_blocks(order):
     case = BY_NAME["cluster.multicast"]
-    rows = case.inputs[0].reshape(32, 8, 16)
+    rows = case.inputs[0].reshape(2, 32, 8, 16)[1]
     # A box is 128-byte rows whose 16-byte pieces are swizzled by the number of the row.
     expected = np.stack([rows[i, np.arange(8) ^ i % 8] for i in range(32)]).reshape(-1)
     out = result(case, order=order).reshape(2, -1)
@@ -40,7 +40,7 @@ BARRIER = """barrier.cluster.arrive.release.aligned;
 
 def test_copy_to_a_block_whose_mbarrier_is_not_ready():
     first = MULTICAST.body.index("barrier.cluster.arrive")
-    last = MULTICAST.body.index("barrier.cluster.wait.acquire.aligned;") + len("barrier.cluster.wait.acquire.aligned;")
+    last = MULTICAST.body.index("barrier.cluster.wait.acquire;") + len("barrier.cluster.wait.acquire;")
     with pytest.raises(errors.SimulationError, match="without a barrier after its initialisation|no mbarrier"):
         result(MULTICAST, MULTICAST.body[:first] + MULTICAST.body[last:])
 
@@ -58,8 +58,8 @@ def test_copy_over_what_the_other_block_still_reads():
         MEET
         mov.u32 %r60, smem;
         mad.lo.u32 %r60, %r0, 2048, %r60;
-        @%q6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster \
-[%r60], [%m0, {%r1, %r2}], [%r50], %h0;
+        @%q6 cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster \
+[%r60], [%m0, {%r1, %r3, %r2, %r1}], [%r50], %h0;
     """
     end = MULTICAST.body.rindex("barrier.cluster.arrive")
     body = MULTICAST.body[:end] + again + wait(1, "AGAIN") + MULTICAST.body[end:]

@@ -3,67 +3,26 @@
 conformance/on_gpu.py makes the files; where none is stored, there is nothing to hold the simulator to.
 """
 
-import struct
+import os
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from conformance import hopper, on_gpu
-from conformance.kernels import BY_NAME, THREADS, WARP_CASES
-from micro import run
+import pytest
+from conformance import hopper
+from conformance.agreement import difference, disagreements, simulate
+from conformance.assembled import source
+from conformance.every import Kernel, every_kernel
+from conformance.kernels import BY_NAME, WARP_CASES
+from conformance.on_gpu import main
 
-from cupy_flash.backends.simulator import Memory, launch
+from cupy_flash import ahead, device, nvrtc
+from cupy_flash.source import assemble
 
 STORED = sorted((Path(__file__).parent / "conformance" / "gpu").glob("*.npz"))
-RELATIVE = {case.name: case.relative for case in (*BY_NAME.values(), *WARP_CASES) if case.relative is not None}
-# PTX leaves the order and the rounding inside of mma open.
-RELATIVE |= {f"mma.{form}": 2.0**-10 for form in on_gpu.MMA_FORMS}
-
-
-def simulate(ptx, inputs, out, threads, counted):
-    """What conformance.on_gpu.run does, on the simulator."""
-    memory, result = Memory(), out.copy()
-    pointers = [memory.add(x.copy(), f"input {i}", writable=False) for i, x in enumerate(inputs)]
-    pointers.append(memory.add(result, "out", initialised=False))
-    parameters = struct.pack(f"{len(pointers)}Q", *pointers) + (struct.pack("I", threads) if counted else b"")
-    block = THREADS if counted else 32
-    launch(ptx, "micro", (-(-threads // block), 1, 1), (block, 1, 1), parameters, memory=memory)
-    return result
-
-
-def simulate_hopper(case):
-    """What conformance.on_gpu.run_hopper does, on the simulator."""
-    out = case.out.copy()
-    run(case.body, *case.inputs, out, threads=case.threads, blocks=case.blocks, maps=case.maps, **case.options)
-    return out
-
-
-def agree(actual, expected, relative=None):
-    """Bitwise, NaN of any bits for NaN; with `relative` within that of the larger."""
-    if actual.dtype.kind == "f":
-        same = (actual == expected) & (np.signbit(actual) == np.signbit(expected)) | np.isnan(actual) & np.isnan(
-            expected
-        )
-        if relative is not None:
-            with np.errstate(all="ignore"):
-                apart, scale = np.abs(actual - expected), np.maximum(np.abs(actual), np.abs(expected))
-            same |= apart <= 2 * relative * np.maximum(scale, 1e-30)
-        return bool(same.all())
-    return bool((actual == expected).all())
-
-
-def disagreements(path):
-    """The micro-kernels of whose stored results the simulator gives others."""
-    found = []
-    with np.load(path) as stored:
-        for name, _, ptx, inputs, out, threads in on_gpu.every_kernel():
-            if on_gpu.key(name) in stored:
-                actual = simulate(ptx, inputs, out, threads, not name.startswith("mma."))
-                found += [] if agree(actual, stored[on_gpu.key(name)], RELATIVE.get(name)) else [name]
-        for case in hopper.CASES:
-            if on_gpu.key(case.name) in stored:
-                same = np.array_equal(simulate_hopper(case), stored[on_gpu.key(case.name)])
-                found += [] if same else [case.name]
-    return found
+KERNELS = {kernel.name: kernel for kernel in every_kernel()}
 
 
 def test_simulator_gives_what_gpus_gave():
@@ -71,22 +30,125 @@ def test_simulator_gives_what_gpus_gave():
 
 
 def test_a_single_bit_is_seen(tmp_path):
-    results = {}
-    for name, _, ptx, inputs, out, threads in on_gpu.every_kernel():
-        if name in ("add.f32", "add.u32", "ex2.approx.ftz.f32", "mma.m16n8k16-f16"):
-            results[on_gpu.key(name)] = simulate(ptx, inputs, out, threads, not name.startswith("mma."))
-    assert len(results) == 4
-    results["wgmma_bf16-n8"] = simulate_hopper(hopper.BY_NAME["wgmma.bf16-n8"])
+    some = "wgmma.bf16-n8", "add.u32", "add.f32", "ex2.approx.ftz.f32", "mma.m16n8k16-f16"
+    results = {KERNELS[name].key: simulate(KERNELS[name]) for name in some}
     np.savez(tmp_path / "same.npz", **results)
     assert disagreements(tmp_path / "same.npz") == []
     for wrong in results.values():
         wrong.view(np.uint32).flat[-1] ^= 1
     np.savez(tmp_path / "other.npz", **results)
     # One bit of an approximation is inside its promise.
-    assert disagreements(tmp_path / "other.npz") == ["add.u32", "add.f32", "wgmma.bf16-n8"]
+    assert sorted(disagreements(tmp_path / "other.npz")) == ["add.f32", "add.u32", "wgmma.bf16-n8"]
+    assert "1 of 512 differ, the first at (127, 3): " in difference(
+        results["wgmma_bf16-n8"], simulate(KERNELS[some[0]])
+    )
 
 
-def test_the_runner_knows_every_kernel():
-    names = [name for name, *_ in on_gpu.every_kernel()] + [case.name for case in hopper.CASES]
-    assert set(BY_NAME) | {case.name for case in WARP_CASES} <= set(names)
-    assert len(set(map(on_gpu.key, names))) == len(names)
+def test_every_kernel_has_a_name_of_its_own():
+    assert set(BY_NAME) | {case.name for case in (*WARP_CASES, *hopper.CASES)} <= set(KERNELS)
+    assert len({kernel.key for kernel in KERNELS.values()}) == len(list(every_kernel()))
+
+
+WATCHED = (
+    "wgmma|cp|mbarrier|fence|barrier|bar|setmaxnreg|stmatrix|ldmatrix|mma|red|elect|mapa|ld.acquire|st.release|ex2|lg2"
+)
+
+
+def forms(ptx):
+    """What is used of the instructions that only a GPU can vouch for: their names, and of wgmma where A is and which
+    factor is transposed. bf16 counts as f16."""
+    found = set()
+    for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
+        if name.startswith("wgmma.mma_async"):
+            registers = "{" in operands.split("}", 1)[1]
+            majors = operands.replace(" ", "").split(",")[-2 + registers :] if "f16.f16" in name else []
+            name += f" A in {'registers' if registers else 'shared memory'}, {majors}"
+        found.add(name)
+    return found
+
+
+USED = [
+    ("sm_90a", "wgmma/forward", dict(head_dim=128)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=64, causal=True)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=192, head_dim_v=128, deterministic=True)),
+    ("sm_90a", "wgmma/forward_fp8", dict(head_dim=96, dtype="float8_e4m3fn", engine=None, backward=False)),
+    ("sm_80", "mma/forward", dict(head_dim=64, engine="mma")),
+    ("sm_90", "mma/backward_kv", dict(head_dim=64, engine="mma")),
+]
+
+
+def test_kernels_use_nothing_that_no_micro_kernel_asks_a_gpu_for():
+    asked = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
+    for arch, name, words in USED:
+        launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
+        launches = [launch for launch in launches if launch.kernel == name]
+        for launch in launches[0], launches[-1]:
+            ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
+            used = forms(ptx)
+            assert len(used) > 3 and used <= asked, (name, sorted(used - asked))
+
+
+def test_the_assembler_takes_every_micro_kernel_of_more_than_one_thread():
+    """And those that move registers begin with as many as they count on: else they would wait for ever."""
+    kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
+    compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
+    assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
+    registers = {
+        kernel.name: compiled.resources[f"micro_{i}"].registers
+        for i, kernel in enumerate(kernels)
+        if kernel.name.startswith("setmaxnreg")
+    }
+    assert registers == {"setmaxnreg": 168, "setmaxnreg.40-232": 168, "setmaxnreg.32-160": 128}
+    turns = KERNELS["turns"]
+    with pytest.raises(nvrtc.CompileError, match="acquire"):
+        wrong = replace(turns, text=turns.text.replace("ld.acquire.gpu.global.u32", "ld.acquire.all.global.u32"))
+        nvrtc.compile(source([wrong]), "micro", "sm_90a")
+
+
+# ---- the runner, without a GPU
+
+SOME = ("wgmma.bf16-n8", "load.1d", "bulk.add", "turns", "dynamic", "add.u32", "fma.rn.f32")
+HANGS, DIES, FAILS, DIFFERS = "load.1d", "bulk.add", "turns", "add.u32"
+
+
+def stand_in(connection):
+    """A process in the place of conformance.on_gpu.work: it runs on the simulator, and goes wrong where it is told."""
+    connection.send(90)
+    kernels = list(every_kernel())
+    while True:
+        name = (kernel := kernels[connection.recv()]).name
+        if name == HANGS:
+            time.sleep(600)
+        if name == DIES:
+            os._exit(3)
+        if name == FAILS:
+            connection.send((None, "CUDADriverError: an illegal address"))
+            return
+        out = simulate(kernel)
+        connection.send((out + 1 if name == DIFFERS else out, ""))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Of all kernels the runner asks for a few."""
+    monkeypatch.setattr(Kernel, "runs_on", lambda kernel, capability: kernel.name in SOME)
+
+
+@pytest.mark.usefixtures("few")
+def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys):
+    assert main(tmp_path, stand_in, seconds=3) == 1
+    wrong = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert wrong[HANGS] == "no answer in 3 s" and wrong[DIES] == "its process ended, exit status 3"
+    assert wrong[FAILS] == "CUDADriverError: an illegal address" and "simulator" in wrong[DIFFERS]
+    assert len(wrong) == 4
+    with np.load(tmp_path / "sm_90.npz") as stored:
+        assert set(stored) == {KERNELS[name].key for name in SOME} - {"load_1d", "bulk_add", "turns"}
+    assert disagreements(tmp_path / "sm_90.npz") == [DIFFERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "capabilities"),
+    [("wgmma.bf16-n8", [90]), ("add.u32", [80, 89, 90, 120]), ("mma.m16n8k32-e4m3", [90, 120]), ("stmatrix", [90])],
+)
+def test_what_runs_where(name, capabilities):
+    assert [each for each in (75, 80, 89, 90, 120) if KERNELS[name].runs_on(each)] == capabilities

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conformance.hopper import BY_NAME
 from micro import run
 
 from cupy_flash.backends.simulator import errors
@@ -125,3 +126,17 @@ def test_source_that_nobody_wrote():
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
     with pytest.raises(errors.Uninitialised, match="array 0"):
         run(copy(), given, out, shared=WORDS, threads=64, outputs=(0,))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_parts_of_pieces(order):
+    """As many bytes as are asked for, and zeros."""
+    case = BY_NAME["cp.async"]
+    out = case.out.copy()
+    run(case.body, *case.inputs, out, threads=32, order=order, **case.options)
+    given = case.inputs[0].view(np.uint8).reshape(32, 16).copy()
+    fours = np.where(np.arange(32) % 2, case.inputs[0][::4], 0)
+    for thread, row in enumerate(given):
+        row[thread % 9 * 2 :] = 0
+    assert np.array_equal(out[:128], given.view(np.uint32).reshape(-1))
+    assert np.array_equal(out[128::4], fours) and not out[128:].reshape(32, 4)[:, 1:].any()

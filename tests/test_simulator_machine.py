@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 import pytest
+from conformance.hopper import BY_NAME, DYNAMIC_BYTES
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
@@ -635,3 +636,48 @@ def test_unknown_kernel():
 def test_a_text_is_parsed_once():
     text = source("mov.u32 %r0, 1;", [])
     assert parse(text) is parse(text)
+
+
+# ---- what kernels of attention tell each other
+
+
+def launched(name, *, body=None, **options):
+    case = BY_NAME[name]
+    out = case.out.copy()
+    arrays = [x.copy() for x in case.inputs]
+    run(
+        body or case.body, *arrays, out, threads=case.threads, blocks=case.blocks, dynamic=case.dynamic,
+        **(case.options | options),
+    )  # fmt: skip
+    return case, out
+
+
+@pytest.mark.parametrize("order", ["early", "late", "random"])
+def test_blocks_that_take_turns_round_in_their_order(order):
+    case, out = launched("turns", order=order)
+    total = np.zeros(128, np.float32)
+    for numbers in case.inputs[0]:
+        total += numbers
+    assert np.array_equal(out, total) and not np.array_equal(out, case.inputs[0][::-1].cumsum(0)[-1])
+
+
+def test_a_turn_passed_before_all_lanes_have_added():
+    body = BY_NAME["turns"].body
+    before, after = body.rsplit("bar.warp.sync -1;", 1)
+    with pytest.raises(errors.Race, match="released without a __syncwarp after the write of lane 1"):
+        launched("turns", body=before + after)
+
+
+@pytest.mark.parametrize("order", ["early", "late", "random"])
+def test_warps_that_take_turns(order):
+    _, out = launched("barriers", order=order)
+    x, expected = 1, np.zeros(64, np.uint32)
+    for turn in range(16):
+        x = 3 * x + turn % 2
+        expected[32 * (turn % 2) :] = x
+    expected[:32] = (x - 1) // 3
+    assert np.array_equal(out, expected)
+
+
+def test_all_the_shared_memory_of_a_block():
+    assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448

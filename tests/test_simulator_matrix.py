@@ -6,6 +6,7 @@ Each layout function below is the documentation's own formula for element i of l
 import ml_dtypes
 import numpy as np
 import pytest
+from conformance.hopper import BY_NAME
 from conformance.kernels import MMA_FORMS, ldmatrix_body, mma_body
 from micro import run
 
@@ -217,3 +218,46 @@ def test_movmatrix_transposes():
         out,
     )
     assert np.array_equal(out.view(np.uint16).reshape(8, 8), matrix.T)
+
+
+def chunks_of(image):
+    """(64, 64) 16-bit numbers of 64 rows of 128 bytes, chunk c of row r at place c ^ r % 8."""
+    chunks = image.view(np.uint16).reshape(64, 8, 8)
+    return chunks[np.arange(64)[:, None], np.arange(8) ^ np.arange(64)[:, None] % 8].reshape(64, 64)
+
+
+def of_fragments(words, *, transposed=False):
+    """(64, 64): a lane's words of four matrices, each of 8 x 8, in rows 16 w and columns 16 w of its warp w; elsewhere
+    -1. Word i of a lane has two numbers of row lane / 4 of matrix i, or of its column."""
+    found = np.full((64, 64), -1)
+    for thread, four in enumerate(words):
+        warp, lane = divmod(thread, 32)
+        for i, word in enumerate(four):
+            for half in range(2):
+                place = lane // 4, lane % 4 * 2 + half
+                row, column = place[::-1] if transposed else place
+                found[16 * warp + 8 * (i % 2) + row, 16 * warp + 8 * (i // 2) + column] = (
+                    int(word) >> 16 * half & 0xFFFF
+                )
+    return found
+
+
+def launched(name):
+    case = BY_NAME[name]
+    out = case.out.copy()
+    run(case.body, *case.inputs, out, threads=case.threads, **case.options)
+    return case, out
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_ldmatrix_of_swizzled_rows(transposed):
+    case, out = launched("ldmatrix.trans" if transposed else "ldmatrix")
+    found = of_fragments(out, transposed=transposed)
+    assert (found >= 0).sum() == 4 * 16 * 16
+    assert np.array_equal(found[found >= 0], chunks_of(case.inputs[0])[found >= 0])
+
+
+def test_stmatrix_into_swizzled_rows():
+    case, out = launched("stmatrix")
+    written, after = of_fragments(case.inputs[1]), chunks_of(out)
+    assert np.array_equal(after, np.where(written >= 0, written, chunks_of(case.inputs[0])))

@@ -100,6 +100,20 @@ def test_read_without_the_wait():
             micro(EXCHANGE.replace(wait(), ""), np.zeros(64, np.uint32), order="random", seed=seed)
 
 
+def test_one_lane_does_not_arrive_for_the_others():
+    with pytest.raises(errors.Race):
+        micro(EXCHANGE.replace("bar.warp.sync -1;", ""), np.zeros(64, np.uint32))
+    every_lane = EXCHANGE.replace("bar.warp.sync -1;", "").replace("@%q6 mbarrier.arrive", "mbarrier.arrive")
+    out = np.zeros(64, np.uint32)
+    every_lane = every_lane.replace("[%r50], 1;", "[%r50], 32;")
+    micro(every_lane, out)
+    assert np.array_equal(out[32:], np.arange(32))
+    arrival = "mbarrier.arrive.shared::cta.b64 _, [%r50];"
+    one_half_first = f"setp.lt.u32 %q2, %t, 16; @%q2 {arrival} @!%q2 {arrival}"
+    micro(every_lane.replace(arrival, one_half_first), out)
+    assert np.array_equal(out[32:], np.arange(32))
+
+
 def test_written_after_the_arrival():
     late = EXCHANGE.replace("exit;\nREADER", "st.shared.b32 [%r61], 0; exit;\nREADER")
     with pytest.raises(errors.Race):

@@ -24,6 +24,14 @@ def test_registers_move_between_warpgroups():
     assert np.array_equal(result(), np.arange(384))
 
 
+@pytest.mark.parametrize("name", ["setmaxnreg.40-232", "setmaxnreg.32-160"])
+def test_the_counts_that_kernels_ask_for(name):
+    case = BY_NAME[name]
+    out = case.out.copy()
+    run(case.body, out, threads=case.threads, **case.options)
+    assert np.array_equal(out, np.arange(case.threads))
+
+
 def test_who_asks_for_more_waits_for_who_gives():
     """The first warpgroup asks; the others give back after a loop."""
     loop = "mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q1, %r0, 99; @%q1 bra LOOP; setmaxnreg.dec"

@@ -8,7 +8,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, WGMMA_FORMS
+from conformance.hopper import BY_NAME, WGMMA_FORMS, Operand
 from micro import run
 
 from cupy_flash.backends.simulator import errors
@@ -130,6 +130,17 @@ def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
     expected += options.get("adds", True) * before
     for order in ORDERS:
         assert np.array_equal(result(case, order=order), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_groups_in_flight(order):
+    case = BY_NAME["wgmma.in-flight"]
+    image, words = case.inputs
+    operands = Operand(64, "bf16"), Operand(64, "bf16"), Operand(64, "bf16", False)
+    q, k, v = (matrix(image[8192 * n :], operand) for n, operand in enumerate(operands))
+    products = q[:, :16] @ k[:, :16].T, 1 + a_from_registers(words, "bf16") @ v[:, :16].T
+    expected = [[product[accumulator(t, i)] for product in products for i in range(32)] for t in range(128)]
+    assert np.array_equal(result(case, order=order), np.array(expected, np.float32))
 
 
 def sums_of_fp8(before, one, others):

@@ -9,7 +9,8 @@ from bench import sass, static
 from bench.__main__ import main
 from bench.results import ROOT
 from bench.tables import block
-from cupy_flash import ahead, device
+from cupy_flash import ahead, device, nvrtc
+from cupy_flash.source import assemble
 
 
 def unseen(_):
@@ -75,6 +76,24 @@ def test_hoppers_own_instructions():
         assert step.sass["exp"] == 1
         assert 4 < sum(step.sass.values()) - step.sass["products"] <= most
         assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
+
+
+def fences_of_all_memory(kernel, **constants):
+    """Fences that wait for a thread's accesses to the whole GPU's memory, after the first product of a kernel."""
+    on = device.named("sm_90a", "cuda")
+    launches = ahead.launches(on, dtype="bfloat16", head_dim=128, engine="wgmma")
+    launch = next(each for each in launches if each.kernel == kernel)
+    text = assemble(kernel, dict(launch.constants) | constants)
+    instructions, _ = sass.disassemble(nvrtc.compile(text, kernel, on.arch).code)
+    first = next(n for n, instruction in enumerate(instructions) if sass.opcode(instruction) == "HGMMA")
+    return sum("MEMBAR" in instruction and "CTA" not in instruction for instruction in instructions[first:])
+
+
+def test_who_waits_for_all_memory():
+    """Such a fence takes as long as a read from there. Of a pair, blocks wait for each other's end, but tell each other
+    at every step that a place is empty, without; where blocks add in one order, one releases each turn."""
+    assert fences_of_all_memory("wgmma/forward", PAIRED=True, PERSISTENT=False, TAKE_TURNS=False) == 1
+    assert fences_of_all_memory("wgmma/backward", DQ_IN_ORDER=True, DQ_IN_BULK=False) == 1
 
 
 LISTING = """

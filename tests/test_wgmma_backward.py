@@ -113,6 +113,19 @@ def test_turns_make_the_order(take, monkeypatch):
         run(IN_ORDER, deterministic=True)
 
 
+def test_one_lane_does_not_pass_the_turn_of_others(take, monkeypatch):
+    """In a header that other kernels have, too."""
+    take(TILES["keys"])
+    release = "if (threadIdx.x % 32 == 0) store_released"
+
+    def alone(kernel, constants):
+        return assemble(kernel, constants).replace(f"__syncwarp();\n    {release}", release)
+
+    monkeypatch.setattr(ahead, "assemble", alone)
+    with pytest.raises(errors.Race, match="released without a __syncwarp"):
+        run(IN_ORDER, deterministic=True)
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_added_up_in_any_order(tile, take, watch):
     """dQ may round differently, nothing else."""
@@ -164,6 +177,9 @@ PLANTED = {
     "no wait for Q": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.dO.wait();", errors.PendingCopy),
     "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
     "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
+    "rows released by one lane for all": (
+        "keys", "__syncwarp();  // every lane has read its rows, not only the one that arrives", "", errors.Race,
+    ),
     "rows do not wait for a place": ("keys", "rings.rows.claim();", "", (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", "sequence.queries<float>(x, walk.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),

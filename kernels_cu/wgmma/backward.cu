@@ -221,6 +221,7 @@ __device__ void consume(const Params& p, Rings& rings, unsigned char* smem, cons
       Rows rows = {lse2 + queries, lse2 + BLOCK_Q + queries};
       bool masked = i0 < unmasked.begin || i0 + QUERIES > unmasked.end;
       differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, i0, kv_start + row, end_dP);
+      __syncwarp();  // every lane has read its rows, not only the one that arrives
       rings.rows.release();
 
       // Where nobody shares the keys, P^T and dS^T are multiplied from registers. dS goes to the others for dQ.

@@ -33,13 +33,17 @@ class HopperCase:
     threads: int = 128
     blocks: int = 1
     directives: str = ""
+    target: str = "sm_90a"
+    dynamic: int = 0  # bytes of shared memory that the launch adds, at `dynamic`; then smem and bars are not there
 
     @property
     def options(self) -> dict[str, Any]:
         """What tests/micro.py's source and run need to know besides body and arrays."""
+        static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {
-            "shared": f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];",
-            "target": "sm_90a",
+            "shared": "" if self.dynamic else static,
+            "variables": ".extern .shared .align 1024 .b8 dynamic[];" if self.dynamic else "",
+            "target": self.target,
             "directives": self.directives,
         }
 
@@ -134,7 +138,7 @@ class Operand:
     @property
     def steps(self) -> int:
         """Instructions of 32 bytes of depth."""
-        return max(self.swizzle // 32, 1) if self.k_major else 2
+        return max(self.swizzle // 32, 1) if self.k_major or self.swizzle == 128 else 2
 
     @property
     def depth(self) -> int:
@@ -159,7 +163,10 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.depth * self.itemsize
+        """Of whole tiles."""
+        width = self.swizzle // self.itemsize
+        rows = self.rows if self.k_major else -(-self.rows // width) * width
+        return rows * self.depth * self.itemsize
 
     @property
     def constant(self) -> int:
@@ -175,7 +182,7 @@ def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str
         shr.u32 %r61, %t, 7;
         mad.lo.u32 %r60, %r61, {apart}, %r60;
         add.u32 %r60, %r60, {offset};
-        shr.u32 %r60, %r60, 4;
+        bfe.u32 %r60, %r60, 4, 14;
         cvt.u64.u32 {register}, %r60;
         or.b64 {register}, {register}, {constant};
     """
@@ -252,10 +259,13 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
         for a, b in ((True, True), (False, False))
         for swizzle in (16, 32, 64, 128)
     },
-    "bf16-n8": (Operand(64, "bf16"), Operand(8, "bf16"), "", {}),
-    "bf16-n24": (Operand(64, "bf16"), Operand(24, "bf16"), "", {}),
-    "bf16-n176": (Operand(64, "bf16"), Operand(176, "bf16"), "", {}),
-    "bf16-mn-n256": (Operand(64, "bf16", False), Operand(256, "bf16", False), "", {}),
+    # The numbers of columns that the kernels have products for, and the smallest and one that is odd.
+    **{f"bf16-n{n}": (Operand(64, "bf16"), Operand(n, "bf16"), "", {}) for n in (8, 24, 32, 80, 96, 128, 176)},
+    **{
+        f"bf16-{'k' if a else 'mn'}-mn-n{n}": (Operand(64, "bf16", a), Operand(n, "bf16", False), "", {})
+        for a, widths in ((False, (96, 128, 192, 256)), (True, (64, 128)))
+        for n in widths
+    },
     "f16-k-k-128": (Operand(64, "f16"), Operand(64, "f16"), "", {}),
     "f16-minus": (Operand(64, "f16"), Operand(16, "f16"), "", {"sign": -1}),
     "bf16-two-warpgroups": (Operand(64, "bf16"), Operand(24, "bf16"), "", {"groups": 2}),
@@ -264,8 +274,14 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
         f"{a}-{b}-{swizzle}": (Operand(64, a, True, swizzle), Operand(64, b, True, swizzle), "", {})
         for a, b, swizzle in (("e4m3", "e4m3", 128), ("e4m3", "e4m3", 16), ("e5m2", "e4m3", 64), ("e5m2", "e5m2", 32))
     },
+    **{f"e4m3-n{n}": (Operand(64, "e4m3"), Operand(n, "e4m3"), "", {}) for n in (128, 192)},
     **{f"rs-{t}-k": (None, Operand(64, t), t, {}) for t in ("f16", "bf16", "e4m3", "e5m2")},
     **{f"rs-bf16-mn-{swizzle}": (None, Operand(64, "bf16", False, swizzle), "bf16", {}) for swizzle in (32, 64, 128)},
+    **{
+        f"rs-{t}-mn-n{n}": (None, Operand(n, t, False), t, {})
+        for t, n in (("bf16", 96), ("f16", 128), ("bf16", 192), ("bf16", 256))
+    },
+    **{f"rs-e4m3-k-64-n{n}": (None, Operand(n, "e4m3", True, 64), "e4m3", {}) for n in (64, 96, 128, 192)},
 }
 
 
@@ -309,6 +325,10 @@ BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ..
     "2d-f32": ("f32", (64, 40), (32, 16), 128, (32, 9)),
     "3d": ("f16", (64, 10, 6), (32, 4, 3), 64, (32, 8, 2)),
     "4d": ("bf16", (128, 20, 3, 2), (64, 16, 1, 1), 128, (64, 10, 2, 1)),
+    "4d-small": ("bf16", (40, 5, 2, 2), (64, 16, 1, 1), 128, (0, 0, 1, 1)),
+    "4d-tall": ("bf16", (64, 200, 1, 2), (64, 192, 1, 1), 128, (0, 16, 0, 1)),
+    "4d-bytes": ("u8", (192, 80, 2, 1), (64, 96, 1, 1), 64, (64, 0, 1, 0)),
+    "4d-wide-bytes": ("u8", (96, 70, 2, 1), (128, 64, 1, 1), 128, (0, 20, 1, 0)),
     "5d": ("bf16", (16, 5, 4, 3, 2), (16, 2, 3, 2, 2), 32, (0, 4, 2, 1, 1)),
 }
 HINT = "0x14F0000000000000"  # evict last
@@ -379,6 +399,34 @@ def store_case(name: str, operation: str = "") -> HopperCase:
     return HopperCase(f"{operation or 'store'}.{name}", body, (source,), out, maps)
 
 
+# name -> (shape, strides in bytes, coordinates) of bf16 in boxes of 64 x 16, swizzled over 128 bytes: heads that lie
+# closer than rows, rows that share numbers with the next, a tensor that is smaller than the box.
+STRIDED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "heads-between-rows": ((64, 20, 3, 2), (384, 128, 7680), (0, 10, 2, 1)),
+    "overlapping": ((64, 20, 2, 1), (48, 2048, 4096), (0, 3, 1, 0)),
+    "one-of-each": ((40, 5, 1, 1), (80, 80, 80), (0, 0, 0, 0)),
+}
+
+
+def strided_case(name: str) -> HopperCase:
+    """A box of a tensor whose strides are not those of a dense one."""
+    shape, strides, at = STRIDED[name]
+    body = f"""
+        {initialise()}
+        mov.u32 %r60, smem;
+        {" ".join(f"mov.b32 %r{i}, {x};" for i, x in enumerate(at))}
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 2048;
+        @%q6 cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes \
+[%r60], [%m0, {{%r0, %r1, %r2, %r3}}], [%r50];
+        {wait()}
+        {drain(2048, 128, 1)}
+    """
+    size = sum((extent - 1) * stride for extent, stride in zip(shape[1:], strides, strict=True)) + 2 * shape[0]
+    array = np.random.default_rng(4).integers(1, 256, size, dtype=np.uint8)
+    maps = ((0, partial(_at, DATA_TYPES["bf16"], shape, strides, (64, 16, 1, 1), 128)),)
+    return HopperCase(f"strided.{name}", body, (array,), np.zeros(2048, np.uint8), maps)
+
+
 def plain_case(kind: str) -> HopperCase:
     """1024 bytes in one piece: load, store or add."""
     rng = np.random.default_rng(1)
@@ -406,6 +454,207 @@ def plain_case(kind: str) -> HopperCase:
             cp.async.bulk.wait_group 0;
         """
     return HopperCase(f"bulk.{kind}", body, (source,), out)
+
+
+def added_twice_case() -> HopperCase:
+    """A place is added from, and once it has been read written and added from again."""
+    body = f"""
+        {fill(512, 32)}
+        mov.u32 %r60, smem;
+        shl.b32 %r61, %t, 4;
+        add.u32 %r61, %r61, %r60;
+        setp.eq.u32 %q0, %t, 0;
+        @%q0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%p1], [%r60], 512;
+        @%q0 cp.async.bulk.commit_group;
+        @%q0 cp.async.bulk.wait_group.read 0;
+        bar.warp.sync -1;
+        ld.shared.v4.f32 {{%f0, %f1, %f2, %f3}}, [%r61];
+        {" ".join(f"add.f32 %f{i}, %f{i}, 0f40400000;" for i in range(4))}
+        st.shared.v4.f32 [%r61], {{%f0, %f1, %f2, %f3}};
+        fence.proxy.async.shared::cta;
+        bar.warp.sync -1;
+        @%q0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%p1], [%r60], 512;
+        @%q0 cp.async.bulk.commit_group;
+        @%q0 cp.async.bulk.wait_group.read 0;
+    """
+    rng = np.random.default_rng(5)
+    source, out = (rng.integers(-9, 10, 128).astype(np.float32) for _ in range(2))
+    return HopperCase("bulk.add-twice", body, (source,), out, threads=32)
+
+
+# ---- fragments and rows
+
+
+def fragments_case(instruction: str) -> HopperCase:
+    """Four 8 x 8 matrices of 16-bit numbers between registers and rows of 128 bytes, swizzled as copies leave them: of
+    each warp 16 rows, of which it takes chunks 2 w and 2 w + 1."""
+    registers = "{%r0, %r1, %r2, %r3}"
+    rows = np.random.default_rng(6).integers(0, 256, 64 * 128, dtype=np.uint8)
+    words = np.random.default_rng(7).integers(0, 2**32, (128, 4), dtype=np.uint32)
+    body = f"""
+        {fill(8192, 128)}
+        shr.u32 %r10, %t, 5;
+        and.b32 %r11, %t, 15;
+        mad.lo.u32 %r12, %r10, 16, %r11;
+        bfe.u32 %r13, %t, 4, 1;
+        mad.lo.u32 %r13, %r10, 2, %r13;
+        and.b32 %r14, %r12, 7;
+        xor.b32 %r13, %r13, %r14;
+        shl.b32 %r13, %r13, 4;
+        mad.lo.u32 %r13, %r12, 128, %r13;
+        mov.u32 %r60, smem;
+        add.u32 %r13, %r13, %r60;
+        mad.wide.u32 %d0, %t, 16, %p1;
+    """
+    if instruction == "stmatrix":
+        body += f"""
+            ld.global.v4.b32 {registers}, [%d0];
+            stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r13], {registers};
+            bar.sync 0;
+            {drain(8192, 128, 2)}
+        """
+        return HopperCase(instruction, body, (rows, words), np.zeros(8192, np.uint8))
+    body += f"""
+        {instruction}.shared.b16 {registers}, [%r13];
+        st.global.v4.b32 [%d0], {registers};
+    """
+    name = "ldmatrix.trans" if "trans" in instruction else "ldmatrix"
+    body = body.replace("fence.proxy.async.shared::cta;", "")
+    return HopperCase(name, body, (rows,), np.zeros((128, 4), np.uint32), target="sm_80")
+
+
+def copies_case() -> HopperCase:
+    """cp.async: of 16 bytes the first 0, 2 .. 14, 16 and zeros after them; of 4 all or none."""
+    body = """
+        mov.u32 %r60, smem;
+        shl.b32 %r0, %t, 4;
+        add.u32 %r1, %r0, %r60;
+        cvt.u64.u32 %d0, %r0;
+        add.u64 %d1, %p0, %d0;
+        add.u64 %d2, %p1, %d0;
+        rem.u32 %r2, %t, 9;
+        shl.b32 %r2, %r2, 1;
+        cp.async.cg.shared.global.L2::128B [%r1], [%d1], 16, %r2;
+        cp.async.commit_group;
+        and.b32 %r3, %t, 1;
+        shl.b32 %r3, %r3, 2;
+        cp.async.ca.shared.global [%r1+512], [%d1], 4, %r3;
+        cp.async.commit_group;
+        cp.async.wait_group 1;
+        ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r1];
+        st.global.v4.b32 [%d2], {%r4, %r5, %r6, %r7};
+        cp.async.wait_group 0;
+        ld.shared.b32 %r8, [%r1+512];
+        st.global.b32 [%d2+512], %r8;
+    """
+    source = np.random.default_rng(8).integers(1, 2**32, 128, dtype=np.uint32)
+    return HopperCase("cp.async", body, (source,), np.zeros(256, np.uint32), threads=32, target="sm_80")
+
+
+# ---- what blocks and warps tell each other
+
+# Every block adds to the same four numbers of each lane, in the order of the blocks: the sum is rounded in that order.
+TURNS_BODY = """
+    mov.u32 %r9, %nctaid.x;
+    mad.wide.u32 %d0, %t, 16, %p2;
+    mad.lo.u32 %r0, %block, 32, %t;
+    mad.wide.u32 %d1, %r0, 16, %p0;
+    ld.global.v4.f32 {%f0, %f1, %f2, %f3}, [%d1];
+    setp.ne.u32 %q0, %t, 0;
+    @%q0 bra TURN;
+AGAIN:
+    ld.acquire.gpu.global.u32 %r1, [%p1];
+    setp.ne.u32 %q1, %r1, %block;
+    @%q1 bra AGAIN;
+TURN:
+    bar.warp.sync -1;
+    red.global.add.v4.f32 [%d0], {%f0, %f1, %f2, %f3};
+    bar.warp.sync -1;
+    add.u32 %r2, %block, 1;
+    @!%q0 st.release.gpu.global.u32 [%p1], %r2;
+"""
+
+
+def turns_case() -> HopperCase:
+    numbers = np.random.default_rng(9).normal(size=(64, 128)).astype(np.float32)
+    turn, out = np.zeros(1, np.uint32), np.zeros(128, np.float32)
+    return HopperCase("turns", TURNS_BODY, (numbers, turn), out, threads=32, blocks=64)
+
+
+# Two warps take turns at a number in shared memory, with barriers whose numbers are in registers.
+BARRIERS_BODY = """
+    mov.u32 %r60, smem;
+    shr.u32 %r0, %t, 5;
+    setp.eq.u32 %q0, %t, 0;
+    @%q0 st.shared.b32 [%r60], 1;
+    bar.sync 0;
+    add.u32 %r1, %r0, 2;
+    xor.b32 %r2, %r0, 1;
+    add.u32 %r2, %r2, 2;
+    mov.u32 %r3, 64;
+    mov.u32 %r4, 0;
+    setp.eq.u32 %q1, %r0, 1;
+    @%q1 bar.arrive %r2, %r3;
+ROUND:
+    bar.sync %r1, %r3;
+    and.b32 %r5, %t, 31;
+    setp.eq.u32 %q2, %r5, 0;
+    ld.shared.b32 %r6, [%r60];
+    mad.lo.u32 %r6, %r6, 3, %r0;
+    bar.warp.sync -1;
+    @%q2 st.shared.b32 [%r60], %r6;
+    bar.warp.sync -1;
+    bar.arrive %r2, %r3;
+    add.u32 %r4, %r4, 1;
+    setp.lt.u32 %q3, %r4, 8;
+    @%q3 bra ROUND;
+    mad.wide.u32 %d0, %t, 4, %p0;
+    st.global.b32 [%d0], %r6;
+"""
+
+# All the shared memory that a block may ask for, without any of its own: where it begins, and its last word.
+DYNAMIC_BYTES = 227 * 1024
+DYNAMIC_BODY = f"""
+    mov.u32 %r0, dynamic;
+    and.b32 %r1, %r0, 1023;
+    st.global.b32 [%p0], %r1;
+    st.shared.b32 [%r0+{DYNAMIC_BYTES - 4}], 7;
+    ld.shared.b32 %r2, [%r0+{DYNAMIC_BYTES - 4}];
+    st.global.b32 [%p0+4], %r2;
+"""
+
+
+def in_flight_case() -> HopperCase:
+    """Scores and sums begin together, as in the forward: of two groups the first is waited for, then the second, whose
+    left factor is in registers."""
+    a, b = Operand(64, "bf16"), Operand(64, "bf16", False)
+    rng = np.random.default_rng(10)
+    image = np.concatenate([random_bytes("bf16", operand.bytes, rng) for operand in (a, a, b)])
+    words = random_bytes("bf16", 128 * 16, rng).view(np.uint32).reshape(128, 4)
+    out = np.zeros((128, 64), np.float32)
+    scores, sums = (", ".join(f"%f{i}" for i in range(first, first + 32)) for first in (0, 32))
+    types = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
+    lines = [
+        fill(len(image), 128),
+        "mad.wide.u32 %d0, %t, 16, %p1;",
+        "ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%d0];",
+        *(f"mov.f32 %f{i}, 0f3F800000;" for i in range(32, 64)),
+        "setp.ne.u32 %q4, %t, %t;",
+        descriptor("%d2", 0, a.constant),
+        descriptor("%d3", a.bytes, a.constant),
+        descriptor("%d4", 2 * a.bytes, b.constant),
+        "wgmma.fence.sync.aligned;",
+        f"{types} {{{scores}}}, %d2, %d3, %q4, 1, 1, 0, 0;",
+        "wgmma.commit_group.sync.aligned;",
+        f"{types} {{{sums}}}, {{%r0, %r1, %r2, %r3}}, %d4, 1, 1, 1, 1;",
+        "wgmma.commit_group.sync.aligned;",
+        "mad.wide.u32 %d0, %t, 256, %p2;",
+        "wgmma.wait_group.sync.aligned 1;",
+        *(f"st.global.f32 [%d0+{4 * i}], %f{i};" for i in range(32)),
+        "wgmma.wait_group.sync.aligned 0;",
+        *(f"st.global.f32 [%d0+{4 * i}], %f{i};" for i in range(32, 64)),
+    ]
+    return HopperCase("wgmma.in-flight", "\n    ".join(lines), (image, words), out)
 
 
 # ---- mbarriers, clusters, warps
@@ -456,17 +705,23 @@ ELECT_BODY = """
     st.global.b32 [%d0], %r2;
 """
 
-REGISTERS_BODY = """
-    setp.ge.u32 %q0, %t, 128;
-    @%q0 bra MORE;
-    setmaxnreg.dec.sync.aligned.u32 24;
-    bra DONE;
-MORE:
-    setmaxnreg.inc.sync.aligned.u32 240;
-DONE:
-    mad.wide.u32 %d0, %t, 4, %p0;
-    st.global.b32 [%d0], %t;
-"""
+
+def registers_case(name: str, threads: int, few: int, many: int) -> HopperCase:
+    """The first warpgroup gives registers back, the others take as many as there are."""
+    body = f"""
+        setp.ge.u32 %q0, %t, 128;
+        @%q0 bra MORE;
+        setmaxnreg.dec.sync.aligned.u32 {few};
+        bra DONE;
+    MORE:
+        setmaxnreg.inc.sync.aligned.u32 {many};
+    DONE:
+        mad.wide.u32 %d0, %t, 4, %p0;
+        st.global.b32 [%d0], %t;
+    """
+    directives = f".maxntid {threads}, 1, 1 .minnctapersm 1"
+    return HopperCase(name, body, (), np.zeros(threads, np.uint32), threads=threads, directives=directives)
+
 
 REMOTE_BODY = f"""
     {initialise(2)}
@@ -476,7 +731,7 @@ REMOTE_BODY = f"""
     xor.b32 %r1, %r0, 1;
     mapa.shared::cluster.u32 %r2, %r50, %r1;
     @%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];
-    @%q6 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+    @%q6 mbarrier.arrive.shared::cluster.b64 _, [%r2];
     {wait()}
     mov.u32 %r3, %cluster_nctarank;
     mad.lo.u32 %r4, %r3, 16, %r0;
@@ -488,7 +743,7 @@ REMOTE_BODY = f"""
 """
 
 
-PAIR: dict[str, Any] = {"blocks": 2, "directives": ".reqnctapercluster 2"}
+PAIR: dict[str, Any] = {"blocks": 2, "directives": ".explicitcluster .reqnctapercluster 2, 1, 1"}
 
 
 def multicast_case() -> HopperCase:
@@ -496,23 +751,25 @@ def multicast_case() -> HopperCase:
     body = f"""
         {initialise()}
         @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 4096;
-        barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned;
+        barrier.cluster.arrive.release;
+        barrier.cluster.wait.acquire;
         mov.u32 %r60, smem;
         mov.u32 %r0, %cluster_ctarank;
         mad.lo.u32 %r60, %r0, 2048, %r60;
         mov.u32 %r1, 0;
-        shl.b32 %r2, %r0, 4;
+        mov.u32 %r2, 1;
+        shl.b32 %r3, %r0, 4;
         mov.b16 %h0, 3;
-        @%q6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster \
-[%r60], [%m0, {{%r1, %r2}}], [%r50], %h0;
+        mov.b64 %d0, {HINT};
+        @%q6 cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster\
+.L2::cache_hint [%r60], [%m0, {{%r1, %r3, %r2, %r1}}], [%r50], %h0, %d0;
         {wait()}
         {drain(4096, 128, 1)}
-        barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned;
+        barrier.cluster.arrive.release;
+        barrier.cluster.wait.acquire;
     """
-    array = np.random.default_rng(2).integers(0, 256, 64 * 32 * 2, dtype=np.uint8)
-    maps = ((0, tensor("bf16", (64, 32), (64, 16), 128)),)
+    array = np.random.default_rng(2).integers(0, 256, 2 * 64 * 32 * 2, dtype=np.uint8)
+    maps = ((0, tensor("bf16", (64, 32, 2, 1), (64, 16, 1, 1), 128)),)
     return HopperCase("cluster.multicast", body, (array,), np.zeros(2 * 4096, np.uint8), maps, **PAIR)
 
 
@@ -526,17 +783,23 @@ CASES = [
     store_case("2d-before", "min"),
     store_case("3d", "max"),
     *[plain_case(kind) for kind in ("load", "store", "add")],
+    load_case("4d", hint=True),
+    *[strided_case(name) for name in STRIDED],
+    added_twice_case(),
+    fragments_case("stmatrix"),
+    fragments_case("ldmatrix.sync.aligned.m8n8.x4"),
+    fragments_case("ldmatrix.sync.aligned.m8n8.x4.trans"),
+    copies_case(),
+    turns_case(),
+    HopperCase("barriers", BARRIERS_BODY, (), np.zeros(64, np.uint32), threads=64),
+    HopperCase("dynamic", DYNAMIC_BODY, (), np.zeros(2, np.uint32), threads=1, dynamic=DYNAMIC_BYTES),
+    in_flight_case(),
     HopperCase("mbarrier.parity", PARITY_BODY, (), np.zeros((6, 2), np.uint32), threads=32),
     HopperCase("mbarrier.state", STATE_BODY, (), np.zeros(4, np.uint32), threads=32),
     HopperCase("elect", ELECT_BODY, (), np.zeros(64, np.uint32), threads=64),
-    HopperCase(
-        "setmaxnreg",
-        REGISTERS_BODY,
-        (),
-        np.zeros(384, np.uint32),
-        threads=384,
-        directives=".maxntid 384, 1, 1 .minnctapersm 1",
-    ),
+    registers_case("setmaxnreg", 384, 24, 240),
+    registers_case("setmaxnreg.40-232", 384, 40, 232),
+    registers_case("setmaxnreg.32-160", 512, 32, 160),
     HopperCase("cluster.remote", REMOTE_BODY, (), np.zeros(256, np.uint32), **PAIR),
     multicast_case(),
 ]

@@ -62,7 +62,7 @@ class Case:
         ]
         body = "\n    ".join([*lines, f".reg .{register} %d;", self.text, *stores])
         return f"""
-.version 8.1
+.version 8.4
 .target sm_{self.arch}
 .address_size 64
 .visible .entry micro({", ".join(parameters)})

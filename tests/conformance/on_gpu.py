@@ -1,18 +1,19 @@
-"""Runs every micro-kernel on this machine's GPU and stores what it gives: python -m conformance.on_gpu FOLDER.
+"""Runs every micro-kernel on this machine's GPU, compares what it gives with the simulator, and stores it:
+python -m conformance.on_gpu FOLDER.
 
 The stored files then hold the simulator without a GPU (tests/test_simulator_conformance_gpu.py). NVRTC is not asked:
-the driver assembles the PTX, the same text that the simulator executes. A kernel that never ends, or that breaks the
-CUDA context, costs its process alone: the next one goes on behind it. What is stored is not run again.
+the driver assembles the PTX, the same text that the simulator executes.
+
+A kernel may hang or spoil its process's context for every kernel after it. So kernels run in a process of their own,
+which is replaced by a new one after each that fails.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import multiprocessing
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,136 +21,109 @@ import numpy as np
 
 from cupy_flash.tensor_map import encode_for_gpu
 
-from . import hopper
-from .kernels import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, mma_body
+from .agreement import difference, simulate
+from .every import Array, Kernel, every_kernel
 
-LIMIT = 20  # seconds, of a kernel that takes microseconds
-MMA_SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
-
-
-def key(name: str) -> str:
-    """The name of a case in a file of arrays."""
-    return name.replace(".", "_")
+START_SECONDS = 120  # until a process has a context
+SECONDS = 10  # until a kernel hangs: none takes a tenth of this, the driver's assembler included
 
 
-def every_kernel() -> Iterator[tuple[str, int, str, list[np.ndarray[Any, Any]], np.ndarray[Any, Any], int]]:
-    """(name, architecture, PTX, inputs, output to fill, threads in all) of each micro-kernel."""
-    for case in (*CASES, *WARP_CASES):
-        values = case.values()
-        yield case.name, case.arch, case.ptx, values, np.zeros(len(values[0]), TYPES[case.output][2]), len(values[0])
-    for form, (_, type_, a_words, b_words) in MMA_FORMS.items():
-        from micro import source
-
-        operands = mma_operands(type_, a_words, b_words)
-        out = np.zeros((32, 4), np.float32)
-        text = source(mma_body(form), [*operands, out])
-        yield f"mma.{form}", 90 if type_.startswith("e") else 80, text, operands, out, 32
-
-
-def mma_operands(type_: str, a_words: int, b_words: int) -> list[np.ndarray[Any, Any]]:
-    """Random fragments of A, B and C, of ordinary size: the sum's rounding shows, no infinity."""
-    import ml_dtypes
-
-    dtypes = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32}
-    dtypes |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-    rng = np.random.default_rng(a_words)
-    per_word = 4 // MMA_SIZES[type_]
-    a, b = (
-        rng.standard_normal((32, words * per_word)).astype(dtypes[type_]).view(np.uint32)
-        for words in (a_words, b_words)
-    )
-    return [a, b, rng.standard_normal((32, 4)).astype(np.float32)]
-
-
-def run(ptx: str, inputs: list[np.ndarray[Any, Any]], out: np.ndarray[Any, Any], threads: int, counted: bool) -> Any:
-    """The output of the kernel `micro` on the GPU."""
+def run(kernel: Kernel) -> Any:
+    """The output of a kernel on the GPU."""
     import cupy
 
     module = cupy.cuda.Module()
-    module.load(ptx.encode() + b"\0")
-    arrays = [cupy.asarray(x) for x in inputs] + [cupy.asarray(out)]
-    arguments = [np.uint64(x.data.ptr) for x in arrays] + ([np.uint32(threads)] if counted else [])
-    block = THREADS if counted else 32
-    module.get_function("micro")((-(-threads // block), 1, 1), (block, 1, 1), tuple(arguments))
-    return cupy.asnumpy(arrays[-1])
-
-
-def run_hopper(case: hopper.HopperCase) -> Any:
-    """The output of one of Hopper's micro-kernels on the GPU."""
-    import cupy
-    from micro import source
-
-    module = cupy.cuda.Module()
-    text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
-    module.load(text.encode() + b"\0")
-    arrays = [cupy.asarray(x) for x in (*case.inputs, case.out)]
-    maps = [encode_for_gpu(tensor_map(arrays[i].data.ptr)) for i, tensor_map in case.maps]
+    module.load(kernel.text.encode() + b"\0")
+    function = module.get_function("micro")
+    driver = cupy.cuda.driver
+    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.dynamic)
+    arrays = [cupy.asarray(x) for x in (*kernel.inputs, kernel.out)]
+    maps = [encode_for_gpu(tensor_map(arrays[i].data.ptr)) for i, tensor_map in kernel.maps]
     # CuPy passes a NumPy array of one element by value.
     by_value = [np.frombuffer(encoded, f"V{len(encoded)}").reshape(()) for encoded in maps]
-    arguments = (*(np.uint64(x.data.ptr) for x in arrays), *by_value)
-    module.get_function("micro")((case.blocks, 1, 1), (case.threads, 1, 1), arguments)
+    rows = [] if kernel.rows is None else [np.uint32(kernel.rows)]
+    arguments = (*(np.uint64(x.data.ptr) for x in arrays), *rows, *by_value)
+    function((kernel.blocks, 1, 1), (kernel.threads, 1, 1), arguments, shared_mem=kernel.dynamic)
     return cupy.asnumpy(arrays[-1])
 
 
-def works(capability: int) -> dict[str, Callable[[], Any]]:
-    """What runs each micro-kernel that this GPU has the instructions for, by its name."""
-    found: dict[str, Callable[[], Any]] = {}
-    for name, arch, ptx, inputs, out, threads in every_kernel():
-        if arch <= capability:
-            found[name] = partial(run, ptx, inputs, out, threads, not name.startswith("mma."))
-    if capability == 90:
-        found |= {case.name: partial(run_hopper, case) for case in hopper.CASES}
-    return found
-
-
-def capability() -> int:
+def work(connection: Connection) -> None:
+    """A process: says the GPU's compute capability, then runs the kernels whose numbers it is told, until one fails."""
     import cupy
 
-    return int(cupy.cuda.Device().compute_capability)
-
-
-def run_rest(folder: Path) -> int:
-    """Runs what has neither a result in the folder nor a complaint; this process may end with any of them."""
-    import cupy
-
-    for name, work in works(capability()).items():
-        if (folder / f"{key(name)}.npy").exists() or (folder / f"{key(name)}.txt").exists():
-            continue
-        complaint = folder / f"{key(name)}.txt"
-        complaint.write_text(f"{name}: its process ended, or had to after {LIMIT} s")
-        alarm = threading.Timer(LIMIT, os._exit, [1])
-        alarm.start()
+    connection.send(int(cupy.cuda.Device().compute_capability))
+    kernels = list(every_kernel())
+    while True:
         try:
-            np.save(folder / f"{key(name)}.npy", work())
-            complaint.unlink()
-        except Exception as error:  # the others' results are worth having; the exit status tells
-            complaint.write_text(f"{name}: {error}")
-            cupy.cuda.runtime.deviceSynchronize()  # fails where nothing more can be run
-        finally:
-            alarm.cancel()
-    return 0
+            connection.send((run(kernels[connection.recv()]), ""))
+        except EOFError:
+            return
+        except Exception as error:  # whatever it is, it is told, and the context may be lost
+            connection.send((None, f"{type(error).__name__}: {error}"))
+            return
 
 
-REST = (sys.executable, "-m", "conformance.on_gpu", "--rest")
+class Worker:
+    """A process that runs kernels, and is ended with the kernel that does not end."""
+
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.capability = self._receive(START_SECONDS)
+
+    def _receive(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"no answer in {seconds} s")
+        return self._connection.recv()
+
+    def run(self, number: int, seconds: float) -> tuple[Array | None, str]:
+        """The output of a kernel, or why there is none."""
+        try:
+            self._connection.send(number)
+            return self._receive(seconds)
+        except TimeoutError as error:
+            return None, str(error)
+        except (EOFError, OSError):
+            self._process.join(SECONDS)
+            return None, f"its process ended, exit status {self._process.exitcode}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(START_SECONDS)
+        self._connection.close()
 
 
-def main(folder: Path, rest: tuple[str, ...] = REST) -> int:
-    results = folder / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    for complaint in results.glob("*.txt"):
-        complaint.unlink()
-    before = -1
-    while before < (before := len(list(results.iterdir()))):
-        if subprocess.run([*rest, str(results)]).returncode == 0:
-            break
-    arrays = {path.stem: np.load(path) for path in sorted(results.glob("*.npy"))}
-    complaints = [path.read_text() for path in sorted(results.glob("*.txt"))]
-    path = folder / f"sm_{capability()}.npz"
-    np.savez_compressed(path, **arrays)
-    print(f"{len(arrays)} micro-kernels ran: {path}", *complaints, sep="\n")
+def main(folder: Path, work: Callable[[Connection], None] = work, seconds: float = SECONDS) -> int:
+    """Runs every kernel, prints each that fails or differs, and stores the results of the others; what has been found
+    is stored before a process is replaced, which can take the rest of the time that there is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    worker = Worker(work)
+    path = folder / f"sm_{worker.capability}.npz"
+    results: dict[str, Array] = {}
+    complaints = 0
+    for number, kernel in enumerate(every_kernel()):
+        if not kernel.runs_on(worker.capability):
+            continue
+        out, error = worker.run(number, seconds)
+        if out is None:
+            found: str | None = error
+            np.savez_compressed(path, **results)
+            worker.end()
+            worker = Worker(work)
+        else:
+            results[kernel.key] = out
+            found = difference(out, simulate(kernel), kernel.relative)
+        if found is not None:
+            complaints += 1
+            print(f"{kernel.name}: {found}", flush=True)
+    worker.end()
+    np.savez_compressed(path, **results)
+    print(f"{len(results)} micro-kernels ran: {path}; {complaints} failed or differ from the simulator")
     return 1 if complaints else 0
 
 
 if __name__ == "__main__":
-    *mode, place = sys.argv[1:]
-    raise SystemExit(run_rest(Path(place)) if mode == ["--rest"] else main(Path(place)))
+    raise SystemExit(main(Path(sys.argv[1])))

@@ -207,6 +207,10 @@ def check(
             checks.shared_write(group, index, access.width, access.number)
         else:
             checks.shared_read(group, index, access.width, access.number)
+    elif space == "global" and access.writes:
+        if "release" in access.instruction.modifiers:
+            checks.released(group, access.instruction)
+        checks.global_write(group)
     if reads:
         checks.initialised(group, store, index, access.width, name, access.instruction, selection)
 

@@ -2,7 +2,9 @@
 
 Every warp counts its synchronisations; a barrier makes each participant know what all others had done. An access races
 with an earlier one by another warp if the accessor does not yet know that warp's clock at the time, and with one by
-another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write.
+another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write. A lane
+that arrives at an mbarrier, or releases a number in global memory, tells of its warp only what all lanes had done when
+they last came together: at a barrier, or at a wait for matrix products.
 
 Asynchronous instructions access memory from their issue to their wait, in the name of an agent of their own
 (clocks.py): whoever does not know of the wait races with them. They see ordinary writes only through a
@@ -65,6 +67,10 @@ class Checks:
         self.atomics: npt.NDArray[np.uint64] | None = None
         self.pending = np.zeros(units, np.int32)  # instruction number + 1 of an asynchronous copy in flight
         self.any_pending = False
+        # Since its lanes last came together, by warp: which of them have used shared memory; and its clock before that.
+        self._apart = np.zeros((context.warps, 32), bool)
+        self._together = np.zeros(context.warps, np.uint64)
+        self._written = np.zeros((context.warps, 32), bool)  # which have written to global memory since then
         # Since the last barrier of everybody: nothing to compare with before the first write.
         self.written = False
         self.read = False
@@ -77,13 +83,21 @@ class Checks:
 
     # ---- time
 
-    def warp_barrier(self, group: Group) -> None:
-        """The lanes of each warp are ordered."""
-        self.clocks.tick(group.rows)
+    def come_together(self, rows: Indices) -> None:
+        """What any lane of these warps has done so far comes before what any other does from now on."""
+        self._apart[rows] = self._written[rows] = False
+        self._together[rows] = self.clocks.own(rows)
+        self.clocks.tick(rows)
 
     def arrives(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
         """Warps publish at a barrier what they and, by hearsay, others have done so far."""
         self.clocks.publish(("barrier", barrier), rows, self.context.block_of_row[rows])
+        self.come_together(rows)
+
+    def ordered(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+        """Up to which of their own clocks lanes (n, 32) of warps can tell what the warp has done: where other lanes
+        have used shared memory since all came together, not further than that."""
+        return np.where((self._apart[rows] & ~lanes).any(1), self._together[rows], self.clocks.own(rows))
 
     def completes(self, barrier: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.bool_]) -> None:
         """The waiting warps `rows` learn what was published at the barrier in `blocks`."""
@@ -95,6 +109,20 @@ class Checks:
         if len(rows) == context.warps and not context.program.asynchronous:
             self.written = self.read = False
             self.log.clear()
+
+    def global_write(self, group: Group) -> None:
+        """To be released to other blocks by a lane that comes together with these."""
+        self._written[group.rows] |= group.lanes()
+
+    def released(self, group: Group, instruction: Instruction) -> None:
+        """A lane tells other blocks what its warp has written."""
+        others = self._written[group.rows] & ~group.lanes()
+        if others.any():
+            i, lane = (int(x) for x in np.argwhere(others)[0])
+            raise Race(
+                f"released without a __syncwarp after the write of lane {lane}\n  "
+                f"{self.context.thread_name(int(group.rows[i]), int(group.lanes()[i].argmax()))}: {instruction.where}"
+            )
 
     # ---- accesses
 
@@ -159,6 +187,7 @@ class Checks:
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
         """A plain read of shared memory."""
         instruction = self.code[number]
+        self._apart[group.rows] |= group.lanes()
         if self.any_pending or self.written or self.atomics is not None:
             units = self._units(index, width)
             self._not_pending(group, units, instruction)
@@ -185,6 +214,7 @@ class Checks:
     def shared_write(self, group: Group, index: Indices, width: int, number: int, *, record: bool = True) -> None:
         """A plain write. `record=False`: only looked at, as when a copy is issued that lands later."""
         instruction = self.code[number]
+        self._apart[group.rows] |= group.lanes()
         units = self._units(index, width)
         self._not_pending(group, units, instruction)
         if self.written:

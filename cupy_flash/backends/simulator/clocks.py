@@ -74,12 +74,15 @@ class Clocks:
         self.fenced[place] = self.known[place]
         self.tick(rows)
 
-    def publish(self, barrier: Agent, rows: Rows, blocks: Rows) -> None:
-        """Warps leave at a barrier of these blocks, one a row, what they know."""
+    def publish(self, barrier: Agent, rows: Rows, blocks: Rows, up_to: npt.NDArray[np.uint64] | None = None) -> None:
+        """Warps leave at a barrier of these blocks, one a row, what they know; of themselves no more than `up_to`."""
         if barrier not in self._published:
             shape = (len(self._state), self.context.blocks, self._state.shape[-1])
             self._published[barrier] = np.zeros(shape, np.uint64)
-        known = self._state[:, self.context.cluster_of_row[rows], self.context.warp_in_cluster[rows]]
+        warp = self.context.warp_in_cluster[rows]
+        known = self._state[:, self.context.cluster_of_row[rows], warp]
+        if up_to is not None:
+            known[:, np.arange(len(rows)), warp] = np.minimum(known[:, np.arange(len(rows)), warp], up_to)
         for left, mine in zip(self._published[barrier], known, strict=True):
             np.maximum.at(left, blocks, mine)
         self.tick(rows)

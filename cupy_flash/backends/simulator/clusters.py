@@ -38,6 +38,7 @@ class ClusterBarrier:
                 mine = rows[self.arrivals[rows] == turn]
                 blocks = context.cluster_of_row[mine] * context.cluster
                 context.checks.clocks.publish(("cluster", int(turn) % 2), mine, blocks)
+                context.checks.come_together(mine)
 
     def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which warps need not wait any more."""

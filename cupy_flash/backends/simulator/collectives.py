@@ -180,7 +180,7 @@ def _elect(instruction: Instruction, context: Context) -> Step:
 def _warp_barrier(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         if context.checks is not None:
-            context.checks.warp_barrier(group)
+            context.checks.come_together(group.rows)
 
     return step
 

@@ -72,6 +72,7 @@ class Mbarriers:
         self._initialised_at = np.zeros(shape, np.uint64)  # clock of that warp
         self._fenced = np.zeros(shape, bool)
         self._flying = np.zeros(shape, np.int64)  # copies that are to report
+        self._arrived: dict[int, npt.NDArray[np.bool_]] = {}  # by offset: (block, warp, lane) in the current phase
         self.gave_up = False  # waits return false: nothing else can run
         self.wanted: dict[int, Callable[[Group], Any]] = {}  # instruction number -> reader of what its lanes wait for
 
@@ -144,8 +145,13 @@ class Mbarriers:
         if release and context.checks is not None:
             for offset in np.unique(places.offsets):
                 mine = places.offsets == offset
+                arrived = self._arrived.setdefault(
+                    int(offset), np.zeros((context.blocks, context.checks.clocks.warps, 32), bool)
+                )
+                arrived[places.blocks[mine], context.warp_in_cluster[places.rows[mine]], places.lanes[mine]] = True
                 rows, blocks = np.unique(np.stack([places.rows[mine], places.blocks[mine]]), axis=1)
-                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks)
+                known = context.checks.ordered(rows, arrived[blocks, context.warp_in_cluster[rows]])
+                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, known)
         np.add.at(self.bytes, at, amounts)
         np.subtract.at(self.missing, at, counts)
         if (self.missing[at] < 0).any():
@@ -197,6 +203,8 @@ class Mbarriers:
             if self.context.checks is not None:
                 offset = int(places.offsets[np.flatnonzero(at[0] == k)[0]])
                 self.context.checks.clocks.hand_on(("arrivals", offset), ("phase", offset), blocks)
+                if offset in self._arrived:
+                    self._arrived[offset][blocks] = False
 
     def learn(self, places: Lanes, instruction: Instruction) -> None:
         """Lanes that have seen a phase complete know what its arrivals knew, and its copies."""

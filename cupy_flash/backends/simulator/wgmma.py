@@ -213,6 +213,7 @@ class Products:
             self.busy[product.form.accumulators[:, None], still] = product.form.key
         self.flying = [product for product in self.flying if product.open.any()]
         if context.checks is not None:
+            context.checks.come_together(rows)
             clocks, done = context.checks.clocks, np.maximum(limit[context.warpgroup_of_row[rows]], 0)
             warp, rank = context.warp_of_row[rows] // 4, context.rank_of_row[rows]
             for q, r in {(int(q), int(r)) for q, r in zip(warp, rank, strict=True)}:

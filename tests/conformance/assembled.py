@@ -1,0 +1,43 @@
+"""Micro-kernels through NVRTC, which takes CUDA and not PTX: each becomes a kernel of one asm statement, so that what
+no assembler takes is known without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+from .every import Kernel
+
+
+def in_cuda(kernel: Kernel, name: str) -> str:
+    """A kernel of this name with the text's parameters, directives and body."""
+    found = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
+    assert found is not None
+    parameters, directives, body = found.groups()
+    operands, declared = [], []
+    body = body.replace("%", "%%")  # in an asm statement % is an operand
+    for i, parameter in enumerate(parameters.split(",")):
+        kind, its = parameter.removesuffix("[128]").split()[-2:]
+        if kind == ".b8":
+            declared.append(f"const __grid_constant__ Map {its}")
+            operands.append(f'"l"(&{its})')
+            body = re.sub(rf"{its}; cvta.param.u64 [^;]*;", f"%{i};", body)
+        else:
+            declared.append(f"unsigned long long {its}")
+            operands.append(f'"l"({its})')
+            body = re.sub(rf"ld\.param\.u64 (%%\w+), \[{its}\];", rf"mov.b64 \1, %{i};", body)
+    text = "\\n".join(line.strip() for line in body.splitlines() if line.strip())
+    threads = re.search(r"\.maxntid (\d+)", directives)
+    attributes = f"__launch_bounds__({threads[1]}, 1) " if threads else ""
+    attributes += "__cluster_dims__(2, 1, 1) " if "reqnctapercluster" in directives else ""
+    asks_for_dynamic = "dynamic[0] = 0; " if kernel.dynamic else ""
+    statement = f'asm volatile("{{ {text} }}" :: {", ".join(operands)} : "memory");'
+    return f'extern "C" __global__ void {attributes}{name}({", ".join(declared)}) {{ {asks_for_dynamic}{statement} }}'
+
+
+def source(kernels: list[Kernel]) -> str:
+    """One text of all."""
+    head = (
+        "struct alignas(64) Map { unsigned long long opaque[16]; };\n"
+        "extern __shared__ __align__(1024) unsigned char dynamic[];\n"
+    )
+    return head + "\n".join(in_cuda(kernel, f"micro_{i}") for i, kernel in enumerate(kernels))

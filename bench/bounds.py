@@ -93,7 +93,7 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
         command += [word for section in SECTIONS for word in ("--section", section)]
         command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *words]
         process = subprocess.Popen(
-            command, preexec_fn=os.setpgrp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
             said, _ = process.communicate(timeout=SECONDS_OF_ONE)

@@ -42,7 +42,7 @@ def expected_params(problem, operands, results):
     """As the struct's comments say, one field at a time."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
-    arrays = {name: getattr(operands, name) for name in operands.__slots__} | results
+    arrays = {name: getattr(operands, name) for name in operands._fields} | results
     for name, array in arrays.items():
         if not isinstance(array, Array):
             continue
@@ -101,10 +101,10 @@ def test_a_call_packs_what_its_fields_say(case):
 
 def test_a_seed_is_a_number_or_an_array():
     plan, operands = posed(Case(dropout=0.5))
-    operands.seed = 2**64 - 1
+    operands = operands._replace(seed=2**64 - 1)
     packed = pack(plan.problem, operands, {}, address)
     assert (packed["seed"], packed["seed_array"]) == (2**64 - 1, 0)
-    operands.seed = as_array(np.array([7]), "seed")
+    operands = operands._replace(seed=as_array(np.array([7]), "seed"))
     packed = pack(plan.problem, operands, {}, address)
     assert (packed["seed"], packed["seed_array"]) == (0, operands.seed.pointer)
 

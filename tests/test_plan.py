@@ -1,6 +1,6 @@
 """Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 
 import numpy as np
@@ -257,7 +257,7 @@ def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monke
 
     def launches(problem, device, tile):
         return tuple(
-            replace(launch, kernel=launch.kernel.replace("simt", "mma"))
+            launch._replace(kernel=launch.kernel.replace("simt", "mma"))
             for launch in simt.launches(problem, device, tile)
         )
 

@@ -105,7 +105,7 @@ def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
         stated, operands = pose("case", (q, k, v), Options(**options), packed, saved)
     except (TypeError, ValueError) as error:
         return type(error).__name__, str(error)
-    given = {name: getattr(operands, name) for name in operands.__slots__}
+    given = {name: getattr(operands, name) for name in operands._fields}
     return repr(stated), {
         name: (x.pointer, x.strides, x.shape, x.dtype.name) if isinstance(x, Array) else x for name, x in given.items()
     }

@@ -1,5 +1,6 @@
 """Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
 
+import gc
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ from cupy_flash.source import kernel_folder
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
+
+# A kernel that is parsed and built makes some 100,000 objects, most of which stay: to look for cycles among all of them
+# as often as Python does by default took a tenth of the processor's time.
+gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

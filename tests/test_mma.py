@@ -585,4 +585,7 @@ def test_planted_bugs_are_found(bug, changed_kernels, take):
     take(bug.tile, bug.dq)
     changed_kernels(bug.file, bug.old, bug.new)
     with pytest.raises(bug.error):
+        # No backward is compiled after a forward that is wrong.
+        out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, arch=bug.arch, engine="mma")))
+        check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
         check(bug.case, run_mma(bug.case, bug.arch))

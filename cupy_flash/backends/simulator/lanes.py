@@ -59,6 +59,10 @@ class Group:
         """This group's rows of a register view; a constant is itself."""
         return view if self.index is None or isinstance(view, np.generic) else view[self.index]
 
+    def spread(self, values: Any) -> Array:
+        """What `read` gave, one value for each lane."""
+        return np.broadcast_to(values, (len(self.rows), 32)) if isinstance(values, np.generic) else values
+
     def write(self, view: Array, values: Any) -> None:
         """Give this group's lanes of a register their values."""
         if self.mask is None:
@@ -118,6 +122,8 @@ class Context:
         self.warpgroup_of_row = self.warp_of_row // 4 * self.blocks + self.block_of_row
         self.warp_in_cluster = self.rank_of_row * self.warps_per_block + self.warp_of_row
         self.arrays: dict[tuple[str, int], Array] = {}
+        self._to_read: dict[tuple[tuple[str, int], str], Array] = {}  # views of a slot by the type of an operand
+        self._to_write: dict[tuple[tuple[str, int], str], Array] = {}
         # The registers of asynchronous matrix instructions, (registers, warps, 32).
         count = sum(kind == "matrix" for kind, _ in program.slots.values())
         self.matrix_registers = np.full((count, self.warps, 32), 0xFFFFFFFF, np.uint32)
@@ -220,30 +226,35 @@ class Context:
 
     def source(self, operand: Operand, type_: str, instruction: Instruction) -> Any:
         """An operand to read: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
-        dtype = DTYPES[type_]
         match operand:
-            case Register(_, declared):
-                array = self.array(operand)
-                if (type_ == "pred") != (declared == "pred"):
-                    raise Unsupported(f"operand of type .{declared} where .{type_} is due: {instruction.where}")
-                if array.itemsize == np.dtype(dtype).itemsize:
-                    return array.view(dtype)
-                if array.itemsize < np.dtype(dtype).itemsize:
-                    raise Unsupported(f"register %{operand.name} is too narrow: {instruction.where}")
-                return array.view(dtype)[:, :: array.itemsize // np.dtype(dtype).itemsize]
+            case Register(name, _):
+                key = self.program.slots[name], type_
+                if key not in self._to_read:
+                    self._to_read[key] = self._view_to_read(operand, type_, instruction)
+                return self._to_read[key]
             case Immediate():
                 if type_ == "pred":
                     return np.bool_(operand.bits != 0)
-                return _scalar(constant_bits(operand, type_), dtype)
+                return _scalar(constant_bits(operand, type_), DTYPES[type_])
             case Symbol():
-                return _scalar(self.address_of(operand, instruction), dtype)
+                return _scalar(self.address_of(operand, instruction), DTYPES[type_])
             case Special(name):
                 if name not in self.specials:
                     raise Unsupported(f"special register %{name}: {instruction.where}")
-                found = self.specials[name]
+                found, dtype = self.specials[name], DTYPES[type_]
                 same = np.dtype(dtype).itemsize == 4
                 return found.view(dtype) if same else found.astype(dtype)
         raise Unsupported(f"operand {operand}: {instruction.where}")
+
+    def _view_to_read(self, register: Register, type_: str, instruction: Instruction) -> Array:
+        array, dtype = self.array(register), np.dtype(DTYPES[type_])
+        if (type_ == "pred") != (register.type == "pred"):
+            raise Unsupported(f"operand of type .{register.type} where .{type_} is due: {instruction.where}")
+        if array.itemsize == dtype.itemsize:
+            return array.view(dtype)
+        if array.itemsize < dtype.itemsize:
+            raise Unsupported(f"register %{register.name} is too narrow: {instruction.where}")
+        return array.view(dtype)[:, :: array.itemsize // dtype.itemsize]
 
     def destination(self, operand: Operand, type_: str, instruction: Instruction) -> Array:
         """The view to write results of `type_` to: in a wider register they are extended, signed or not."""
@@ -251,12 +262,17 @@ class Context:
             return np.empty((self.warps, 32), DTYPES[type_])
         if not isinstance(operand, Register):
             raise Unsupported(f"result to {operand}: {instruction.where}")
-        array = self.array(operand)
-        dtype = np.dtype(DTYPES[type_])
+        key = self.program.slots[operand.name], type_
+        if key not in self._to_write:
+            self._to_write[key] = self._view_to_write(operand, type_, instruction)
+        return self._to_write[key]
+
+    def _view_to_write(self, register: Register, type_: str, instruction: Instruction) -> Array:
+        array, dtype = self.array(register), np.dtype(DTYPES[type_])
         if array.itemsize == dtype.itemsize or array.dtype == np.bool_:
             return array.view(dtype)
         if array.itemsize < dtype.itemsize:
-            raise Unsupported(f"register {operand.name} is too narrow: {instruction.where}")
+            raise Unsupported(f"register {register.name} is too narrow: {instruction.where}")
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.itemsize}")
 
     def predicate(self, operand: Operand, instruction: Instruction) -> Callable[[Group], Any]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from .calls import flatten, inline
 from .errors import PtxError
@@ -44,35 +42,30 @@ def parse(text: str) -> Module:
     return _Parser(text).module()
 
 
+# Comments, and sections, which hold names for debuggers, byte by byte. Strings are looked at only to be left alone.
+_UNREAD = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/|\.section\b[^{]*\{[^}]*\}', re.DOTALL)
+_MARKS = "][{}(),;:|!@<>+=*~-"
 _TOKEN = re.compile(
-    r"""[ \t\r]*(?:(?P<newline>\n)|(?P<skip>//[^\n]*|/\*.*?\*/|\Z)
-    |(?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
-    |(?P<name>[.%$A-Za-z_][\w.$%]*(?:::[\w.]+)*)|(?P<string>"[^"]*")|(?P<mark>[][{}(),;:|!@<>+=*~-]))""",
-    re.VERBOSE | re.DOTALL,
+    r"""0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?
+    |\.loc\b.*  # a quarter of all lines
+    |[.%$A-Za-z_][\w.$%]*(?:::[\w.]+)*|"[^"]*"|\S""",
+    re.VERBOSE,
 )
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    line: int
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    position, line = 0, 1
-    for match in _TOKEN.finditer(text):
-        if match.start() != position:
-            break
-        position = match.end()
-        kind = str(match.lastgroup)
-        if kind == "newline":
-            line += 1
-        elif kind == "skip":
-            line += match[kind].count("\n")
-        else:
-            yield _Token(kind, match[kind], line)
-    if position != len(text):
-        raise PtxError(f"PTX line {line}: cannot read {text[position : position + 20]!r}")
+def _tokens(text: str) -> tuple[list[str], list[int]]:
+    """The tokens, and the line of each."""
+    read = _UNREAD.sub(lambda found: found[0] if found[0][0] == '"' else " " + "\n" * found[0].count("\n"), text)
+    tokens: list[str] = []
+    lines: list[int] = []
+    for line, rest in enumerate(read.split("\n"), 1):
+        found = _TOKEN.findall(rest)
+        tokens += found
+        lines += [line] * len(found)
+    for token in set(tokens):
+        if len(token) == 1 and not token.isalnum() and token not in _MARKS + ".%$_":
+            raise PtxError(f"PTX line {lines[tokens.index(token)]}: cannot read {token!r}")
+    return tokens, lines
 
 
 class _Scope:
@@ -106,9 +99,10 @@ class _Scope:
 class _Parser:
     def __init__(self, text: str):
         self.lines = text.split("\n")
-        self.tokens = list(_tokens(text))
-        self.tokens.append(_Token("end", "", len(self.lines)))
-        self.position = 0
+        self.tokens, self.line_of = _tokens(text)
+        self.tokens.append("")  # the end
+        self.line_of.append(len(self.lines))
+        self.position, self.token = 0, self.tokens[0]
         self.target = ""
         self.files: dict[int, str] = {}
         self.variables: dict[str, Variable] = {}
@@ -117,39 +111,31 @@ class _Parser:
 
     # ---- tokens
 
-    @property
-    def token(self) -> _Token:
-        return self.tokens[self.position]
-
     def take(self, text: str | None = None) -> str:
         token = self.token
-        if text is not None and token.text != text:
-            raise self.error(f"expected {text!r}, found {token.text!r}")
+        if text is not None and token != text:
+            raise self.error(f"expected {text!r}, found {token!r}")
+        if not token:
+            raise self.error("the text ends too early")
         self.position += 1
-        return token.text
+        self.token = self.tokens[self.position]
+        return token
 
     def accept(self, text: str) -> bool:
-        if self.token.text == text:
-            self.position += 1
-            return True
-        return False
+        if self.token != text:
+            return False
+        self.take()
+        return True
 
     def error(self, message: str) -> PtxError:
-        line = self.token.line
+        line = self.line_of[self.position]
         return PtxError(f"PTX line {line}: {self.lines[line - 1].strip()}: {message}")
 
     def skip_line(self) -> list[str]:
-        line, rest = self.token.line, []
-        while self.token.line == line and self.token.kind != "end":
+        line, rest = self.line_of[self.position], []
+        while self.token and self.line_of[self.position] == line:
             rest.append(self.take())
         return rest
-
-    def skip_braces(self) -> None:
-        self.take("{")
-        depth = 1
-        while depth:
-            text = self.take()
-            depth += (text == "{") - (text == "}")
 
     def integer(self) -> int:
         sign = -1 if self.accept("-") else 1
@@ -159,11 +145,11 @@ class _Parser:
 
     def module(self) -> Module:
         self.files = {
-            int(self.tokens[i + 1].text): self.tokens[i + 2].text.strip('"').rsplit("/", 1)[-1]
+            int(self.tokens[i + 1]): self.tokens[i + 2].strip('"').rsplit("/", 1)[-1]
             for i, token in enumerate(self.tokens)
-            if token.text == ".file"
+            if token == ".file"
         }
-        while self.token.kind != "end":
+        while self.token:
             self.module_item()
         kernels = {}
         for function in self.functions.values():
@@ -172,15 +158,11 @@ class _Parser:
         return Module(self.target, self.variables, kernels)
 
     def module_item(self) -> None:
-        text = self.token.text
+        text = self.token
         if text in (".version", ".address_size", ".file"):
             self.skip_line()
         elif text == ".target":
             self.target = self.skip_line()[1]
-        elif text == ".section":
-            self.take()
-            self.take()
-            self.skip_braces()
         elif text in (".visible", ".extern", ".weak", ".common"):
             self.take()
         elif text in (".entry", ".func"):
@@ -197,7 +179,7 @@ class _Parser:
     def variable_declaration(self) -> list[Variable]:
         """.space [.align n] [.v2|.v4] .type name[n][m] [= initialiser] {, name ...} ;"""
         space, align, count = self.take()[1:], 0, 1
-        while self.token.text in (".align", ".v2", ".v4", ".ptr", ".global", ".shared", ".const", ".local"):
+        while self.token in (".align", ".v2", ".v4", ".ptr", ".global", ".shared", ".const", ".local"):
             attribute = self.take()
             if attribute == ".align":
                 align = self.integer()
@@ -209,19 +191,19 @@ class _Parser:
         found = []
         while True:
             # .ptr and its attributes stand between type and name of a kernel parameter.
-            while self.token.text in (".ptr", ".global", ".shared", ".const", ".local", ".align"):
+            while self.token in (".ptr", ".global", ".shared", ".const", ".local", ".align"):
                 if self.take() == ".align":
                     self.integer()
             name, elements = self.take(), count
             while self.accept("["):
-                elements *= 0 if self.token.text == "]" else self.integer()
+                elements *= 0 if self.token == "]" else self.integer()
                 self.take("]")
             size = elements * TYPE_BYTES[type_]
             data = None
             if self.accept("="):
                 data = self.initialiser(type_).ljust(size, b"\0")
             found.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, data))
-            if self.token.text != "," or self.tokens[self.position + 1].text == ".param":
+            if self.token != "," or self.tokens[self.position + 1] == ".param":
                 break
             self.take(",")
         self.accept(";")
@@ -253,13 +235,13 @@ class _Parser:
 
     def function(self) -> None:
         is_entry = self.take() == ".entry"
-        results = self.parameter_list() if self.token.text == "(" else []
+        results = self.parameter_list() if self.token == "(" else []
         name = self.take()
-        parameters = self.parameter_list() if self.token.text == "(" else []
+        parameters = self.parameter_list() if self.token == "(" else []
         function = Function(name, is_entry, parameters, results)
-        while self.token.text.startswith("."):
+        while self.token.startswith("."):
             directive, numbers = self.take(), []
-            while self.token.text not in ("{", ";", "") and not self.token.text.startswith("."):
+            while self.token not in ("{", ";", "") and not self.token.startswith("."):
                 text = self.take()
                 numbers += [int(text)] if text.isdigit() else []
             if directive == ".pragma":
@@ -296,7 +278,7 @@ class _Parser:
 
     def block(self, function: Function, scope: _Scope, references: list[tuple[int, _Scope]]) -> None:
         while not self.accept("}"):
-            text = self.token.text
+            text = self.token
             if text == "{":
                 self.take()
                 self.scopes += 1
@@ -310,26 +292,28 @@ class _Parser:
                         unique = f"{function.name}:{unique}"
                     function.variables[unique] = replace(variable, name=unique)
                     scope.names[variable.name] = Symbol(unique)
-            elif text == ".loc":
-                _, file, line, *_ = self.skip_line()
+            elif text.startswith(".loc"):
+                _, file, line, *_ = self.take().split()
                 self.source = (self.files.get(int(file), "?"), int(line)) if int(line) else None
             elif text == ".pragma":
                 while self.take() != ";":
                     pass
-            elif self.tokens[self.position + 1].text == ":":
-                self.label(function, scope)
-            elif self.token.kind == "end":
+            elif not text:
                 raise self.error("the text ends inside a function")
+            elif self.tokens[self.position + 1] == ":":
+                self.label(function, scope)
             else:
-                references.append((len(function.body), scope))
-                function.body.append(self.instruction(scope))
+                instruction = self.instruction(scope)
+                if any(isinstance(operand, Symbol) for operand in instruction.operands):
+                    references.append((len(function.body), scope))
+                function.body.append(instruction)
 
     def label(self, function: Function, scope: _Scope) -> None:
         name = self.take()
         self.take(":")
         unique = scope.unique(name)
         scope.labels[name] = unique
-        if self.token.text == ".branchtargets":
+        if self.token == ".branchtargets":
             self.take()
             targets = []
             while not self.accept(";"):
@@ -357,7 +341,7 @@ class _Parser:
         self.take(";")
 
     def instruction(self, scope: _Scope) -> Instruction:
-        line = self.token.line
+        line = self.line_of[self.position]
         guard: Register | Not | None = None
         if self.accept("@"):
             negated = self.accept("!")
@@ -376,9 +360,9 @@ class _Parser:
                 operands.append(Vector(tuple(items)))
             else:
                 operands.append(self.operand(scope))
-            if not self.accept(",") and self.token.text != ";":
-                raise self.error(f"expected ',' or ';', found {self.token.text!r}")
-        text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip()
+            if not self.accept(",") and self.token != ";":
+                raise self.error(f"expected ',' or ';', found {self.token!r}")
+        text = " ".join(self.lines[line - 1].split("//")[0].split())
         return Instruction(opcode, tuple(modifiers), tuple(operands), guard, line, text, self.source)
 
     def operand(self, scope: _Scope | None) -> Operand:
@@ -388,18 +372,19 @@ class _Parser:
         return first
 
     def operand_item(self, scope: _Scope | None) -> Operand:
-        if self.accept("{"):
+        token = self.take()
+        if token == "{":
             items = []
             while not self.accept("}"):
                 items.append(self.operand(scope))
                 self.accept(",")
             return Vector(tuple(items))
-        if self.accept("["):
+        if token == "[":
             base = self.operand_item(scope)
             offset = 0
             if isinstance(base, Symbol):
                 base, offset = replace(base, offset=0), base.offset
-            if isinstance(base, Register) and self.token.text in "+-":
+            if isinstance(base, Register) and self.token in ("+", "-"):
                 sign = 1 if self.take() == "+" else -1
                 offset = sign * self.integer()
             coordinates = self.operand_item(scope) if self.accept(",") else None
@@ -408,29 +393,29 @@ class _Parser:
                 raise self.error("unknown form of address")
             address = Address(base, offset)
             return TensorAddress(address, coordinates) if isinstance(coordinates, Vector) else address
-        if self.accept("!"):
+        if token == "!":
             register = self.operand_item(scope)
             if not isinstance(register, Register):
                 raise self.error("'!' must stand before a predicate")
             return Not(register)
-        negative = self.accept("-")
-        token = self.token
-        self.take()
-        if token.kind == "number":
-            return _number(token.text, negative)
-        if token.kind != "name":
-            raise self.error(f"unknown operand {token.text!r}")
-        if token.text == "_":
+        negative = token == "-"
+        if negative:
+            token = self.take()
+        if token[0].isdigit():
+            return _number(token, negative)
+        if token[0] in _MARKS or token[0] == '"':
+            raise self.error(f"unknown operand {token!r}")
+        if token == "_":
             return None
-        known = scope.find(token.text) if scope else None
+        known = scope.find(token) if scope else None
         if isinstance(known, Register):
             return known
-        if token.text.startswith("%"):
-            return Special(token.text[1:])
-        if token.text == "WARP_SZ":
+        if token[0] == "%":
+            return Special(token[1:])
+        if token == "WARP_SZ":
             return Immediate(32, "int")
-        symbol = known if isinstance(known, Symbol) else Symbol(token.text)
-        if self.token.text in ("+", "-"):
+        symbol = known if isinstance(known, Symbol) else Symbol(token)
+        if self.token in ("+", "-"):
             sign = 1 if self.take() == "+" else -1
             symbol = replace(symbol, offset=sign * self.integer())
         return symbol

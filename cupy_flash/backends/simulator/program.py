@@ -26,8 +26,9 @@ from .ptx import (
 COLLECTIVES = {"shfl", "vote", "match", "redux", "mma", "ldmatrix", "stmatrix", "movmatrix", "elect"}
 # All lanes of the four warps of a warpgroup, or those of one warp where the instruction leaves it open.
 WARPGROUP = {"wgmma", "setmaxnreg"}
+_TOGETHER = COLLECTIVES | WARPGROUP
 JUMPS = {"bra", "brx", "exit", "ret", "trap"}
-_WITHOUT_RESULT = {
+_WITHOUT_RESULT = JUMPS | {
     "st",
     "red",
     "stmatrix",
@@ -46,9 +47,7 @@ _WITHOUT_RESULT = {
 
 def is_collective(instruction: Instruction) -> bool:
     """Whether the named lanes of a warp execute this instruction together."""
-    return (
-        instruction.opcode in COLLECTIVES | WARPGROUP or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
-    )
+    return instruction.opcode in _TOGETHER or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
 
 
 def is_warp_barrier(instruction: Instruction) -> bool:
@@ -118,6 +117,16 @@ class Program:
             for register in registers_of(operand)
         ]
         self.slots |= {name: ("matrix", i) for i, name in enumerate(dict.fromkeys(matrix))}
+        in_flight = set(matrix)
+        # By their id: instructions that use such a register.
+        self.watched = {
+            id(instruction)
+            for instruction in code
+            if in_flight
+            for operand in (*instruction.operands, instruction.guard)
+            for register in registers_of(operand)
+            if register.name in in_flight
+        }
         self.asynchronous = any(
             instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
         )
@@ -167,7 +176,7 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
     shared: set[str] = set()
     types: dict[str, str] = {}
     for i, instruction in enumerate(code):
-        results = instruction.operands[:1] if instruction.opcode not in _WITHOUT_RESULT | JUMPS else ()
+        results = instruction.operands[:1] if instruction.opcode not in _WITHOUT_RESULT else ()
         written = {register.name for operand in results for register in registers_of(operand)}
         if results and isinstance(results[0], Address) or instruction.guard is not None:
             written = set()

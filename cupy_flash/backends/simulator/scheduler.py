@@ -146,7 +146,9 @@ class Scheduler:
         key = _key(instruction)
         if key not in COMPILERS:
             raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
-        step = self.context.products.watched(COMPILERS[key](instruction, self.context), instruction)
+        step = COMPILERS[key](instruction, self.context)
+        if id(instruction) in self.program.watched:
+            step = self.context.products.watched(step, instruction)
         if instruction.guard is None:
             return step
         return _guarded(step, self.context.predicate(instruction.guard, instruction))
@@ -182,7 +184,7 @@ class Scheduler:
         condition = self.context.predicate(instruction.guard, instruction)
 
         def branch(group: Group) -> Group | None:
-            flags = np.broadcast_to(condition(group), (len(group.rows), 32))
+            flags = group.spread(condition(group))
             mask = flags if group.mask is None else flags & group.mask
             if not mask.any():
                 group.block = following
@@ -531,7 +533,7 @@ def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
     """The step for those lanes only whose predicate holds."""
 
     def guarded(group: Group) -> None:
-        flags = np.broadcast_to(condition(group), (len(group.rows), 32))
+        flags = group.spread(condition(group))
         mask = flags if group.mask is None else flags & group.mask
         if not mask.any():
             return

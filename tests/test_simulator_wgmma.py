@@ -301,7 +301,7 @@ def test_matrix_that_does_not_begin_with_its_pattern():
 
 def test_descriptors_differ_in_a_warpgroup():
     with pytest.raises(errors.BarrierMisuse, match="descriptor of A differs"):
-        changed("shr.u32 %r60, %r60, 4;", "shr.u32 %r60, %r60, 4; add.u32 %r60, %r60, %t;")
+        changed("bfe.u32 %r60, %r60, 4, 14;", "bfe.u32 %r60, %r60, 4, 14; add.u32 %r60, %r60, %t;")
 
 
 def test_part_of_a_warpgroup():

@@ -63,8 +63,7 @@ def pack(
 ) -> np.ndarray[Any, Any]:
     """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
     members: dict[str, tuple[float, ...]] = {}
-    for name in Operands._fields:
-        array = getattr(operands, name)
+    for name, array in zip(Operands._fields, operands, strict=True):
         if isinstance(array, Array):
             members[name] = _member(name, array, problem.layout, address)
     for name, array in results.items():

@@ -265,8 +265,8 @@ def pose(
     if dropout and seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    given = {name: call.get(name) for name in Operands._fields if name not in ("q", "k", "v", "seed")}
-    return problem, Operands(q=call["q"], k=call["k"], v=call["v"], seed=seed if dropout else None, **given)
+    given = {**call, "seed": seed if dropout else None}
+    return problem, Operands._make(map(given.get, Operands._fields))
 
 
 # The problems of legal calls by their facts: who calls again with the same need not be checked again.
@@ -754,6 +754,7 @@ def _check_descale_values(check: _Check, call: dict[str, Array]) -> None:
             check.require(legal, f"{name} must be finite and not negative")
 
 
+@lru_cache(maxsize=16)  # NumPy takes microseconds to name a dtype
 def _out_dtype(dtype: np.dtype) -> np.dtype:
     """Of the result of attention on q, k and v of a dtype."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype

@@ -135,8 +135,8 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
-    every = {name: getattr(operands, name) for name in Operands._fields}
-    return {name: array for name, array in every.items() if isinstance(array, Array)}
+    every = zip(Operands._fields, operands, strict=True)
+    return {name: array for name, array in every if isinstance(array, Array)}
 
 
 def _has_contiguous_row(array: Array) -> bool:

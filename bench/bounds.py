@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .gpu import Regime, fastest
+from .gpu import Regime, fastest, inputs
 from .report import NOTHING, Table
 
 SECTIONS = (
@@ -79,7 +79,7 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
     """What bounds each kernel of one call, counted in a process of its own."""
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not installed")
-    words = [repr(Regime(**{name: case[name] for name in Regime._fields})._asdict()), tile]
+    words = [repr(Regime.of(case)._asdict()), tile]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         # The clocks are as in every other measurement; those that ncu would set are lower.
@@ -179,7 +179,7 @@ def main(words: Sequence[str]) -> None:
     from .sweep import posed
 
     regime, name = Regime(**ast.literal_eval(words[0])), words[1]
-    for engine, problem, operands in posed(regime):
+    for engine, problem, operands in posed(regime, inputs(regime)):
         if name.partition(" ")[0] == engine:
             plans = candidates(backends.plan_for(problem), engine)
             its = next(its for tile, its in plans if f"{engine} {tile}" == name)

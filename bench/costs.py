@@ -112,7 +112,7 @@ Observed = tuple[Any, int, Any, Any, float]  # problem, pairs, device, tile, mea
 
 def _observed(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list[Observed]:
     """What a cost predicts in a case, with the time that it took."""
-    regime = Regime(**{name: case[name] for name in Regime._fields})
+    regime = Regime.of(case)
     engine = cost.partition(" ")[0]
     fp8 = regime.dtype.startswith("float8")
     if engine == "wgmma" and cost != ("wgmma fp8" if fp8 else "wgmma backward" if regime.backward else "wgmma forward"):

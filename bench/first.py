@@ -6,6 +6,7 @@ it but loading and launching.
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import time
@@ -43,29 +44,26 @@ def measure(on_gpu: bool) -> dict[str, dict[str, Any]]:
 
 def _states(words: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
     """Each in a process of its own, all with the same folder, which the first fills."""
-    variable = "CUPY_FLASH_CACHE_DIR"
-    kept = os.environ.get(variable)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[variable] = folder
-        try:
-            seconds = []
-            for _ in range(1 + WARM_PROCESSES):
-                with Worker(called_on_gpu if on_gpu else prepared) as worker:
-                    seconds.append(worker(words, until=time.monotonic() + SECONDS))
-            kernels = sum(entry.is_dir() for entry in os.scandir(folder))
-        finally:
-            if kept is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = kept
+        seconds = []
+        for _ in range(1 + WARM_PROCESSES):
+            with Worker(first_call) as worker:
+                seconds.append(worker(on_gpu, folder, words, until=time.monotonic() + SECONDS))
+        kernels = sum(entry.is_dir() for entry in os.scandir(folder))
     return {"cold": seconds[0], "warm": median(seconds[1:]), "kernels": kernels}
 
 
-def prepared(words: dict[str, Any], announce: Announce) -> float:
+def first_call(on_gpu: bool, folder: str, words: dict[str, Any], announce: Announce) -> float:
+    """Seconds of that of this process, whose kernels are kept in a folder."""
+    os.environ["CUPY_FLASH_CACHE_DIR"] = folder
+    announce("the first call", SECONDS)
+    return called_on_gpu(words) if on_gpu else prepared(words)
+
+
+def prepared(words: dict[str, Any]) -> float:
     """Seconds until the kernels of a call are there, for an architecture by name."""
     from cupy_flash import ahead, device, plan
 
-    announce("the first call", SECONDS)
     asked = dict(words)
     backward = asked.pop("backward", False)
     begin = time.perf_counter()
@@ -75,12 +73,11 @@ def prepared(words: dict[str, Any], announce: Announce) -> float:
     return time.perf_counter() - begin
 
 
-def called_on_gpu(words: dict[str, Any], announce: Announce) -> float:
+def called_on_gpu(words: dict[str, Any]) -> float:
     """Seconds of the call, until the GPU has done it."""
-    import cupy  # noqa: F401 (what its import takes is not ours)
     import torch
 
-    announce("the first call", SECONDS)
+    importlib.import_module("cupy")  # what its import takes is not ours
     dtype = getattr(torch, words["dtype"])
     q, k, v = (torch.randn(1, 1024, 8, words["head_dim"], device="cuda").to(dtype) for _ in range(3))
     options = dict(engine=words["engine"], return_lse=True)

@@ -43,6 +43,18 @@ class Regime(NamedTuple):
     tokens: int = 16384
     deterministic: bool = False
 
+    @classmethod
+    def of(cls, case: Mapping[str, Any]) -> Regime:
+        """That of a record."""
+        return cls(**{name: case[name] for name in cls._fields})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What every record says of its regime."""
+        return {
+            "regime": self.name, **self._asdict(), "batch": self.batch, "heads": self.heads, "flops": self.flops,
+        }  # fmt: skip
+
     @property
     def name(self) -> str:
         dim = f"D {self.head_dim}" + (f", Dv {self.head_dim_v}" if self.head_dim_v else "")
@@ -76,7 +88,10 @@ OVERTIME = 40.0  # that a regime may take beyond the seconds of its run
 KIND_LOSSES = 2  # regimes in which a kind of tile has ended a process: from then on it is not tried
 
 
-def inputs(regime: Regime) -> tuple[Any, Any, Any, Any]:
+Inputs = tuple[Any, Any, Any, Any]
+
+
+def inputs(regime: Regime) -> Inputs:
     """Random normal q, k, v and dout on the GPU, (B, H, S, D)."""
     import torch
 
@@ -90,7 +105,7 @@ def inputs(regime: Regime) -> tuple[Any, Any, Any, Any]:
     return tensor(regime.head_dim), tensor(regime.head_dim), tensor(dim_v), tensor(dim_v).detach()
 
 
-def peers(regime: Regime) -> dict[str, Call]:
+def peers(regime: Regime, given: Inputs) -> dict[str, Call]:
     """What to time of every implementation beside ours. Each may yet refuse; of fp8, and of gradients in one order,
     there is none."""
     if regime.dtype == FP8 or regime.deterministic:
@@ -98,7 +113,7 @@ def peers(regime: Regime) -> dict[str, Call]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    q, k, v, dout = inputs(regime)
+    q, k, v, dout = given
 
     def sdpa(backend: Any) -> Any:
         with sdpa_kernel(backend):
@@ -119,11 +134,11 @@ def peers(regime: Regime) -> dict[str, Call]:
     return {name: _timed(forward, (q, k, v), dout, regime.backward) for name, forward in forwards.items()}
 
 
-def ours(regime: Regime) -> dict[str, Call]:
+def ours(regime: Regime, given: Inputs) -> dict[str, Call]:
     """cupy_flash by its public function."""
     import cupy_flash
 
-    q, k, v, dout = inputs(regime)
+    q, k, v, dout = given
     call = partial(
         cupy_flash.attention, q, k, v, causal=regime.causal, layout="bhsd", deterministic=regime.deterministic
     )
@@ -206,10 +221,7 @@ def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], 
     state = summary(states[begun:])
     torch.cuda.empty_cache()
     tflops = {name: regime.flops / median(times) / 1e9 for name, times in samples.items()}
-    return {
-        "regime": regime.name, **regime._asdict(), "batch": regime.batch, "heads": regime.heads, "flops": regime.flops,
-        "milliseconds": samples, "tflops": tflops, "left_out": left_out, "gpu": state,
-    }  # fmt: skip
+    return regime.record | {"milliseconds": samples, "tflops": tflops, "left_out": left_out, "gpu": state}
 
 
 def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str, list[float]]:
@@ -283,7 +295,8 @@ Measure = Callable[[Regime, Mapping[str, str], Announce], dict[str, Any]]
 def measure_peers(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
     """Ours through the plan beside every peer."""
     announce("inputs", SECONDS_OF_INPUTS)
-    return measure(regime, peers(regime) | ours(regime), lost, announce)
+    given = inputs(regime)
+    return measure(regime, peers(regime, given) | ours(regime, given), lost, announce)
 
 
 def beside_matmul(
@@ -357,8 +370,7 @@ def _outlived(
             if kind(loss.step) in lost:  # even without it: nothing can be measured
                 left_out = lost | {loss.step: loss.reason}
                 empty = {"milliseconds": {}, "tflops": {}, "tiles": [], "left_out": left_out, "gpu": summary([])}
-                sizes = {"batch": regime.batch, "heads": regime.heads, "flops": regime.flops}
-                return {"regime": regime.name, **regime._asdict(), **sizes, **empty}, None
+                return regime.record | empty, None
             losses.append({"regime": regime.name, "name": loss.step, "reason": loss.reason})
 
 

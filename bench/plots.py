@@ -18,17 +18,13 @@ def plot(section: str, result: dict[str, Any], path: Path) -> bool:
     """Draw one section; False where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = result[section]["cases"]
     if section == "memory":
         panels = [("forward", records), ("forward + backward", records)]
     else:
         groups = {causal: [record for record in records if record["causal"] == causal] for causal in (False, True)}
         panels = [("causal" if causal else "full", group) for causal, group in groups.items() if group]
-    figure = Figure(figsize=(5.5 * len(panels) + 1, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(5.5 * len(panels) + 1, 4.5)
     case = records[0]
     figure.suptitle(
         f"{section}: B {case['batch']}, {case['heads']} heads, D {case['head_dim']}, {case['dtype']}; "
@@ -42,12 +38,7 @@ def plot(section: str, result: dict[str, Any], path: Path) -> bool:
             _draw_speed(axes, group, ("forward",) if section == "forward" else ("forward", "backward"))
             axes.axhline(result["ceilings"]["flops_per_second"] / 1e9, color="grey", linestyle=":", label="matmul")
             axes.set_ylim(0)
-        lengths = [record["seqlen"] for record in group]
-        axes.set(title=title, xlabel="sequence length S", xscale="log")
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        _label(axes, title, group)
     figure.savefig(path, dpi=120)
     return True
 
@@ -63,12 +54,8 @@ def plot_sweep(result: dict[str, Any], path: Path) -> bool:
     panels = {panel: cases for panel, cases in panels.items() if len(cases) > 1}
     if not panels or importlib.util.find_spec("matplotlib") is None:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(13, 4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(13, 4 * rows)
     direction = "backward alone" if result["cases"][0]["backward"] else "forward"
     figure.suptitle(f"{direction}, 16384 tokens of width 2048, on {result['device']['gpu']}")
     for index, ((dtype, head_dim, head_dim_v, causal), cases) in enumerate(panels.items()):
@@ -79,16 +66,31 @@ def plot_sweep(result: dict[str, Any], path: Path) -> bool:
             median(case["matmul_tflops"] for case in cases), color="grey", linestyle=":", label="torch.matmul bf16"
         )
         values = f", Dv {head_dim_v}" if head_dim_v else ""
-        axes.set(title=f"{dtype}, D {head_dim}{values}, {'causal' if causal else 'full'}", ylabel="TFLOP/s")
-        axes.set(xlabel="sequence length S", xscale="log")
+        axes.set(ylabel="TFLOP/s")
         axes.set_ylim(0)
-        lengths = [case["seqlen"] for case in cases]
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        _label(axes, f"{dtype}, D {head_dim}{values}, {'causal' if causal else 'full'}", cases)
     figure.savefig(path, dpi=100)
     return True
+
+
+def _figure(width: float, height: float) -> Any:
+    """An empty one that is drawn to a file alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _label(axes: Any, title: str, cases: list[dict[str, Any]]) -> None:
+    """What every panel over the sequence length has."""
+    lengths = [case["seqlen"] for case in cases]
+    axes.set(title=title, xlabel="sequence length S", xscale="log")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
 def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -99,7 +101,7 @@ def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
             lines[OURS].append((case["seqlen"], case["tflops"][best]))
         for name, speed in of_peers(case).items():
             lines.setdefault(name, []).append((case["seqlen"], speed))
-        if published := flash_attention_3(Regime(**{name: case[name] for name in Regime._fields})):
+        if published := flash_attention_3(Regime.of(case)):
             lines.setdefault("FA3 (published, H100)", []).append((case["seqlen"], published))
     return {name: points for name, points in lines.items() if points}
 

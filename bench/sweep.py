@@ -24,6 +24,7 @@ from .gpu import (
     SECONDS_OF_INPUTS,
     SECONDS_OF_STEP,
     Call,
+    Inputs,
     Regime,
     fastest,
     inputs,
@@ -82,7 +83,8 @@ def engines(dtype: str) -> tuple[str, ...]:
 def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
     """The record of a regime, ours under the names of `tiles`: of every engine, the smallest prediction first."""
     announce("inputs", SECONDS_OF_INPUTS)
-    calls: dict[str, Call] = peers(regime)
+    given = inputs(regime)
+    calls: dict[str, Call] = peers(regime, given)
     refused: dict[str, str] = {}
     if regime not in MARKS and FLEX_ATTENTION in calls:
         del calls[FLEX_ATTENTION]
@@ -90,7 +92,7 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
     run = backends.run_backward if regime.backward else backends.run_forward
     tiles: list[dict[str, Any]] = []
     launches: dict[Any, tuple[Launch, str]] = {}
-    for engine, problem, operands in posed(regime):
+    for engine, problem, operands in posed(regime, given):
         try:
             chosen = backends.plan_for(problem)
         except UnsupportedError as error:
@@ -122,9 +124,9 @@ def compilers() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(min(os.cpu_count() or 1, COMPILERS), multiprocessing.get_context("spawn"))
 
 
-def posed(regime: Regime) -> Iterable[tuple[str, Problem, Operands]]:
-    """The problem of a regime as each engine is asked for it, on random normal tensors."""
-    q, k, v, dout = (x.detach() for x in inputs(regime))
+def posed(regime: Regime, given: Inputs) -> Iterable[tuple[str, Problem, Operands]]:
+    """The problem of a regime as each engine is asked for it, on its inputs."""
+    q, k, v, dout = (x.detach() for x in given)
     options = dict(causal=regime.causal, layout="bhsd")
     saved = None
     if regime.backward:
@@ -169,7 +171,7 @@ def _table(title: str, cases: list[dict[str, Any]]) -> Table:
     others = list(dict.fromkeys(name for case in cases for name in of_peers(case)))
     rows = []
     for case in cases:
-        regime, of_others = Regime(**{name: case[name] for name in Regime._fields}), of_peers(case)
+        regime, of_others = Regime.of(case), of_peers(case)
         best = case["tflops"].get(fastest(case))
         rows.append(
             [

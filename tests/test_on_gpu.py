@@ -242,14 +242,16 @@ def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
     """As often as they are asked, on the same numbers; here on a CPU."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
-    peers, ours = gpu.peers(regime), gpu.ours(regime)
+    given = gpu.inputs(regime)
+    peers, ours = gpu.peers(regime, given), gpu.ours(regime, given)
     assert peer in peers and "FlexAttention" in peers
     for _ in range(2):
         expected, actual = peers[peer](), ours["cupy_flash"]()
         pairs = zip(expected, actual, strict=True) if backward else [(expected, actual)]
         for a, b in pairs:
             torch.testing.assert_close(a, b, atol=0.03, rtol=0.03)
-    assert gpu.peers(regime._replace(dtype="float8_e4m3fn")) == gpu.peers(regime._replace(deterministic=True)) == {}
+    for words in (dict(dtype="float8_e4m3fn"), dict(deterministic=True)):
+        assert gpu.peers(regime._replace(**words), given) == {}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -261,7 +263,7 @@ def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
     )
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime("float32", 64, 48, causal, tokens=96)
-    calls = gpu.peers(regime)
+    calls = gpu.peers(regime, gpu.inputs(regime))
     for _ in range(2):
         torch.testing.assert_close(calls["FlexAttention"](), calls["SDPA math"](), atol=1e-4, rtol=1e-4)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance import hopper
+from conformance import hopper, on_gpu
 from conformance.agreement import difference, disagreements, simulate
 from conformance.assembled import source
 from conformance.every import Kernel, every_kernel
 from conformance.kernels import BY_NAME, WARP_CASES
-from conformance.on_gpu import main
+from conformance.on_gpu import kernels, main
 
 from cupy_flash import ahead, device, nvrtc
 from cupy_flash.source import assemble
@@ -111,21 +111,24 @@ SOME = ("wgmma.bf16-n8", "load.1d", "bulk.add", "turns", "dynamic", "add.u32", "
 HANGS, DIES, FAILS, DIFFERS = "load.1d", "bulk.add", "turns", "add.u32"
 
 
-def stand_in(connection):
-    """A process in the place of conformance.on_gpu.work: it runs on the simulator, and goes wrong where it is told."""
-    connection.send(90)
-    kernels = list(every_kernel())
-    while True:
-        name = (kernel := kernels[connection.recv()]).name
-        if name == HANGS:
-            time.sleep(600)
-        if name == DIES:
-            os._exit(3)
-        if name == FAILS:
-            connection.send((None, "CUDADriverError: an illegal address"))
-            return
-        out = simulate(kernel)
-        connection.send((out + 1 if name == DIFFERS else out, ""))
+class CUDADriverError(Exception):
+    """As CuPy calls it."""
+
+
+def stand_in(number, announce):
+    """In the place of conformance.on_gpu.work: it runs on the simulator, and goes wrong where it is told."""
+    if number is None:
+        return 90
+    name = (kernel := kernels()[number]).name
+    announce(name, 3)
+    if name == HANGS:
+        time.sleep(600)
+    if name == DIES:
+        os._exit(3)
+    if name == FAILS:
+        raise CUDADriverError("an illegal address")
+    out = simulate(kernel)
+    return out + 1 if name == DIFFERS else out
 
 
 @pytest.fixture
@@ -136,14 +139,31 @@ def few(monkeypatch):
 
 @pytest.mark.usefixtures("few")
 def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys):
-    assert main(tmp_path, stand_in, seconds=3) == 1
+    assert main(tmp_path, stand_in) == 1
     wrong = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
-    assert wrong[HANGS] == "no answer in 3 s" and wrong[DIES] == "its process ended, exit status 3"
+    assert wrong[HANGS] == "did not come back within 3 s" and wrong[DIES] == "ended its process, exit status 3"
     assert wrong[FAILS] == "CUDADriverError: an illegal address" and "simulator" in wrong[DIFFERS]
     assert len(wrong) == 4
     with np.load(tmp_path / "sm_90.npz") as stored:
         assert set(stored) == {KERNELS[name].key for name in SOME} - {"load_1d", "bulk_add", "turns"}
     assert disagreements(tmp_path / "sm_90.npz") == [DIFFERS]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_run_that_is_ended_stores_what_it_has(tmp_path, monkeypatch):
+    seen = []
+
+    def ended_at_the_second(kernel):
+        if seen:
+            raise SystemExit
+        seen.append(kernel.key)
+        return simulate(kernel)
+
+    monkeypatch.setattr(on_gpu, "simulate", ended_at_the_second)
+    with pytest.raises(SystemExit):
+        main(tmp_path, stand_in)
+    with np.load(tmp_path / "sm_90.npz") as stored:
+        assert list(stored) == seen
 
 
 @pytest.mark.parametrize(

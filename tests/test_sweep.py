@@ -35,7 +35,7 @@ def simulated(monkeypatch):
 
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
-    monkeypatch.setattr(sweep, "peers", lambda regime: {"a peer": refuse})
+    monkeypatch.setattr(sweep, "peers", lambda *of: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
     monkeypatch.setattr(backends, "plan_for", lambda problem: plan(problem._replace(backend="simulator"), HOPPER))
     monkeypatch.setattr(gpu, "WARM_UP", 1)
@@ -105,7 +105,7 @@ def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_first_wrong)
-    monkeypatch.setattr(sweep, "peers", lambda regime: {"SDPA flash": gpu.peers(regime)["SDPA flash"]})
+    monkeypatch.setattr(sweep, "peers", lambda *of: {"SDPA flash": gpu.peers(*of)["SDPA flash"]})
     case = measured(tiny(backward))
     first, second = (tile["name"] for tile in case["tiles"])
     assert list(case["tflops"]) == ["SDPA flash", second]
@@ -134,7 +134,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
 
 def test_what_has_no_mark_waits_for_no_compiler(simulated, monkeypatch):
     flex = {"FlexAttention": lambda: None}
-    monkeypatch.setattr(sweep, "peers", lambda regime: dict(flex))
+    monkeypatch.setattr(sweep, "peers", lambda *of: dict(flex))
     assert "takes seconds to compile" in measured(tiny(backward=False))["left_out"]["FlexAttention"]
     monkeypatch.setattr(sweep, "MARKS", {tiny(backward=False): None})
     assert "FlexAttention" in measured(tiny(backward=False))["tflops"]

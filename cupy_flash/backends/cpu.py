@@ -41,7 +41,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = _Call(problem, operands)
-    if call.has_padding:
+    if problem.has_lengths:  # rows of no sequence are no task's
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
@@ -93,7 +93,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     problem, q = plan.problem, operands.q
     dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
     call = _Call(problem, operands)
-    if call.has_padding:
+    if problem.has_lengths:
         for gradient in (dq, dk, dv):
             gradient.numpy()[...] = 0
     dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
@@ -219,11 +219,6 @@ class _Call:
             bias = _four_dimensional(operands.bias.numpy())
             self.dbias = np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None
             self.score_steps.append(Bias(bias, self.dbias))
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether some rows of the arrays belong to no sequence, so that no task writes them."""
-        return self.problem.has_lengths
 
     @property
     def additive(self) -> bool:

@@ -10,21 +10,20 @@ which is replaced by a new one after each that fails.
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import sys
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.isolated import Announce, Lost, Worker, ended_by_signal
 from cupy_flash.tensor_map import encode_for_gpu
 
 from .agreement import difference, simulate
 from .every import Array, Kernel, every_kernel
 
-START_SECONDS = 120  # until a process has a context
 SECONDS = 10  # until a kernel hangs: none takes a tenth of this, the driver's assembler included
 
 
@@ -47,80 +46,46 @@ def run(kernel: Kernel) -> Any:
     return cupy.asnumpy(arrays[-1])
 
 
-def work(connection: Connection) -> None:
-    """A process: says the GPU's compute capability, then runs the kernels whose numbers it is told, until one fails."""
+@cache
+def kernels() -> list[Kernel]:
+    return list(every_kernel())
+
+
+def work(number: int | None, announce: Announce) -> Any:
+    """In a process of its own: the output of the kernel of that number; without one, the GPU's compute capability."""
     import cupy
 
-    connection.send(int(cupy.cuda.Device().compute_capability))
-    kernels = list(every_kernel())
-    while True:
-        try:
-            connection.send((run(kernels[connection.recv()]), ""))
-        except EOFError:
-            return
-        except Exception as error:  # whatever it is, it is told, and the context may be lost
-            connection.send((None, f"{type(error).__name__}: {error}"))
-            return
+    if number is None:
+        return int(cupy.cuda.Device().compute_capability)
+    kernel = kernels()[number]
+    announce(kernel.name, SECONDS)
+    return run(kernel)
 
 
-class Worker:
-    """A process that runs kernels, and is ended with the kernel that does not end."""
-
-    def __init__(self, work: Callable[[Connection], None]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.capability = self._receive(START_SECONDS)
-
-    def _receive(self, seconds: float) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError(f"no answer in {seconds} s")
-        return self._connection.recv()
-
-    def run(self, number: int, seconds: float) -> tuple[Array | None, str]:
-        """The output of a kernel, or why there is none."""
-        try:
-            self._connection.send(number)
-            return self._receive(seconds)
-        except TimeoutError as error:
-            return None, str(error)
-        except (EOFError, OSError):
-            self._process.join(SECONDS)
-            return None, f"its process ended, exit status {self._process.exitcode}"
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join(START_SECONDS)
-        self._connection.close()
-
-
-def main(folder: Path, work: Callable[[Connection], None] = work, seconds: float = SECONDS) -> int:
-    """Runs every kernel, prints each that fails or differs, and stores the results of the others; what has been found
-    is stored before a process is replaced, which can take the rest of the time that there is."""
+def main(folder: Path, work: Any = work) -> int:
+    """Runs every kernel, prints each that fails or differs, and stores the results of the others, those of a run that
+    is ended too."""
     folder.mkdir(parents=True, exist_ok=True)
-    worker = Worker(work)
-    path = folder / f"sm_{worker.capability}.npz"
-    results: dict[str, Array] = {}
     complaints = 0
-    for number, kernel in enumerate(every_kernel()):
-        if not kernel.runs_on(worker.capability):
-            continue
-        out, error = worker.run(number, seconds)
-        if out is None:
-            found: str | None = error
+    results: dict[str, Array] = {}
+    with ended_by_signal(), Worker(work) as worker:
+        capability = worker(None, until=math.inf)
+        path = folder / f"sm_{capability}.npz"
+        try:
+            for number, kernel in enumerate(kernels()):
+                if not kernel.runs_on(capability):
+                    continue
+                try:
+                    out = worker(number, until=math.inf)
+                    found = difference(out, simulate(kernel), kernel.relative)
+                    results[kernel.key] = out
+                except Lost as lost:
+                    found = lost.reason
+                if found is not None:
+                    complaints += 1
+                    print(f"{kernel.name}: {found}", flush=True)
+        finally:
             np.savez_compressed(path, **results)
-            worker.end()
-            worker = Worker(work)
-        else:
-            results[kernel.key] = out
-            found = difference(out, simulate(kernel), kernel.relative)
-        if found is not None:
-            complaints += 1
-            print(f"{kernel.name}: {found}", flush=True)
-    worker.end()
-    np.savez_compressed(path, **results)
     print(f"{len(results)} micro-kernels ran: {path}; {complaints} failed or differ from the simulator")
     return 1 if complaints else 0
 

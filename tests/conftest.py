@@ -1,4 +1,4 @@
-"""Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
+"""Shared by all tests: tiers and processes, hypothesis without randomness or deadlines, backends, poisoned memory."""
 
 import gc
 import os
@@ -11,31 +11,77 @@ import on_gpu
 import pytest
 from tiles import SMALL_FRAGMENTS, SMALL_TILE, every_kernel_in
 
-from cupy_flash import backends, cache
+from cupy_flash import backends, cache, nvrtc
 from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.plan import plan
 from cupy_flash.source import kernel_folder
 
-hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("deterministic")
+for tier, examples in (("default", 64), ("exhaustive", 200)):
+    hypothesis.settings.register_profile(tier, derandomize=True, deadline=None, database=None, max_examples=examples)
 
 # A kernel that is parsed and built makes some 100,000 objects, most of which stay: to look for cycles among all of them
 # as often as Python does by default took a tenth of the processor's time.
 gc.set_threshold(10_000)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="also run the tests marked exhaustive: the same checks on more architectures, dtypes, tiles and orders",
+    )
+
+
+def pytest_configure(config):
+    # Before any test module is imported: settings() there are those of the profile.
+    hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config):
+    """One process per core is the default, as compiling and simulating kernels is all processor time. A GPU is not
+    shared: its tests measure memory and streams. With worksteal a process that has run out of tests takes some of
+    another's, and neighbouring tests stay in one process, which shares their compiled kernels."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.pluginmanager.has_plugin("xdist") or on_gpu.has_gpu():
+        return
+    if config.option.numprocesses is None and config.option.dist == "no" and not config.option.usepdb:
+        config.option.numprocesses = "auto"
+        config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --exhaustive the tests marked so are deselected: the count at the end of a run names them."""
+    if config.option.exhaustive:
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory, request):
     """Kernels are compiled once per session, into a folder that its processes share: none from another time is used.
-    Where KERNELS names a folder, sessions share that one."""
+    Where KERNELS names a folder, sessions share that one. PTX for the simulator is compiled with fewer passes, in half
+    the time; with --exhaustive as everywhere else. Cubins always are."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
+        if not request.config.option.exhaustive:
+            patch.setattr(nvrtc, "flags", faster(nvrtc.flags))
         cache.compiled.cache_clear()
         yield
+
+
+def faster(flags):
+    def with_fewer_passes(target):
+        return (*flags(target), *(["--Ofast-compile=mid"] if target.startswith("compute_") else []))
+
+    return with_fewer_passes
 
 
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])

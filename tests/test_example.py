@@ -255,11 +255,13 @@ def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
     assert shared[-1]["validation_loss"] == pytest.approx(alone[-1]["validation_loss"], abs=4 * rounding)
 
 
+@pytest.mark.exhaustive
 def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
     """On halves of every batch, blocks checkpointed."""
     assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--fsdp", "--checkpoint")
 
 
+@pytest.mark.exhaustive
 def test_ring_trains_alike(example, tmp_path, monkeypatch):
     """On halves of every sequence; what the first process saved goes on in one."""
     saved = tmp_path / "ring.pt"

@@ -115,21 +115,21 @@ def errors_of(exact, low):
     return [0 if x is None else largest(x, y) for x, y in zip(exact, low, strict=True)]
 
 
-@settings(SHARED_FIXTURE, max_examples=200)
+@SHARED_FIXTURE
 @given(calls())
 def test_strides_and_options(call):
     case, call = call
     hold(case, call, run(case, "cpu", call))
 
 
-@settings(SHARED_FIXTURE, max_examples=12)  # each compiles its own kernels
+@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)  # each compiles its own kernels
 @given(calls())
 def test_strides_and_options_on_the_simulator(small_tile, call):
     case, call = call
     hold(case, call, run(case, "simulator", call))
 
 
-@settings(SHARED_FIXTURE, max_examples=100)
+@SHARED_FIXTURE
 @given(cases(), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
 def test_tiles_and_threads(case, block_q, block_kv, threads):
     hold(case, case.call(), run_planned(case, block_q=block_q, block_kv=block_kv, threads=threads))

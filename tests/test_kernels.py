@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
+from tiers import exhaustive
 
 from cupy_flash import backends, nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
@@ -64,9 +65,15 @@ def test_lanes():
 EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, dropout=0.2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    "tile", [simt.Tile(8, 16, 64), simt.Tile(32, 16, 128)], ids=lambda tile: "x".join(map(str, tile))
+    ("dtype", "tile"),
+    [
+        ("float32", simt.Tile(8, 16, 64)),
+        ("float64", simt.Tile(32, 16, 128)),
+        exhaustive("float32", simt.Tile(32, 16, 128)),
+        exhaustive("float64", simt.Tile(8, 16, 64)),
+    ],
+    ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
@@ -114,8 +121,20 @@ TILED = {
 }
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TILED.items()])
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        # By default every case and every tile is there.
+        pytest.param(
+            case,
+            tile,
+            marks=[] if (i - j) % 4 == 0 else pytest.mark.exhaustive,
+            id=f"{name}-{'x'.join(map(str, tile))}",
+        )
+        for i, (name, case) in enumerate(TILED.items())
+        for j, tile in enumerate(TILES)
+    ],
+)
 def test_any_tiles(case, tile):
     """Sizes of the plan's tiles decide nothing but rounding."""
     check(case, run_kernels(case, tile=tile))

@@ -20,6 +20,7 @@ from cases import (
     run,
     run_kernels,
 )
+from tiers import exhaustive, in_tiers
 from tiles import SMALL_FRAGMENTS, every_kernel_in
 
 from cupy_flash import backends
@@ -76,8 +77,9 @@ HALF_OPTIONS = {
 } | {"bias-float32": Case(bias="1hqk", bias_dtype="float32")}
 
 
-def half_rows(rows, *archs, **dtypes):
-    """(case, arch) of every distinct case, in the dtype of the build or in another."""
+def half_rows(rows, *archs, default=None, **dtypes):
+    """(case, arch) of every distinct case, in the dtype of the build or in another. `default` maps an architecture to
+    the rows that run by default; those of an architecture that it does not name all do."""
     parameters = {}
     for arch in archs:
         for name, case in rows.items():
@@ -87,16 +89,21 @@ def half_rows(rows, *archs, **dtypes):
                     continue
                 if case.scores == "huge" and case.scale is not None:
                     case = replace(case, scores="integers")
-            parameters.setdefault((case, arch), pytest.param(case, arch, id=f"{arch}-{name}"))
+            marks = pytest.mark.exhaustive if name not in (default or {}).get(arch, rows) else ()
+            parameters.setdefault((case, arch), pytest.param(case, arch, id=f"{arch}-{name}", marks=marks))
     return pytest.mark.parametrize(("case", "arch"), parameters.values())
 
 
-@half_rows(HALF_OPTIONS, "sm_75", "sm_80")
+# sm_75 differs in its products, copies and dtype, not in what options do.
+OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
+
+
+@half_rows(HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING})
 def test_every_option(case, arch, small_tile):
     check(case, run_mma(case, arch))
 
 
-@half_rows(covering(6, without=("bfloat16", "float64")), "sm_80", "sm_90", sm_80="float16")
+@half_rows(covering(6, without=("bfloat16", "float64")), "sm_80", "sm_90", default={"sm_80": ()}, sm_80="float16")
 def test_all_pairs_of_options(case, arch, take):
     take(SMALL_FRAGMENTS, DQ[arch])
     check(case, run_mma(case, arch))
@@ -111,8 +118,8 @@ def test_packed(case, arch, take):
 # Sizes and tiles
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("causal", in_tiers({"full": False, "causal": True}, default=["causal"]))
+@pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
 @pytest.mark.parametrize(
     ("q_len", "kv_len"), [(1, 1), (15, 129), (129, 15), (17, 63), (63, 17), (65, 65), (129, 129), (1, 65), (63, 1)]
 )
@@ -138,16 +145,18 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize(
+    "tile", in_tiers(TILES, default=["three-stages", "eight-warps", "four-columns-of-warps", "columns-and-two-rows"])
+)
 def test_any_tiles(tile, take):
     """Sizes of tiles, warps and pipelines decide nothing but rounding."""
     take(tile)
     check(EVERYTHING, run_mma(EVERYTHING))
 
 
-@pytest.mark.parametrize("name", ["one-stage", "three-stages", "one-warp", "eight-warps", "four-columns-of-warps"])
-def test_any_tiles_add_up_dq(name, take):
-    take(TILES[name], dq="added")
+@pytest.mark.parametrize("tile", in_tiers(TILES, default=["one-stage", "four-columns-of-warps"]))
+def test_any_tiles_add_up_dq(tile, take):
+    take(tile, dq="added")
     case = replace(EVERYTHING, head_dim=40)
     check(case, run_mma(case, "sm_90"))
 
@@ -161,7 +170,10 @@ def test_tiles_on_the_edge_of_a_window(left, right, small_tile):
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(40, 40), (80, 80), (96, 96), (112, 112), (192, 128), (256, 256), (512, 512), (65, 3), (3, 65)],
+    [
+        *((96, 96), (256, 256), (65, 3)),
+        *(exhaustive(*dims) for dims in ((40, 40), (80, 80), (112, 112), (192, 128), (512, 512), (3, 65))),
+    ],
 )
 def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
     case = Case(
@@ -223,7 +235,7 @@ def forward(monkeypatch, small_tile):
     return forward
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", exhaustive("bfloat16")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "hidden-first"])
 @pytest.mark.parametrize("name", CREEPING)
 def test_the_threshold_at_its_extremes(name, causal, dtype, forward, monkeypatch):
@@ -284,13 +296,14 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
 # Orders
 
 
-def test_bitwise_equal_in_any_order(watch, take):
-    """Whichever warp and block goes first, whenever a copy lands: 30 orders give the same bits."""
+@pytest.mark.parametrize("orders", [6, exhaustive(30)])
+def test_bitwise_equal_in_any_order(orders, watch, take):
+    """Whichever warp and block goes first, whenever a copy lands: the same bits."""
     take(SMALL_FRAGMENTS, "own")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=37, dropout=0.0)
     first = run_mma(case, "sm_90", deterministic=True)
     check(case, first)
-    for seed in range(30):
+    for seed in range(orders):
         watch.options = dict(order="random", seed=seed)
         assert_bitwise_equal(run_mma(case, "sm_90", deterministic=True), first, case)
 
@@ -325,7 +338,7 @@ def run_public(case, arch, monkeypatch, **arrays):
 
 
 @pytest.mark.parametrize(("by", "extra"), [(1, 8), (0, 1), (4, 8), (0, 4)], ids=["pointer", "row", "by-8", "row-by-8"])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
 def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra, small_tile, monkeypatch):
     """16 bytes at once where every row starts at a multiple of them, else number by number: the same values."""
     case = Case(head_dim=24, head_dim_v=16, dtype=BUILDS[arch])
@@ -349,7 +362,7 @@ def test_layouts_and_steps_backwards(small_tile, monkeypatch):
 # What is not read, and what is 0
 
 
-@pytest.mark.parametrize("dq", ["own", "added"])
+@pytest.mark.parametrize("dq", ["own", exhaustive("added")])
 @pytest.mark.parametrize(
     "case",
     [
@@ -389,7 +402,7 @@ def test_keys_outside_every_window_are_never_read(small_tile, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", BUILDS)
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [exhaustive(64), exhaustive(96), 128])
 def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
     """Shared memory without conflicts. In global memory what a block has for itself once, what it walks over once for
     each block."""

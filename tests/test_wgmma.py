@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import Case, Result, check, posed
 from planting import planted
+from tiers import exhaustive
 
 import cupy_flash
 from cupy_flash import ahead, backends, device, nvrtc
@@ -121,7 +122,7 @@ def test_blocks_draw_tiles(options, small_tile, monkeypatch):
     check_forward(case, result)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [exhaustive("float16"), "bfloat16"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims, dtype):
     """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
@@ -284,7 +285,9 @@ def asked(**words):
     return problem
 
 
-@pytest.mark.parametrize("words", [dict(head_dim=128), dict(head_dim=64, causal=True, packed=True)], ids=str)
+@pytest.mark.parametrize(
+    "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
+)
 def test_the_largest_tiles_compile_without_spills(words):
     """And without what the compiler says where it does one product after the other, or ignores a count of registers.
     python -m bench static has every tile that a plan may choose."""

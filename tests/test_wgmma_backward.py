@@ -7,6 +7,7 @@ import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
 from planting import planted
 from test_wgmma import LONG, OPTIONS
+from tiers import exhaustive
 
 from cupy_flash import ahead, backends, device, nvrtc
 from cupy_flash.backends.simulator import errors
@@ -77,7 +78,9 @@ def posed_backwards(dims, **words):
     return [problem for problem in ahead.problems(**words) if problem.backward]
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
+)
 def test_every_tile(dims, take):
     """Each that a plan may choose for these head dimensions, the last tiles of both kinds in part."""
     dim, dim_v = dims
@@ -245,14 +248,21 @@ def test_planted_bug_is_found(bug, take, monkeypatch):
         check_gradients(LENGTHS, run(LENGTHS))
 
 
-@pytest.mark.parametrize("words", [dict(causal=True), dict(packed=True)], ids=str)
-def test_every_tile_compiles_without_spills(words):
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ((128, 128), dict(causal=True)),
+        ((256, 256), dict(packed=True)),
+        *(exhaustive(dims, words) for dims in DIMS for words in (dict(causal=True), dict(packed=True))),
+    ],
+    ids=str,
+)
+def test_every_tile_compiles_without_spills(dims, words):
     """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
-    for dims in DIMS:
-        (problem,) = posed_backwards(dims, **words)
-        hopper = device.named("sm_90a", "cuda")
-        for tile in wgmma.backward.tiles(problem, hopper):
-            step = wgmma.backward.launches(problem, hopper, tile)[1]
-            result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
-            took = result.resources[step.function]
-            assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step
+    (problem,) = posed_backwards(dims, **words)
+    hopper = device.named("sm_90a", "cuda")
+    for tile in wgmma.backward.tiles(problem, hopper):
+        step = wgmma.backward.launches(problem, hopper, tile)[1]
+        result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+        took = result.resources[step.function]
+        assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step

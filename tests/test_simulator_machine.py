@@ -4,10 +4,11 @@ import struct
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, DYNAMIC_BYTES
+from conformance.hopper import BY_NAME, DYNAMIC_BYTES, tensor
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
+from cupy_flash.tensor_map import encode_for_simulator
 
 LANES = np.arange(32)
 STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
@@ -681,3 +682,38 @@ def test_warps_that_take_turns(order):
 
 def test_all_the_shared_memory_of_a_block():
     assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448
+
+
+@pytest.mark.parametrize(("target", "limit"), [("sm_75", 64), ("sm_80", 163), ("sm_89", 99), ("sm_90a", 227)])
+def test_more_shared_memory_than_a_block_may_have(target, limit):
+    static = ".shared .align 16 .b8 words[1024];"
+    most = (limit - 1) * 1024
+    run("", shared=static, dynamic=most, target=target)
+    with pytest.raises(errors.LaunchRefused, match=f"asks for {limit * 1024 + 16} bytes of shared memory"):
+        run("", shared=static, dynamic=most + 16, target=target)
+
+
+@pytest.mark.parametrize(
+    ("threads", "directives", "words"),
+    [
+        (1056, "", "1056 threads, of which a block has 1024"),
+        (160, ".maxntid 128, 1, 1", "160 threads, of which .maxntid allows 128"),
+        (384, ".maxnreg 240", "92160 registers, of which a processor has 65536"),
+    ],
+    ids=["threads", "bounds", "registers"],
+)
+def test_more_than_a_block_may_have(threads, directives, words):
+    with pytest.raises(errors.LaunchRefused, match=words):
+        run("", threads=threads, directives=directives)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_vector_of_a_parameter(count):
+    """The compiler copies a struct that is not __grid_constant__ in such pieces."""
+    registers = ", ".join(f"%r{i}" for i in range(count))
+    vector, operand = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
+    stores = " ".join(f"st.global.b32 [%p0+{4 * i}], %r{i};" for i in range(count))
+    out, map_ = np.zeros(count, np.uint32), tensor("u8", (64, 5, 3), (64, 1, 1))
+    run(f"ld.param{vector}.b32 {operand}, [map0+64]; {stores}", out, maps=((0, map_),))
+    assert np.array_equal(out, np.frombuffer(encode_for_simulator(map_(0)), np.uint32)[16 : 16 + count])
+    assert out.any()

@@ -279,7 +279,7 @@ def _load_parameter(
     everyone = Group(0, np.arange(context.warps), None, context.warps)
     address = address_of(everyone)
     ((store, index, _, _),) = pieces(access, "param", context, everyone, address)
-    values = store.gather(index[:1], access.width).view(DTYPES[access.type])
+    values = store.gather(index[:1], access.width).view(DTYPES[access.type]).reshape(-1)
 
     def step(group: Group) -> None:
         for result, value in zip(results, values, strict=True):

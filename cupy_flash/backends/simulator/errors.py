@@ -15,6 +15,10 @@ class Unsupported(SimulationError):
     """An instruction or a form of it that the simulator does not execute."""
 
 
+class LaunchRefused(SimulationError):
+    """A launch that asks for more than a block may have: the driver does not start it."""
+
+
 class MemoryFault(SimulationError):
     """An access outside every allocation, misaligned, or a write to read-only memory."""
 
@@ -29,6 +33,10 @@ class Misaligned(MemoryFault):
 
 class ReadOnly(MemoryFault):
     """A write to memory that the kernel may only read."""
+
+
+class NoTensorMap(SimulationError):
+    """A bulk copy names a tensor map where there is none, or where its unit cannot read one."""
 
 
 class Uninitialised(SimulationError):

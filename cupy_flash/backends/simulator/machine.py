@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
+from ...device import GPUS
 from .access import access_bytes
 from .bulk import BulkCopies
 from .checks import Checks, tracked_unit
 from .clusters import ClusterBarrier
 from .copies import Copies, Order
 from .counters import Counters
-from .errors import SimulationError
+from .errors import LaunchRefused, SimulationError
 from .lanes import Context
 from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .registers import Registers
+from .registers import OF_A_PROCESSOR, Registers
 from .scheduler import Scheduler
 from .wgmma import Products
 
 # Lanes that run side by side: enough to pay for NumPy's calls, few enough for a processor's cache.
 _RESIDENT_LANES = 1 << 13
+_MOST_THREADS = 1024  # of a block
 
 
 def launch(
@@ -58,6 +61,7 @@ def launch(
     variables = _memory_with_globals(module, memory)
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
+    _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
     cluster = function.cluster[0]
@@ -92,6 +96,23 @@ def launch(
 @functools.lru_cache(maxsize=64)
 def _program(module: Module, name: str) -> Program:
     return Program(module.kernels[name])
+
+
+def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
+    """Raise LaunchRefused for more threads, registers or shared memory than the target's blocks have."""
+    shared_kib, _ = GPUS[module.target]
+    reasons = [
+        f"{asked} {what}, of which {there_are}"
+        for asked, what, most, there_are in (
+            (threads, "threads", _MOST_THREADS, f"a block has {_MOST_THREADS}"),
+            (threads, "threads", function.max_threads or threads, f".maxntid allows {function.max_threads}"),
+            (threads * function.max_registers, "registers", OF_A_PROCESSOR, f"a processor has {OF_A_PROCESSOR}"),
+            (shared_bytes, "bytes of shared memory", shared_kib << 10, f"{module.target} has {shared_kib << 10}"),
+        )
+        if asked > most
+    ]
+    if reasons:
+        raise LaunchRefused(f"a block of {function.name} asks for {'; '.join(reasons)}")
 
 
 def _memory_with_globals(module: Module, memory: Memory) -> dict[str, int]:

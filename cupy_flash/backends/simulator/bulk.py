@@ -62,6 +62,7 @@ class BulkCopies:
         """Start a load."""
         context = self.context
         phases = context.mbarriers.expect_copy(copy.places, copy.instruction)
+        context.exits.use(copy.places, phases, copy.instruction, arrives=False)
         _account(copy, context, writes=False)
         if context.checks is not None:
             self._require_source(copy)

@@ -63,6 +63,10 @@ class BarrierMisuse(SimulationError):
     """A barrier reached by part of a warp, or with counts that do not fit."""
 
 
+class EarlyExit(SimulationError):
+    """A block exits, or may, while another block of its cluster still uses its shared memory."""
+
+
 class Deadlock(SimulationError):
     """Nothing can run: the message lists who waits where."""
 

@@ -15,6 +15,7 @@ from .clusters import ClusterBarrier
 from .copies import Copies, Order
 from .counters import Counters
 from .errors import LaunchRefused, SimulationError
+from .exits import Exits
 from .lanes import Context
 from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
@@ -47,7 +48,7 @@ def launch(
 
     `parameters` is the parameter block as the driver takes it. `order`: asynchronous instructions take effect at once,
     at their wait, or at random times; `random` also shuffles whose turn it is, the order of atomics and who is elected,
-    and `seed` repeats it.
+    lets waits for mbarriers time out, and `seed` repeats it.
     Raises SimulationError, by its subclass, for whatever a GPU would not stand, or would let pass and get wrong.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
@@ -87,6 +88,7 @@ def launch(
         context.mbarriers = Mbarriers(context)
         context.cluster_barrier = ClusterBarrier(context)
         context.registers = Registers(context)
+        context.exits = Exits(context)
         context.bulk = BulkCopies(context, order)
         context.products = Products(context, order)
         Scheduler(context).run()

@@ -680,6 +680,37 @@ def test_warps_that_take_turns(order):
     assert np.array_equal(out, expected)
 
 
+@pytest.mark.parametrize("order", ["early", "late", "random"])
+def test_sums_in_global_memory_flush_subnormals(order):
+    """PTX ISA, atom, red and cp.reduce.async.bulk; sums in shared memory do not."""
+    case, out = launched("subnormals.add", order=order)
+    old, new = case.out[0], case.inputs[0]
+
+    def flushed(x):
+        return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+
+    in_global, in_shared = flushed(flushed(old) + flushed(new)), old + new
+    assert (in_global != in_shared).sum() > 8 and np.signbit(in_global[in_global == 0]).any()
+    expected = np.stack([in_global, in_global, in_global, in_shared, in_global])
+    assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
+
+
+def test_every_sum_flushes_subnormals():
+    """Many lanes add to one number, whose sums on the way are subnormal or not."""
+    numbers = np.tile(np.array([1.5, -1.0, 1.0, -1.0], np.float32) * np.float32(2.0**-126), 8)
+    body = "mad.wide.u32 %d0, %t, 4, %p0; ld.global.f32 %f0, [%d0]; red.global.add.f32 [%p1], %f0;"
+    out = np.zeros(1, np.float32)
+    run(body, numbers, out)
+    # Of every four numbers the first two give a subnormal, which is lost, the others nothing.
+    assert out[0] == 0 and np.cumsum(numbers)[-1] == 4 * np.float32(2.0**-126)
+
+
+def test_powers_of_two_flush_subnormals():
+    case, out = launched("subnormals.ex2")
+    lower = -(95 + 2 * np.arange(32))
+    assert np.array_equal(out, (lower < -126) + 2 * (lower[::-1] < -126))
+
+
 def test_all_the_shared_memory_of_a_block():
     assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448
 

@@ -92,6 +92,6 @@ class Exits:
                 f"{int(uses[_PHASE, user]) - 1} of {mbarrier}\n  {instruction.where}"
             )
         raise EarlyExit(
-            f"{name} may exit before {other} of its cluster has arrived at {mbarrier}: neither a wait for that phase nor "
-            f"a barrier of the cluster is between\n  {instruction.where}"
+            f"{name} may exit before {other} of its cluster has arrived at {mbarrier}: neither a wait for that phase "
+            f"nor a barrier of the cluster is between\n  {instruction.where}"
         )

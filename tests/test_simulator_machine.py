@@ -662,6 +662,35 @@ def test_blocks_that_take_turns_round_in_their_order(order):
     assert np.array_equal(out, total) and not np.array_equal(out, case.inputs[0][::-1].cumsum(0)[-1])
 
 
+def test_blocks_start_in_any_order(monkeypatch):
+    """Random order starts clusters in another order, for each seed its own, and each block once: numbers drawn by
+    blocks of which one cluster at a time is resident."""
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 64)
+    body = """
+        atom.global.add.u32 %r0, [%p0], 1;
+        mad.wide.u32 %d0, %block, 4, %p1;
+        st.global.b32 [%d0], %r0;
+    """
+    starts = []
+    for options in (dict(order="late"), *(dict(order="random", seed=seed) for seed in (0, 1, 1))):
+        drawn = np.zeros(16, np.uint32)
+        run(body, np.zeros(1, np.uint32), drawn, threads=1, blocks=16, directives=".reqnctapercluster 2", **options)
+        starts.append((drawn // 2).reshape(8, 2))
+        assert (starts[-1][:, 0] == starts[-1][:, 1]).all() and set(starts[-1][:, 0]) == set(range(8))
+    assert np.array_equal(starts[0][:, 0], np.arange(8)) and np.array_equal(starts[2], starts[3])
+    assert not np.array_equal(starts[0], starts[1]) and not np.array_equal(starts[1], starts[2])
+
+
+def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
+    """Where not all blocks are resident: kernels_cu/dq_sums.cuh says so."""
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 32 * 32)
+    case, out = launched("turns")
+    assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
+    monkeypatch.setattr("cupy_flash.backends.simulator.scheduler._LIMIT", 2000)
+    with pytest.raises(errors.Deadlock, match="no end after 2000 blocks of instructions"):
+        launched("turns", order="random")
+
+
 def test_a_turn_passed_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)

@@ -47,8 +47,8 @@ def launch(
     """Run a kernel over its whole grid, in place on the arrays of `memory`; return what it did.
 
     `parameters` is the parameter block as the driver takes it. `order`: asynchronous instructions take effect at once,
-    at their wait, or at random times; `random` also shuffles whose turn it is, the order of atomics and who is elected,
-    lets waits for mbarriers time out, and `seed` repeats it.
+    at their wait, or at random times; `random` also shuffles in which order blocks start, whose turn it is, the order
+    of atomics and who is elected, lets waits for mbarriers time out, and `seed` repeats it.
     Raises SimulationError, by its subclass, for whatever a GPU would not stand, or would let pass and get wrong.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
@@ -70,8 +70,11 @@ def launch(
         raise SimulationError(f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or not along x")
     resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
+    starts = np.arange(blocks)
+    if order == "random":  # CUDA promises no order
+        starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
     for first in range(0, blocks, resident):
-        ids = np.arange(first, min(first + resident, blocks))
+        ids = starts[first : first + resident]
         symbols = {**variables, **shared, **function.parameter_layout()[0]}
         context = Context(
             program, ids, grid, block, parameters, symbols, static_bytes + dynamic_shared, memory, counters

@@ -1,4 +1,4 @@
-"""Shared by all tests: hypothesis without randomness or deadlines, the backends that one body runs on, poison."""
+"""Shared by all tests: hypothesis without randomness or time limits, the backends that one body runs on, poison."""
 
 import gc
 import os
@@ -17,7 +17,13 @@ from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.plan import plan
 from cupy_flash.source import kernel_folder
 
-hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "deterministic",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("deterministic")
 
 # A kernel that is parsed and built makes some 100,000 objects, most of which stay: to look for cycles among all of them

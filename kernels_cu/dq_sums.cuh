@@ -36,6 +36,10 @@ struct DqSums {
 };
 
 // Where blocks that add in one order tell how many have: for 16 rows and each half of their columns a number.
+//
+// A block waits for blocks of lower blockIdx.x, and keeps its multiprocessor meanwhile. That ends because GPUs start
+// blocks in the order of their numbers, which CUDA does not promise: a block that all others of its head wait for would
+// else find no room.
 struct DqTurns {
   unsigned int* data;
 

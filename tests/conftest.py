@@ -1,4 +1,4 @@
-"""Shared by all tests: tiers and processes, hypothesis without randomness or deadlines, backends, poisoned memory."""
+"""Shared by all tests: tiers and processes, hypothesis without randomness or time limits, backends, poisoned memory."""
 
 import gc
 import os
@@ -18,7 +18,14 @@ from cupy_flash.plan import plan
 from cupy_flash.source import kernel_folder
 
 for tier, examples in (("default", 64), ("exhaustive", 200)):
-    hypothesis.settings.register_profile(tier, derandomize=True, deadline=None, database=None, max_examples=examples)
+    hypothesis.settings.register_profile(
+        tier,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        max_examples=examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 
 # A kernel that is parsed and built makes some 100,000 objects, most of which stay: to look for cycles among all of them
 # as often as Python does by default took a tenth of the processor's time.

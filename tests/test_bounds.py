@@ -1,10 +1,12 @@
 """What bounds a kernel, of what Nsight Compute writes: its raw page by hand, and a tool in its place."""
 
 import json
+import math
 import os
 import sys
 
 import pytest
+from patience import FOREVER
 from sweeps import case, regime, result
 
 from bench import bounds
@@ -60,7 +62,7 @@ said = {said!r}
 print("the program's own line")
 if said == "hang":
     import time
-    time.sleep(60)
+    time.sleep({forever})
 if said.startswith("==ERROR"):
     print(said)
     sys.exit(1)
@@ -76,7 +78,7 @@ def ncu(tmp_path, monkeypatch):
 
     def install(said):
         tool = tmp_path / "ncu"
-        tool.write_text(NCU.format(python=sys.executable, said=said))
+        tool.write_text(NCU.format(python=sys.executable, said=said, forever=FOREVER))
         tool.chmod(0o755)
 
     return install
@@ -87,18 +89,18 @@ def ncu(tmp_path, monkeypatch):
     [
         (page(("forward", COUNTERS)), 0, None),
         ("==ERROR== ERR_NVGPUCTRPERM", 1, "==ERROR== ERR_NVGPUCTRPERM"),
-        ("hang", 1, "did not come back within 1 s"),
+        ("hang", 1, "did not come back within 0 s"),
         ("", 1, "ncu counted nothing, exit status 0"),
     ],
     ids=["counted", "not-permitted", "hangs", "nothing"],
 )
 def test_command(said, status, told, ncu, tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "SECONDS_OF_ONE", 1 if said == "hang" else 30)
+    monkeypatch.setattr(bounds, "SECONDS_OF_ONE", 0 if said == "hang" else FOREVER)
     ncu(said)
     stored = result(case(regime(96), {"wgmma 1": 1.0}), case(regime(), {"wgmma 1": 700.0, "mma 1": 300.0}))
     path = tmp_path / "sweep-forward.json"
     path.write_text(json.dumps(stored))
-    assert main(["bounds", str(path), "--out", str(tmp_path)]) == status
+    assert main(["bounds", str(path), "--seconds", str(2 * FOREVER), "--out", str(tmp_path)]) == status
     (record,) = json.loads((tmp_path / "bounds.json").read_text())["bounds"]  # the other has no mark
     assert (record["regime"], record["tile"], record["left_out"]) == (regime().name, "wgmma 1", told)
     (row,) = bounds.table([record]).rows
@@ -108,5 +110,5 @@ def test_command(said, status, told, ncu, tmp_path, monkeypatch):
 def test_time_and_tools_that_are_not_there(monkeypatch):
     cases = [case(regime(), {"wgmma 1": 700.0}), case(regime(causal=True), {"wgmma 1": None})]
     monkeypatch.setattr(bounds.shutil, "which", lambda name: None)
-    assert [record["left_out"] for record in bounds.run(cases, 1000)] == ["ncu is not installed"]
+    assert [record["left_out"] for record in bounds.run(cases, math.inf)] == ["ncu is not installed"]
     assert [record["left_out"] for record in bounds.run(cases, 10)] == ["out of time"]

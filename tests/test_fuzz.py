@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # Patching np.empty once for all examples is what is wanted.
-SHARED_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def maybe(strategy):

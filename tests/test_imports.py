@@ -2,7 +2,6 @@
 
 import ast
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,7 +153,7 @@ def python(code: str, **variables: str) -> str:
     """What `code` prints in a fresh process that imports this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -246,10 +245,26 @@ def test_import_and_numpy_attention_write_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+COUNT_CALLS = """
+import sys, numpy
+calls = 0
+
+
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+
+sys.setprofile(count)
+import cupy_flash
+sys.setprofile(None)
+print(calls)
+"""
+
+
 def test_import_is_quick(tmp_path: Path) -> None:
-    # Compiled modules, as installed ones are, wherever the tests run; the first process compiles them. Of the
-    # processor's time, so that other tests beside this one do not count.
+    """By the calls that it makes, which are the same on any machine: some 13,000 of them take 44 ms. Modules are
+    compiled, as installed ones are, wherever the tests run; the first process compiles them."""
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    code = "import time, numpy; start = time.process_time(); import cupy_flash; print(time.process_time() - start)"
-    _, *seconds = [float(python(code, **compiled)) for _ in range(6)]
-    assert statistics.median(seconds) <= 0.070
+    _, calls = (int(python(COUNT_CALLS, **compiled)) for _ in range(2))
+    assert 1000 < calls <= 20_000

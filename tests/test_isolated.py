@@ -1,5 +1,6 @@
 """Work in a process of its own: answers, and every way to lose the process."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from patience import FOREVER, give_workers_time, hang
 
 from bench.isolated import Lost, OutOfTime, Worker
 from bench.results import ROOT
@@ -16,10 +18,10 @@ from bench.results import ROOT
 
 def work(how, announce):
     """Goes well or ends in one of the ways of a kernel, after having said what it begins; gives its process."""
-    announce("a first step", 60)
-    announce("the step", 0.5 if how == "hangs" else 60)
+    announce("a first step", FOREVER)
+    announce("the step", 0 if how == "hangs" else FOREVER)
     if how in ("hangs", "waits"):
-        time.sleep(60)
+        hang()
     if how == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "leaves":
@@ -27,7 +29,7 @@ def work(how, announce):
     if how == "fails":
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much else")
     if how == "begins another":
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+        return subprocess.Popen([sys.executable, "-c", "import patience; patience.hang()"]).pid
     if how == "begins a pool":
         pools.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
         return pools[0].submit(os.getpid).result()
@@ -37,17 +39,17 @@ def work(how, announce):
 pools = []
 
 
-def soon(seconds=60):
-    return time.monotonic() + seconds
+@pytest.fixture(autouse=True)
+def workers_have_time(monkeypatch):
+    give_workers_time(monkeypatch)
 
 
 def is_alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{pid}/stat") as file:  # a killed process may yet wait to be heard of
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    with open(f"/proc/{pid}/stat") as file:  # a killed process may yet wait to be heard of
-        return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(
@@ -61,50 +63,50 @@ def is_alive(pid):
 )
 def test_what_is_lost_is_told_and_the_next_is_served(how, reason):
     with Worker(work) as worker:
-        first = worker("goes well", until=soon())
-        assert worker("goes well", until=soon()) == first != os.getpid()
+        first = worker("goes well", until=math.inf)
+        assert worker("goes well", until=math.inf) == first != os.getpid()
         with pytest.raises(Lost) as lost:
-            worker(how, until=soon())
+            worker(how, until=math.inf)
         assert (lost.value.step, lost.value.reason) == ("the step", reason)
         assert not is_alive(first)
-        second = worker("goes well", until=soon())
+        second = worker("goes well", until=math.inf)
         assert second != first
     assert not is_alive(second)
 
 
 def test_time_is_over_for_everything():
     with Worker(work) as worker:
-        worker("goes well", until=soon())
+        worker("goes well", until=math.inf)
         with pytest.raises(OutOfTime):
-            worker("waits", until=soon(0.3))
+            worker("waits", until=time.monotonic())
 
 
 @pytest.mark.parametrize("how", ["begins another", "begins a pool"])
 def test_what_it_begins_ends_with_it(how):
     with Worker(work) as worker:
-        other = worker(how, until=soon())
+        other = worker(how, until=math.inf)
         assert is_alive(other)
-    for _ in range(100):
-        if not is_alive(other):
-            break
+    while is_alive(other):
         time.sleep(0.05)
-    assert not is_alive(other)
 
 
 def test_a_run_that_is_ended_ends_its_worker():
     """As `timeout` ends it, whose signal goes to the run alone."""
     program = """
-import time
+import math
+import pytest
 from bench.isolated import Worker, ended_by_signal
+from patience import give_workers_time
 from test_isolated import work
-with ended_by_signal(), Worker(work) as worker:
-    print(worker("goes well", until=time.monotonic() + 60), flush=True)
-    worker("waits", until=time.monotonic() + 60)
+with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as worker:
+    give_workers_time(patch)
+    print(worker("goes well", until=math.inf), flush=True)
+    worker("waits", until=math.inf)
 """
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
     pid = int(run.stdout.readline())
     run.terminate()
-    assert run.wait(30) == 128 + signal.SIGTERM
+    assert run.wait() == 128 + signal.SIGTERM
     assert not is_alive(pid)
     run.stdout.close()

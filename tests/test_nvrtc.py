@@ -187,7 +187,7 @@ def test_equal_texts_give_equal_code_in_any_process_and_folder(tmp_path: Path) -
         (tmp_path / folder).mkdir(parents=True)
         command = [sys.executable, "-c", FRESH, str(ROOT)]
         result = subprocess.run(
-            command, input=REVERSE, cwd=tmp_path / folder, env=environment, capture_output=True, text=True, timeout=120
+            command, input=REVERSE, cwd=tmp_path / folder, env=environment, capture_output=True, text=True
         )
         assert result.returncode == 0, result.stderr
         outputs.append(json.loads(result.stdout))

@@ -18,6 +18,7 @@ import sanitize
 import test_fp8
 import torch
 from cases import planned
+from patience import FOREVER, give_workers_time, patiently
 
 from bench import gpu, sweep
 from bench.isolated import Lost
@@ -268,14 +269,21 @@ def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
         torch.testing.assert_close(calls["FlexAttention"](), calls["SDPA math"](), atol=1e-4, rtol=1e-4)
 
 
+def measure_patiently(measure_one, regime, lost, announce):
+    """gpu.beside_matmul, as slow as the machine."""
+    return gpu.beside_matmul(measure_one, regime, lost, patiently(announce))
+
+
 def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     """In a real process of its own, which here finds no GPU."""
+    give_workers_time(monkeypatch)
+    monkeypatch.setattr(gpu, "beside_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
     regimes = [gpu.Regime("bfloat16", 64, 1024, True)]
-    assert gpu.run(regimes, sweep.measure_tiles, 200, tmp_path / "x.json", ["python -m bench"]) == 0
+    assert gpu.run(regimes, sweep.measure_tiles, FOREVER, tmp_path / "x.json", ["python -m bench"]) == 0
     (case,) = json.loads((tmp_path / "x.json").read_text())["cases"]
     assert case["tflops"] == {} and list(case["left_out"]) == ["torch.matmul"]
     assert re.match(r"AssertionError|RuntimeError", case["left_out"]["torch.matmul"])

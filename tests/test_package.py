@@ -28,7 +28,7 @@ PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
     """Its standard output. PYTHONPATH is dropped: it could lead to the checkout that holds these tests."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -68,6 +68,44 @@ def test_copy_over_what_the_other_block_still_reads():
         result(MULTICAST, body.replace("MEET", "bar.sync 0;"))
 
 
+def without_the_last_barrier(case):
+    """A block exits while the other may still arrive at it, or copy into it."""
+    return case.body[: case.body.rindex("barrier.cluster.arrive")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_before_the_other_block_has_arrived(order):
+    """Each block waits for both arrivals of its own mbarrier: no barrier of the cluster has to follow."""
+    body = without_the_last_barrier(REMOTE)
+    assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))
+    with pytest.raises(errors.EarlyExit, match="exit"):
+        result(REMOTE, body.replace(wait(), ""), order=order)
+    # A barrier without release orders no accesses, but the arrivals come before it.
+    barrier = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
+    result(REMOTE, body.replace(wait(), barrier), order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_before_the_copy_of_the_other_block_has_landed(order):
+    body = without_the_last_barrier(MULTICAST)
+    assert np.array_equal(result(MULTICAST, body, order=order), result(MULTICAST))
+    assert MULTICAST.body.count(wait()) == 1
+    with pytest.raises(errors.SimulationError, match="ends before its copy has landed|has exited"):
+        result(MULTICAST, body[: body.index(wait())], order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("what", ["arrives", "copies"])
+def test_use_of_a_block_that_has_exited(what, order):
+    """The second block comes only when the first has left."""
+    case = REMOTE if what == "arrives" else MULTICAST
+    first = case.body.index("barrier.cluster.wait") + len("barrier.cluster.wait.acquire")
+    first = case.body.index(";", first) + 1
+    leaves = "mov.u32 %r30, %cluster_ctarank; setp.eq.u32 %q3, %r30, 0; @%q3 exit;"
+    with pytest.raises(errors.EarlyExit, match="block 0 has exited, and its shared memory is used"):
+        result(case, case.body[:first] + leaves + BARRIER + case.body[first:], order=order)
+
+
 def test_deadlock_at_the_clusters_barrier_names_who_is_missing():
     body = f"setp.eq.u32 %q0, %block, 0; @%q0 bra MEET; bar.sync 1, 256; MEET: {BARRIER}"
     with pytest.raises(

@@ -143,6 +143,11 @@ PLANTED = {
     ),
     "barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
     "arrivals": ("mbarrier_init(bars + 8, 2);", "mbarrier_init(bars + 8, 3);", errors.Deadlock),
+    "map that the compiler copies": (
+        "const __grid_constant__ TensorMap k",
+        "const TensorMap k",
+        errors.NoTensorMap,
+    ),
     "past the keys": ("key < p.kv_len ? S_rmem[j] : -1e30f", "S_rmem[j]", None),
 }
 

@@ -4,10 +4,11 @@ import struct
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, DYNAMIC_BYTES
+from conformance.hopper import BY_NAME, DYNAMIC_BYTES, tensor
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
+from cupy_flash.tensor_map import encode_for_simulator
 
 LANES = np.arange(32)
 STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
@@ -661,6 +662,35 @@ def test_blocks_that_take_turns_round_in_their_order(order):
     assert np.array_equal(out, total) and not np.array_equal(out, case.inputs[0][::-1].cumsum(0)[-1])
 
 
+def test_blocks_start_in_any_order(monkeypatch):
+    """Random order starts clusters in another order, for each seed its own, and each block once: numbers drawn by
+    blocks of which one cluster at a time is resident."""
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 64)
+    body = """
+        atom.global.add.u32 %r0, [%p0], 1;
+        mad.wide.u32 %d0, %block, 4, %p1;
+        st.global.b32 [%d0], %r0;
+    """
+    starts = []
+    for options in (dict(order="late"), *(dict(order="random", seed=seed) for seed in (0, 1, 1))):
+        drawn = np.zeros(16, np.uint32)
+        run(body, np.zeros(1, np.uint32), drawn, threads=1, blocks=16, directives=".reqnctapercluster 2", **options)
+        starts.append((drawn // 2).reshape(8, 2))
+        assert (starts[-1][:, 0] == starts[-1][:, 1]).all() and set(starts[-1][:, 0]) == set(range(8))
+    assert np.array_equal(starts[0][:, 0], np.arange(8)) and np.array_equal(starts[2], starts[3])
+    assert not np.array_equal(starts[0], starts[1]) and not np.array_equal(starts[1], starts[2])
+
+
+def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
+    """Where not all blocks are resident: kernels_cu/dq_sums.cuh says so."""
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 32 * 32)
+    case, out = launched("turns")
+    assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
+    monkeypatch.setattr("cupy_flash.backends.simulator.scheduler._LIMIT", 2000)
+    with pytest.raises(errors.Deadlock, match="no end after 2000 blocks of instructions"):
+        launched("turns", order="random")
+
+
 def test_a_turn_passed_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
@@ -679,5 +709,71 @@ def test_warps_that_take_turns(order):
     assert np.array_equal(out, expected)
 
 
+@pytest.mark.parametrize("order", ["early", "late", "random"])
+def test_sums_in_global_memory_flush_subnormals(order):
+    """PTX ISA, atom, red and cp.reduce.async.bulk; sums in shared memory do not."""
+    case, out = launched("subnormals.add", order=order)
+    old, new = case.out[0], case.inputs[0]
+
+    def flushed(x):
+        return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+
+    in_global, in_shared = flushed(flushed(old) + flushed(new)), old + new
+    assert (in_global != in_shared).sum() > 8 and np.signbit(in_global[in_global == 0]).any()
+    expected = np.stack([in_global, in_global, in_global, in_shared, in_global])
+    assert np.array_equal(out.view(np.uint32), expected.view(np.uint32))
+
+
+def test_every_sum_flushes_subnormals():
+    """Many lanes add to one number, whose sums on the way are subnormal or not."""
+    numbers = np.tile(np.array([1.5, -1.0, 1.0, -1.0], np.float32) * np.float32(2.0**-126), 8)
+    body = "mad.wide.u32 %d0, %t, 4, %p0; ld.global.f32 %f0, [%d0]; red.global.add.f32 [%p1], %f0;"
+    out = np.zeros(1, np.float32)
+    run(body, numbers, out)
+    # Of every four numbers the first two give a subnormal, which is lost, the others nothing.
+    assert out[0] == 0 and np.cumsum(numbers)[-1] == 4 * np.float32(2.0**-126)
+
+
+def test_powers_of_two_flush_subnormals():
+    case, out = launched("subnormals.ex2")
+    lower = -(95 + 2 * np.arange(32))
+    assert np.array_equal(out, (lower < -126) + 2 * (lower[::-1] < -126))
+
+
 def test_all_the_shared_memory_of_a_block():
     assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448
+
+
+@pytest.mark.parametrize(("target", "limit"), [("sm_75", 64), ("sm_80", 163), ("sm_89", 99), ("sm_90a", 227)])
+def test_more_shared_memory_than_a_block_may_have(target, limit):
+    static = ".shared .align 16 .b8 words[1024];"
+    most = (limit - 1) * 1024
+    run("", shared=static, dynamic=most, target=target)
+    with pytest.raises(errors.LaunchRefused, match=f"asks for {limit * 1024 + 16} bytes of shared memory"):
+        run("", shared=static, dynamic=most + 16, target=target)
+
+
+@pytest.mark.parametrize(
+    ("threads", "directives", "words"),
+    [
+        (1056, "", "1056 threads, of which a block has 1024"),
+        (160, ".maxntid 128, 1, 1", "160 threads, of which .maxntid allows 128"),
+        (384, ".maxnreg 240", "92160 registers, of which a processor has 65536"),
+    ],
+    ids=["threads", "bounds", "registers"],
+)
+def test_more_than_a_block_may_have(threads, directives, words):
+    with pytest.raises(errors.LaunchRefused, match=words):
+        run("", threads=threads, directives=directives)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_vector_of_a_parameter(count):
+    """The compiler copies a struct that is not __grid_constant__ in such pieces."""
+    registers = ", ".join(f"%r{i}" for i in range(count))
+    vector, operand = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
+    stores = " ".join(f"st.global.b32 [%p0+{4 * i}], %r{i};" for i in range(count))
+    out, map_ = np.zeros(count, np.uint32), tensor("u8", (64, 5, 3), (64, 1, 1))
+    run(f"ld.param{vector}.b32 {operand}, [map0+64]; {stores}", out, maps=((0, map_),))
+    assert np.array_equal(out, np.frombuffer(encode_for_simulator(map_(0)), np.uint32)[16 : 16 + count])
+    assert out.any()

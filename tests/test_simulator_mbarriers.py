@@ -212,6 +212,22 @@ def test_wait_that_gives_up_lets_others_work():
     assert out[0] == 0
 
 
+def test_wait_may_time_out():
+    """One try_wait without a loop is no wait, as some seeds show; in a loop it is."""
+    once = EXCHANGE.replace("@!%q5 bra WAIT;", "")
+    assert once != EXCHANGE
+    found = 0
+    for seed in range(24):
+        out = np.zeros(64, np.uint32)
+        micro(EXCHANGE, out, order="random", seed=seed)
+        assert np.array_equal(out[32:], np.arange(32))
+        try:
+            micro(once, out, order="random", seed=seed)
+        except (errors.Race, errors.Uninitialised):
+            found += 1
+    assert 0 < found < 24
+
+
 def test_lanes_whose_predicate_is_false_do_not_wait():
     body = f"""
         {initialise()}

@@ -10,12 +10,12 @@ from cupy_flash.backends.simulator import errors
 CASE = BY_NAME["setmaxnreg"]
 
 
-def result(*changes):
+def result(*changes, **options):
     out, body = CASE.out.copy(), CASE.body
     for old, new in changes:
         assert old in body
         body = body.replace(old, new)
-    run(body, out, threads=CASE.threads, **CASE.options)
+    run(body, out, threads=CASE.threads, **CASE.options | options)
     return out
 
 
@@ -43,8 +43,28 @@ def test_more_than_there_are_is_a_deadlock_that_says_so():
         result(("u32 24;", "u32 32;"))
 
 
+def test_bounds_of_more_threads_leave_fewer_registers():
+    """The compiler shares them out among as many threads as .maxntid allows, however few a launch has: 3 x 128."""
+    with pytest.raises(errors.Deadlock, match=r"warps \[4, 5, .*\] wait for registers, 13312 are free"):
+        result(directives=".maxntid 512, 1, 1 .minnctapersm 1")
+    assert np.array_equal(result(("u32 240;", "u32 176;"), directives=".maxntid 512, 1, 1"), np.arange(384))
+
+
+def test_kernel_begins_with_no_more_than_it_asks_for():
+    """Where 232 are the most that a warpgroup asks for, two begin with 232 each, though there are 256 for all."""
+    case = BY_NAME["setmaxnreg.40-232"]
+    out = np.zeros(256, np.uint32)
+    run(case.body, out, threads=256, **case.options | {"directives": ".maxntid 256, 1, 1 .minnctapersm 1"})
+    assert np.array_equal(out, np.arange(256))
+    body = case.body.replace("setmaxnreg.dec.sync.aligned.u32 40", "setmaxnreg.dec.sync.aligned.u32 240")
+    with pytest.raises(errors.BarrierMisuse, match="has 232 registers"):
+        run(body, out, threads=256, **case.options | {"directives": ".maxntid 256, 1, 1 .minnctapersm 1"})
+
+
 @pytest.mark.parametrize(
-    ("directives", "registers"), [(".minnctapersm 2", 80), (".maxnreg 96", 96), ("", 168)], ids=["two", "told", "alone"]
+    ("directives", "registers"),
+    [(".minnctapersm 2", 80), (".maxnreg 96", 96), (".maxntid 512, 1, 1", 128), ("", 168)],
+    ids=["two", "told", "bounds", "alone"],
 )
 def test_registers_at_entry(directives, registers):
     body = "setmaxnreg.dec.sync.aligned.u32 {};"
@@ -56,7 +76,7 @@ def test_registers_at_entry(directives, registers):
 
 def test_increase_below_what_one_has():
     with pytest.raises(errors.BarrierMisuse, match="has 168 registers"):
-        result(("u32 240;", "u32 160;"))
+        result(("u32 240;", "u32 160;"), directives=".maxnreg 168")
 
 
 def test_decrease_above_what_one_has():

@@ -1,8 +1,7 @@
 """What a call saves for its backward, to the byte, and that nothing of it outlives the backward."""
 
-from datetime import timedelta
-
 import pytest
+import ranks
 import torch
 from leaks import Allocated, Kept, SavedTensors
 from torch.utils.checkpoint import checkpoint
@@ -284,9 +283,7 @@ def one_process(rank, rendezvous, reports):
     from torch import distributed
 
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=ranks.TIMEOUT)
     try:
         ours = train_sharded()
         module.attention = lambda q, k, v, **_: LeakyAttention.apply(q, k, v)

@@ -1,9 +1,9 @@
 """The operators inside what trains a model: compile, export, checkpointing, offloading, FSDP2."""
 
 import copy
-from datetime import timedelta
 
 import pytest
+import ranks
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -254,9 +254,7 @@ def train_sharded(rank, rendezvous, failures):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=ranks.TIMEOUT)
     try:
         torch.manual_seed(0)
         model = torch.nn.ModuleList([Layer(), Layer()])

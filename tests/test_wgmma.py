@@ -257,6 +257,9 @@ PLANTED_IN_PAIRS = {
     ),
     "half of the keys twice": ("row + half, head", "row, head", AssertionError),
     "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
+    "exit before the other block": (
+        "nor say that it has read its own.\n  wait_for_cluster();", "\n", errors.EarlyExit,
+    ),
 }  # fmt: skip
 BUGS = {
     name: (case, how, *bug)
@@ -274,6 +277,15 @@ def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypat
     """In one block that draws all tiles, so that every place is used again, or in a pair."""
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
         check_forward(case, forward(case, *how))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_wait_without_a_loop_is_found(seed, small_tile, monkeypatch):
+    """A try_wait may return before the phase is complete."""
+    in_order = functools.partial(launch, order="random", seed=seed)
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
+    with planted(monkeypatch, ('"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
+        forward(PLAIN)
 
 
 HOPPER = device.named("sm_90a", "cuda")

@@ -287,6 +287,14 @@ CASES = [
             ("tanh.approx", 2.0**-10),
         )
     ],
+    Case(
+        "ex2.approx.ftz.bf16",
+        ".reg .b16 %x; ex2.approx.ftz.bf16 %x, %a; cvt.f32.bf16 %d, %x;",
+        ("bf16",),
+        "f32",
+        90,
+        relative=2.0**-7,
+    ),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 

@@ -37,7 +37,7 @@ def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) ->
 
     def work(index: int) -> list[list[np.ndarray]]:
         with on_stream(streams[index]):
-            together.wait(60)
+            together.wait()
             given = [step(values[index], engine, deterministic=True) for _ in range(repeats)]
             return [[on_host(x) for x in results] for results in given]
 

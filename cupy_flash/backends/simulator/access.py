@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .closures import Compiler
-from .convert import FORMATS, decode, encode, sum_to_odd
+from .convert import FORMATS, add_flushed, decode, encode, may_flush, sum_to_odd
 from .errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
 from .lanes import DTYPES, Array, Context, Group, Step
 from .memory import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
@@ -279,7 +279,7 @@ def _load_parameter(
     everyone = Group(0, np.arange(context.warps), None, context.warps)
     address = address_of(everyone)
     ((store, index, _, _),) = pieces(access, "param", context, everyone, address)
-    values = store.gather(index[:1], access.width).view(DTYPES[access.type])
+    values = store.gather(index[:1], access.width).view(DTYPES[access.type]).reshape(-1)
 
     def step(group: Group) -> None:
         for result, value in zip(results, values, strict=True):
@@ -386,6 +386,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     address_of = addresses(target, context, instruction)
     function, dtype = atomic_function(operation, type_), np.dtype(DTYPES[type_])
     in_place = isinstance(function, np.ufunc) and not returns
+    adds_float = operation == "add" and type_ == "f32"
 
     def step(group: Group) -> None:
         for space, lanes, address in by_space(access, context, group, address_of(group)):
@@ -403,7 +404,11 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
                     mine = [one[i][chosen] for one in operands]
                     typed = items.view(dtype)
                     order = None if context.random is None else context.random.permutation(len(position))
-                    old[chosen, i] = _in_turn(function, typed, position, mine, order, in_place=in_place)
+                    # PTX ISA, atom and red: .add.f32 flushes subnormals in global memory, and keeps them in shared.
+                    if adds_float and space == "global" and may_flush(typed[position], mine[0]):
+                        old[chosen, i] = _in_turn(add_flushed, typed, position, mine, order, in_place=False)
+                    else:
+                        old[chosen, i] = _in_turn(function, typed, position, mine, order, in_place=in_place)
                 if store.defined is not None:
                     # exch defines what it writes; all others read first and were checked.
                     defined, first = store.items(access.width, of_defined=True)

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ...tensor_map import ALIGNMENT, BYTES, DATA_TYPES, TensorMap, decode
 from .closures import unsupported
-from .errors import Misaligned, OutOfBounds, SimulationError
+from .errors import Misaligned, NoTensorMap, OutOfBounds
 from .lanes import Context
-from .memory import PARAM, SHARED_START, WINDOW_BITS, Allocation, swizzled
+from .memory import LOCAL, PARAM, SHARED_START, WINDOW_BITS, Allocation, swizzled
 from .ptx import Instruction
 
 Indices = npt.NDArray[np.int64]
@@ -91,6 +91,11 @@ def tensor_map_at(address: Indices, instruction: Instruction, context: Context) 
     place = int(address[0])
     if place % ALIGNMENT:
         raise Misaligned(f"a tensor map at {place:#x}, no multiple of {ALIGNMENT}: {instruction.where}")
+    if place >> WINDOW_BITS == LOCAL >> WINDOW_BITS:
+        raise NoTensorMap(
+            f"a tensor map in local memory, where the compiler copies a parameter whose address is taken and which is "
+            f"not __grid_constant__: {instruction.where}"
+        )
     if place >> WINDOW_BITS == PARAM >> WINDOW_BITS:
         data, start = context.parameters.data, place - PARAM
     else:
@@ -98,5 +103,5 @@ def tensor_map_at(address: Indices, instruction: Instruction, context: Context) 
         data, start = allocation.store.data, place - allocation.start
     found = decode(data[start : start + BYTES].tobytes().ljust(BYTES, b"\0"))
     if found is None:
-        raise SimulationError(f"no tensor map at {place:#x}: {instruction.where}")
+        raise NoTensorMap(f"no tensor map at {place:#x}: {instruction.where}")
     return found

@@ -18,6 +18,7 @@ from .access import ATOMIC, addresses, atomic_function
 from .boxes import Pieces, box_pieces, range_pieces, tensor_map_at
 from .checks import Issue
 from .closures import Compiler, unsupported
+from .convert import add_flushed
 from .copies import Order
 from .errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
 from .lanes import DTYPES, Context, Group, Step
@@ -62,6 +63,7 @@ class BulkCopies:
         """Start a load."""
         context = self.context
         phases = context.mbarriers.expect_copy(copy.places, copy.instruction)
+        context.exits.use(copy.places, phases, copy.instruction, arrives=False)
         _account(copy, context, writes=False)
         if context.checks is not None:
             self._require_source(copy)
@@ -197,7 +199,11 @@ class BulkCopies:
             items, first = store.items(dtype.itemsize)
             places = (index[:, None] + np.arange(0, pieces.width, dtype.itemsize)).reshape(-1) // dtype.itemsize - first
             typed, new = items.view(dtype), np.ascontiguousarray(data).view(dtype).reshape(-1)
-            typed[places] = atomic_function(copy.operation, pieces.type)(typed[places], new)
+            combine = atomic_function(copy.operation, pieces.type)
+            # PTX ISA, cp.reduce.async.bulk: .add.f32 flushes subnormals; of tensors it says nothing.
+            if copy.operation == "add" and pieces.type == "f32" and "tensor" not in copy.instruction.modifiers:
+                combine = add_flushed
+            typed[places] = combine(typed[places], new)
         copy.open = copy.open & ~lanes
 
     def finish(self) -> None:

@@ -34,7 +34,7 @@ FORMATS = {
     "e4m3": Format(4, 3, 0x7E, None, 0x7F),
     "e5m2": Format(5, 2, 0x7B, 0x7C, 0x7F),
 }
-_SMALLEST_NORMAL = np.float32(2.0**-126)
+_SMALLEST_NORMAL, _NO_SUM_IS_SUBNORMAL = np.float32(2.0**-126), np.float32(2.0**-102)
 _TF32 = Format(8, 10, 0x3FBFF, 0x3FC00, 0x3FFFF)
 
 
@@ -232,3 +232,21 @@ def _fma_by_fractions(a: float, b: float, c: float) -> float:
 def flush_subnormals(values: Array) -> Array:
     """.ftz: float32 subnormals become zero of the same sign."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
+
+
+def flush_subnormal_bits(bits: Array, name: str) -> Array:
+    """.ftz of the bits of a format of 16 bits."""
+    exponent, sign = FORMATS[name].infinity, 0x8000
+    assert exponent is not None
+    return np.where(bits & exponent, bits, bits & sign)
+
+
+def add_flushed(a: Array, b: Array) -> Array:
+    """a + b in float32, where subnormal terms and sums are zero."""
+    return flush_subnormals(flush_subnormals(a) + flush_subnormals(b))
+
+
+def may_flush(*values: Array) -> bool:
+    """Whether sums of these float32 numbers may differ by add_flushed: numbers of 2**-102 or more are multiples of
+    2**-125, and so are their sums, none of which is subnormal."""
+    return any(((value != 0) & (np.abs(value) < _NO_SUM_IS_SUBNORMAL)).any() for value in values)

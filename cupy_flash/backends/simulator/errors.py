@@ -15,6 +15,10 @@ class Unsupported(SimulationError):
     """An instruction or a form of it that the simulator does not execute."""
 
 
+class LaunchRefused(SimulationError):
+    """A launch that asks for more than a block may have: the driver does not start it."""
+
+
 class MemoryFault(SimulationError):
     """An access outside every allocation, misaligned, or a write to read-only memory."""
 
@@ -29,6 +33,10 @@ class Misaligned(MemoryFault):
 
 class ReadOnly(MemoryFault):
     """A write to memory that the kernel may only read."""
+
+
+class NoTensorMap(SimulationError):
+    """A bulk copy names a tensor map where there is none, or where its unit cannot read one."""
 
 
 class Uninitialised(SimulationError):
@@ -53,6 +61,10 @@ class MissingFence(SimulationError):
 
 class BarrierMisuse(SimulationError):
     """A barrier reached by part of a warp, or with counts that do not fit."""
+
+
+class EarlyExit(SimulationError):
+    """A block exits, or may, while another block of its cluster still uses its shared memory."""
 
 
 class Deadlock(SimulationError):

@@ -11,6 +11,7 @@ from .convert import (
     FORMATS,
     decode,
     encode,
+    flush_subnormal_bits,
     flush_subnormals,
     fma32,
     fma64,
@@ -49,14 +50,19 @@ def _flushed(function: Function, instruction: Instruction, type_: str) -> Functi
 def _by_halves(function: Function, name: str, instruction: Instruction) -> Function:
     """A function of float64 values on f16 or bf16 bits, packed in pairs or not; `function` must round to odd."""
     single = name[:-2] if name.endswith("x2") else name
+    flush = "ftz" in instruction.modifiers
 
     def on_bits(*bits: Array) -> Array:
-        result = function(*[decode(np.asarray(value), single) for value in bits])
+        values = [np.asarray(value) for value in bits]
+        if flush:
+            values = [flush_subnormal_bits(value, single) for value in values]
+        result = function(*[decode(value, single) for value in values])
         if "relu" in instruction.modifiers:
             result = np.where(result < 0, 0.0, result)
         if "sat" in instruction.modifiers:
             result = np.where(np.isnan(result), 0.0, np.clip(result, 0, 1))
-        return encode(result, FORMATS[single])
+        encoded = encode(result, FORMATS[single])
+        return flush_subnormal_bits(encoded, single) if flush else encoded
 
     if single == name:
         return lambda *bits: on_bits(*bits).astype(np.uint16)

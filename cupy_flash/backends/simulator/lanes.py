@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .clusters import ClusterBarrier
     from .copies import Copies
     from .counters import Counters
+    from .exits import Exits
     from .mbarriers import Mbarriers
     from .program import Program
     from .registers import Registers
@@ -145,6 +146,7 @@ class Context:
         self.mbarriers: Mbarriers
         self.cluster_barrier: ClusterBarrier
         self.registers: Registers
+        self.exits: Exits
         self.bulk: BulkCopies
         self.products: Products
         self.random: np.random.Generator | None = None

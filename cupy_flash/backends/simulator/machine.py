@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
+from ...device import GPUS
 from .access import access_bytes
 from .bulk import BulkCopies
 from .checks import Checks, tracked_unit
 from .clusters import ClusterBarrier
 from .copies import Copies, Order
 from .counters import Counters
-from .errors import SimulationError
+from .errors import LaunchRefused, SimulationError
+from .exits import Exits
 from .lanes import Context
 from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .registers import Registers
+from .registers import OF_A_PROCESSOR, Registers
 from .scheduler import Scheduler
 from .wgmma import Products
 
 # Lanes that run side by side: enough to pay for NumPy's calls, few enough for a processor's cache.
 _RESIDENT_LANES = 1 << 13
+_MOST_THREADS = 1024  # of a block
 
 
 def launch(
@@ -43,8 +47,8 @@ def launch(
     """Run a kernel over its whole grid, in place on the arrays of `memory`; return what it did.
 
     `parameters` is the parameter block as the driver takes it. `order`: asynchronous instructions take effect at once,
-    at their wait, or at random times; `random` also shuffles whose turn it is, the order of atomics and who is elected,
-    and `seed` repeats it.
+    at their wait, or at random times; `random` also shuffles in which order blocks start, whose turn it is, the order
+    of atomics and who is elected, lets waits for mbarriers time out, and `seed` repeats it.
     Raises SimulationError, by its subclass, for whatever a GPU would not stand, or would let pass and get wrong.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
@@ -58,6 +62,7 @@ def launch(
     variables = _memory_with_globals(module, memory)
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
+    _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
     cluster = function.cluster[0]
@@ -65,8 +70,11 @@ def launch(
         raise SimulationError(f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or not along x")
     resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
+    starts = np.arange(blocks)
+    if order == "random":  # CUDA promises no order
+        starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
     for first in range(0, blocks, resident):
-        ids = np.arange(first, min(first + resident, blocks))
+        ids = starts[first : first + resident]
         symbols = {**variables, **shared, **function.parameter_layout()[0]}
         context = Context(
             program, ids, grid, block, parameters, symbols, static_bytes + dynamic_shared, memory, counters
@@ -83,6 +91,7 @@ def launch(
         context.mbarriers = Mbarriers(context)
         context.cluster_barrier = ClusterBarrier(context)
         context.registers = Registers(context)
+        context.exits = Exits(context)
         context.bulk = BulkCopies(context, order)
         context.products = Products(context, order)
         Scheduler(context).run()
@@ -92,6 +101,23 @@ def launch(
 @functools.lru_cache(maxsize=64)
 def _program(module: Module, name: str) -> Program:
     return Program(module.kernels[name])
+
+
+def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
+    """Raise LaunchRefused for more threads, registers or shared memory than the target's blocks have."""
+    shared_kib, _ = GPUS[module.target]
+    reasons = [
+        f"{asked} {what}, of which {there_are}"
+        for asked, what, most, there_are in (
+            (threads, "threads", _MOST_THREADS, f"a block has {_MOST_THREADS}"),
+            (threads, "threads", function.max_threads or threads, f".maxntid allows {function.max_threads}"),
+            (threads * function.max_registers, "registers", OF_A_PROCESSOR, f"a processor has {OF_A_PROCESSOR}"),
+            (shared_bytes, "bytes of shared memory", shared_kib << 10, f"{module.target} has {shared_kib << 10}"),
+        )
+        if asked > most
+    ]
+    if reasons:
+        raise LaunchRefused(f"a block of {function.name} asks for {'; '.join(reasons)}")
 
 
 def _memory_with_globals(module: Module, memory: Memory) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """mbarrier objects in shared memory: arrivals and bytes still to come, the phase, who waits for which.
 
-A wait suspends its lanes until the phase has passed, as hardware may; where nothing else can run it returns false, as
-hardware may too.
+A wait suspends its lanes until the phase has passed, as hardware may; where nothing else can run, and at random times
+where those are random, it returns false, as hardware may too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Indices = npt.NDArray[np.int64]
 # An address of shared::cluster is that of the block's own window, and above it the block's rank plus one; 0: its own.
 RANK_BITS = 24
 _MORE = 16
+_TIMED_OUT = 0.1  # how often a look at an mbarrier ends a wait in vain when that is random
 
 
 class Lanes(NamedTuple):
@@ -142,6 +143,7 @@ class Mbarriers:
         context = self.context
         at = self.of(places, instruction), places.blocks
         before = self.phase[at]
+        context.exits.use(places, before, instruction, arrives=True)
         if release and context.checks is not None:
             for offset in np.unique(places.offsets):
                 mine = places.offsets == offset
@@ -312,7 +314,7 @@ def _passed(places: Lanes, wanted: Indices, word: str, context: Context, instruc
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A reader of the lanes (rows, 32) whose wait ends now."""
+    """A reader of the lanes (rows, 32) whose wait ends now, the phase being complete or its time up."""
     read = _waited(instruction, context)
     context.mbarriers.wanted[context.number_of[id(instruction)]] = read
 
@@ -321,6 +323,8 @@ def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]
         if not context.mbarriers.gave_up:
             places, wanted, word = read(group)
             mask[mask] = _passed(places, wanted, word, context, instruction)
+            if context.random is not None:
+                mask |= group.lanes() & (context.random.random(len(group.rows)) < _TIMED_OUT)[:, None]
         return mask
 
     return lanes

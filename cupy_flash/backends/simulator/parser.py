@@ -6,6 +6,7 @@ An instruction keeps its PTX line, and the source line that -lineinfo gives: wha
 from __future__ import annotations
 
 import functools
+import math
 import re
 import struct
 from dataclasses import replace
@@ -249,6 +250,8 @@ class _Parser:
             elif directive == ".reqnctapercluster":
                 x, y, z = (*numbers, 1, 1)[:3]
                 function.cluster = (x, y, z)
+            elif directive in (".maxntid", ".reqntid"):
+                function.max_threads = math.prod(numbers)
             elif directive == ".minnctapersm":
                 (function.min_blocks,) = numbers
             elif directive == ".maxnreg":

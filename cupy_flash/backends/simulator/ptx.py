@@ -127,9 +127,11 @@ class Function:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    # What the kernel's directives say: blocks of a cluster, blocks that share a processor, registers (0: no word).
+    # The kernel's directives: blocks of a cluster, blocks that share a processor, threads of a block and registers of a
+    # thread (0: not given).
     cluster: tuple[int, int, int] = (1, 1, 1)
     min_blocks: int = 1
+    max_threads: int = 0
     max_registers: int = 0
 
     def parameter_layout(self) -> tuple[dict[str, int], int]:

@@ -1,6 +1,6 @@
 """setmaxnreg: warpgroups give registers back to their block and take more.
 
-A block has as many as its warps had at entry; who asks for more waits until others have given them back.
+A block has as many as its warps had at entry; a warpgroup that asks for more waits until others have given them back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .errors import BarrierMisuse
 from .lanes import Context, Group, Mask, Step
 from .ptx import Immediate, Instruction
 
-_OF_A_PROCESSOR = 65536
+OF_A_PROCESSOR = 65536
+_OF_A_THREAD = 256
 
 
 class Registers:
@@ -22,10 +23,13 @@ class Registers:
 
     def __init__(self, context: Context):
         self.context = context
-        # What ptxas gives a kernel with setmaxnreg: what it is told, or a thread's share of the processor.
+        # ptxas gives a kernel with setmaxnreg what .maxnreg says, or a thread's share of the processor in blocks of
+        # .maxntid threads, but no more than the largest setmaxnreg.inc asks for.
         function = context.program.function
-        share = _OF_A_PROCESSOR // (function.min_blocks * 32 * context.warps_per_block)
-        entry = function.max_registers or min(share // 8 * 8, 256)
+        threads = function.max_threads or context.threads
+        share = OF_A_PROCESSOR // (function.min_blocks * -(-threads // 32) * 32)
+        increases = [_count(one) for one in function.instructions if one.opcode == "setmaxnreg" and _increases(one)]
+        entry = function.max_registers or min(share // 8 * 8, max(increases, default=_OF_A_THREAD))
         self.held = np.full(context.warps, entry, np.int64)
         self.free = np.zeros(context.blocks, np.int64)  # per lane of a warp
 
@@ -66,9 +70,13 @@ class Registers:
             )
 
 
+def _increases(instruction: Instruction) -> bool:
+    return instruction.modifiers[0] == "inc"
+
+
 def _count(instruction: Instruction) -> int:
     (count,) = instruction.operands
-    if not isinstance(count, Immediate) or not 24 <= count.bits <= 256 or count.bits % 8:
+    if not isinstance(count, Immediate) or not 24 <= count.bits <= _OF_A_THREAD or count.bits % 8:
         raise unsupported(instruction)
     return count.bits
 
@@ -80,7 +88,7 @@ def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]
 
 
 def _set(instruction: Instruction, context: Context) -> Step:
-    count, more = _count(instruction), instruction.modifiers[0] == "inc"
+    count, more = _count(instruction), _increases(instruction)
     return lambda group: context.registers.change(group, count, instruction, more=more)
 
 

@@ -219,6 +219,7 @@ class Scheduler:
 
     def _exit(self, group: Group) -> None:
         self.context.live[group.rows] &= ~group.lanes()
+        self.context.exits.look()
         self.context.events += 1
         # Whoever waited for these lanes need not any more.
         for block, parked in self.parked.items():

@@ -133,16 +133,19 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """The same values with C-contiguous strides, copied by their own framework on their own device."""
+    """A copy with C-contiguous strides, made by its own framework on its own device: it starts where that puts a new
+    array, even if these values are contiguous already."""
     if array.framework == "torch":
-        return as_array(array.owner.contiguous(), "operand")
+        import torch
+
+        return as_array(array.owner.clone(memory_format=torch.contiguous_format), "operand")
     if array.device == "cpu":
-        return as_array(np.ascontiguousarray(array.numpy()), "operand")
+        return as_array(np.array(array.numpy(), order="C"), "operand")
     import cupy
 
     with cupy.cuda.Device(_device_index(array.device)):
         taken = cupy.from_dlpack(array.owner) if array.framework in ("jax", "dlpack") else cupy.asarray(array.owner)
-        return as_array(cupy.ascontiguousarray(taken), "operand")
+        return as_array(cupy.array(taken, order="C"), "operand")
 
 
 def stream_of(like: Array) -> int:

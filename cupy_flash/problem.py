@@ -142,6 +142,7 @@ class Problem(NamedTuple):
     q_lengths: bool
     kv_lengths: bool
     aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
+    empty: bool  # q, k or v has no element: of a packed batch the lengths above do not tell
     dropout: float
     descales: tuple[str, ...]  # those of fp8 that are given
     shard: bool  # positions are not those of whole sequences
@@ -359,6 +360,7 @@ def _state(
         q_lengths="q_lengths" in call,
         kv_lengths="kv_lengths" in call,
         aligned=_are_aligned(call),
+        empty=any(0 in call[name].shape for name in ("q", "k", "v")),
         dropout=words.dropout,
         descales=tuple(name for name in DESCALES if name in call),
         shard="starts" in call,

@@ -204,7 +204,8 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         slopes = np.asarray(options.alibi_slopes).astype(compute).reshape(-1, q_heads, 1, 1)
         scores = scores - slopes * np.abs(i + offset - j).astype(compute)
     if options.bias is not None:
-        scores = scores + np.asarray(options.bias).astype(compute)
+        bias = np.asarray(options.bias).astype(compute)
+        scores = np.where(np.isneginf(bias), bias, scores + bias)  # hidden, even where the product is NaN
 
     scores = np.where(_visible(options, i, j, q_lengths, kv_lengths, offset), scores, -np.inf)
 

@@ -36,7 +36,13 @@ struct Score {
       slope_of_cap = 1 - t * t;
     }
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
-    if constexpr (BIAS) s += to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
+    if constexpr (BIAS) {
+      // A bias of -inf hides the key whatever the product is: NaN and +inf would outlast an addition.
+      real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
+      bool hidden = bias == -infinity();
+      s = hidden ? bias : s + bias;
+      if (hidden) slope_of_cap = 0;
+    }
     return s;
   }
 

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from cupy_flash import arrays
-from cupy_flash.arrays import as_array, empty, made_on, stream_of
+from cupy_flash.arrays import as_array, contiguous, empty, made_on, stream_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
@@ -568,6 +568,15 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
     assert result.tolist() == values(dtype, (3, 2)).tolist()
     assert as_array(result, "out").dtype == dtype
     assert as_array(result, "out").pointer == output.pointer
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_a_copy_of_what_is_contiguous_starts_elsewhere(make):
+    """A view may be contiguous from an address on that no box begins at."""
+    x = as_array(make([0.0, 1.0, 2.0, 3.0, 4.0])[1:], "dout")
+    copy = contiguous(x)
+    assert x.pointer % 16 != 0 and copy.pointer % 16 == 0
+    np.testing.assert_array_equal(copy.numpy(), x.numpy())
 
 
 def test_outputs_of_another_dtype():

@@ -129,7 +129,7 @@ def cupy(monkeypatch, tmp_path):
 
 # What the stand-in, and the code that calls it, take to be there.
 CUPY_NAMES = [
-    "ndarray", "empty", "asarray", "ascontiguousarray", "from_dlpack", "RawModule",
+    "ndarray", "empty", "asarray", "array", "from_dlpack", "RawModule",
     "RawKernel.max_dynamic_shared_size_bytes", "ndarray.device", "cuda.Event.record", "cuda.runtime.streamWaitEvent",
     "cuda.Device.compute_capability", "cuda.Device.attributes", "cuda.Device.__enter__", "cuda.Device.use",
     "cuda.Module.load",
@@ -226,7 +226,7 @@ def test_a_copy_is_made_on_its_arrays_device(cupy):
         return Array(np.from_dlpack(x.array))
 
     cupy.fake.from_dlpack = from_dlpack
-    cupy.fake.ascontiguousarray = lambda x: Array(np.ascontiguousarray(x.x))
+    cupy.fake.array = lambda x, order: Array(np.array(x.x, order=order))
     cupy.fake.cuda.get_current_stream = lambda index: SimpleNamespace(ptr=0)
     x = np.ones((1, 40, 2, 16), np.float32)
     q, k = Producer(x[..., ::2], device=(2, 1)), Producer(np.ones((1, 40, 2, 8), np.float32), device=(2, 1))

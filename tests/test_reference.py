@@ -325,6 +325,13 @@ def test_infinite_bias_hides_the_key():
     for expected, actual in zip(hidden[:3], biased[:3], strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert not biased.dbias[~mask].any()
+    k[0, 2, 0, 0], k[1, 2] = np.nan, np.inf  # and shows nothing of what it hides
+    mask[:, 2], bias[:, 2] = False, -np.inf
+    with np.errstate(invalid="ignore"):
+        hidden, biased = (reference.attention(q, k, v, **o) for o in (dict(mask=mask), dict(bias=bias)))
+    for expected, actual in zip(hidden, biased, strict=True):
+        assert np.isfinite(expected[:, [0, 2, 3]] if expected.ndim == 4 else expected[..., [0, 2, 3]]).all()
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, np.float32, ml_dtypes.bfloat16], ids=["exact", "fp32", "bf16"])

@@ -4,6 +4,7 @@ planted bugs; what it refuses; the tensor maps that it is launched with."""
 import functools
 from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, check, posed
@@ -353,6 +354,7 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
         pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),
+        pytest.param(dict(empty=True), "has no boxes", id="no-rows"),
         pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
         pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
         pytest.param(dict(batch=65536), "65536 sequences", id="grid"),
@@ -391,6 +393,21 @@ def test_rows_that_no_box_can_take():
     with pytest.raises(UnsupportedError, match="wgmma: not every row of q, k and v starts at a multiple of 16 bytes"):
         cupy_flash.attention(*odd[:3], backend="simulator", engine="wgmma")
     assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("q_rows", "kv_rows"), [(0, 5), (5, 0)])
+def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
+    """Where the longest sequence may have rows, and none has: refused before any box is asked for."""
+    q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
+    bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
+    how = dict(backend="simulator", engine="wgmma")
+    with pytest.raises(UnsupportedError, match="wgmma: a tensor without elements has no boxes"):
+        cupy_flash.attention_varlen(q, k, k, *bounds, 5, 5, **how)
+    if dtype == "bfloat16":
+        lse = np.full((2, q_rows), -np.inf, np.float32)
+        with pytest.raises(UnsupportedError, match="wgmma: a tensor without elements has no boxes"):
+            cupy_flash.attention_varlen_backward(q, q, k, k, q, lse, *bounds, 5, 5, **how)
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 60])

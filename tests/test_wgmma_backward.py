@@ -1,6 +1,7 @@
 """The wgmma engine's backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -155,22 +156,23 @@ def test_bytes_and_conflicts(tile, dim, take, watch):
 
 
 def test_a_gradient_that_no_box_can_take(take):
-    """One number for all, as of a sum: it is copied first."""
+    """One number for all, as of a sum, or numbers that are contiguous from an odd address on: it is copied first."""
     take(TILES["keys"])
     case = Case(**LONG)
     call = case.call()
-    same = call._replace(dout=np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape))
+    same = np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape)
+    odd = np.ones(call.dout.size + 1, call.dout.dtype)[1:].reshape(call.dout.shape)
     saved = [
         Saved(
             dout,
             *(array.numpy() for array in backends.run_forward(*planned(case, arch="sm_90a", engine="wgmma"))),
             None,
         )
-        for dout in (same.dout, same.dout.copy())
+        for dout in (same.copy(), same, odd)
     ]
-    first, second = (backends.run_backward(*planned(case, its, arch="sm_90a", engine="wgmma")) for its in saved)
-    for name in ("dk", "dv"):
-        assert getattr(first, name).numpy().tobytes() == getattr(second, name).numpy().tobytes()
+    expected, *results = (backends.run_backward(*planned(case, its, arch="sm_90a", engine="wgmma")) for its in saved)
+    for result, name in product(results, ("dk", "dv")):
+        assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
 
 # name -> (the tile, what stands there, what is planted, errors; AssertionError where no check but the result sees it)

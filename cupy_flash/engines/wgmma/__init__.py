@@ -35,7 +35,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons += forward_fp8.refusals(problem)
     elif problem.dtype.name not in ("float16", "bfloat16"):
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
-    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+    if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("a tensor without elements has no boxes to copy")
     if not problem.aligned:
         reasons.append(

@@ -88,7 +88,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
-        deterministic: gradients bitwise equal from run to run. The CPU engine always is.
+        deterministic: gradients bitwise equal from run to run. The results of the CPU engine always are, for
+            any number of threads.
         backend: "cpu", "cuda" or "simulator"; None follows the arrays. Never replaced by another.
         engine: an engine of the backend by name; None chooses.
 

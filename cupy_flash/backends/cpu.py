@@ -4,8 +4,8 @@ Forward: for every query tile an online softmax over the key tiles it sees. Back
 that see it, with the probabilities recomputed from (q, k, lse). Neither holds more than one tile of scores per thread,
 so memory is linear in the sequence length.
 
-Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; what a task computes
-does not depend on who computes it, so the result is bitwise independent of the number of threads.
+Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; neither the tiles nor
+what a task computes depends on how many threads there are, so the result is bitwise independent of their number.
 
 Names: a letter of the paper is a tile of it in the accumulation dtype. S scores, P probabilities, O = P V, m the
 reference of the exponent, l the row sums, delta = rowsum(dO * O) - dlse.

@@ -136,7 +136,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1]; lengths
         of 0
             are legal, and rows past cu_seqlens[-1] belong to no sequence: their out is 0, their lse -inf.
-        max_seqlen_q, max_seqlen_k: at least the longest lengths.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths, at most 2**31 - 1.
         options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
         and
             dropout count within each sequence.

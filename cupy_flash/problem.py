@@ -25,6 +25,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 ENGINES = ("cpu", "simt", "mma", "wgmma")
+LONGEST = 2**31 - 1  # positions are int32
 
 
 class UnsupportedError(ValueError):
@@ -525,6 +526,9 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
         kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"
     )
     ok &= check.require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}")
+    ok &= check.require(
+        max(q_len, kv_len) <= LONGEST, f"q, k and v must have at most {LONGEST} rows, not {q_len} and {kv_len}"
+    )
     positive = min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0
     ok &= check.require(positive, "heads and head dimensions must be at least 1")
     if kv_heads > 0:
@@ -640,6 +644,7 @@ def _check_packed(check: _Check, call: dict[str, Array], packed: Packed) -> None
         try:
             longest = operator.index(longest)
             check.require(longest >= 0, f"max_seqlen_{side} must be at least 0, not {longest}")
+            check.require(longest <= LONGEST, f"max_seqlen_{side} must be at most {LONGEST}, not {longest}")
         except TypeError:
             check.require_type(False, f"max_seqlen_{side} must be a whole number, not {longest!r}")
             longest = None

@@ -102,6 +102,10 @@ BAD_CALLS = [
         "mixed-types-with-torch", BACKWARD, TypeError, "of one type, not numpy and torch",
         dout=torch.zeros(2, 3, 4, 6),
     ),
+    bad(
+        "rows-beyond-int32", FORWARD, ValueError, "at most 2147483647 rows, not 2147483648 and 5",
+        q=CudaArray((2, 2**31, 4, 8)), k=CudaArray((2, 5, 2, 8)), v=CudaArray((2, 5, 2, 6)),
+    ),
     bad("mixed-devices", FORWARD, ValueError, "on one device, not cpu and cuda:0", k=CudaArray((2, 5, 2, 8))),
     # options
     bad("causal-word", FORWARD, ValueError, "causal must be", "'bottom_right'", causal="bottom_right"),
@@ -198,6 +202,9 @@ BAD_CALLS = [
         max_seqlen_q=3,
     ),
     bad("max-seqlen-negative", VARLEN, ValueError, "max_seqlen_k must be at least 0, not -1", max_seqlen_k=-1),
+    bad("max-seqlen-beyond-int32", VARLEN, ValueError, "max_seqlen_q must be at most 2147483647", max_seqlen_q=2**31),
+    bad("max-seqlen-of-71-bits", VARLEN, ValueError, f"max_seqlen_k must be at most 2147483647, not {2**70}",
+        max_seqlen_k=2**70),
     bad("max-seqlen-float", VARLEN, TypeError, "max_seqlen_k must be a whole number, not 9.0", max_seqlen_k=9.0),
     bad("packed-bias", VARLEN, ValueError, "bias is for padded batches", bias=zeros(6, 9)),
     bad("packed-mask", VARLEN, ValueError, "mask is for padded batches", mask=zeros(6, 9, dtype=bool)),

@@ -69,8 +69,9 @@ def attention(
                 0 1 1 1
                 0 0 1 1
 
-        scale: finite factor of q.k, default 1 / sqrt(D). Negative and 0 are legal.
-        softcap: c > 0: scores become c tanh(s / c).
+        scale: factor of q.k, default 1 / sqrt(D), finite in the dtype of sums: float32, for float64 float64. Negative
+            and 0 are legal.
+        softcap: c > 0: scores become c tanh(s / c). One that is infinite in the dtype of sums is none.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |i + o - j|. No gradient.
         bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.

@@ -31,8 +31,11 @@ from ..problem import Gradients, Operands, Problem
 from ..score import Alibi, Bias, Place, ScoreStep, Softcap, Tile
 
 # A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
-# can stay 0. exp(20) = 5e8 leaves thirty powers of ten to both ends of fp32's range.
+# can stay 0. The exponentials then lie between exp(-20) and exp(20) = 5e8, and their products with values of these
+# MAGNITUDES stay in fp32's range: no digit is lost below it, and no sum of 2^31 keys, each scaled by up to 2^16 for
+# dropout, overflows.
 BOUND = 20.0
+MAGNITUDES = (2.0**-96, 2.0**50)
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -50,7 +53,9 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         kv_head = head // problem.group
         K = _load(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
         V = _load(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        K_norm = _largest_norm(K)
+        # A bound takes passes over keys and values, which one query does not repay.
+        boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
+        K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, head, sequence.queries]
         O_rows = out_rows[sequence.row, head, sequence.queries]
         L_rows = lse_rows[sequence.row, head, sequence.queries]
@@ -59,7 +64,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
             Q = _load(q_rows[queries], problem.accumulation) * problem.accumulation.type(problem.scale)
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
-            bounded = not call.additive and _largest_norm(Q) * K_norm <= BOUND
+            bounded = boundable and _largest_norm(Q) * K_norm <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
                 tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.place)
@@ -382,6 +387,16 @@ def _tile_of(buffer: np.ndarray, tile: Tile) -> np.ndarray:
 def _largest_norm(rows: np.ndarray) -> float:
     """The largest Euclidean norm of a row; NaN if any is."""
     return float(np.sqrt(np.einsum("id,id->i", rows, rows).max(initial=0)))
+
+
+def _are_moderate(rows: np.ndarray) -> bool:
+    """Whether all values but zeros and NaN lie within MAGNITUDES."""
+    smallest, largest = MAGNITUDES
+    magnitudes = np.abs(rows)
+    if np.fmin.reduce(magnitudes, axis=None, initial=smallest) < smallest:
+        magnitudes[magnitudes == 0] = smallest
+    in_range = np.fmin.reduce(magnitudes, axis=None, initial=smallest) == smallest
+    return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
 
 
 def _four_dimensional(array: np.ndarray) -> np.ndarray:

@@ -69,8 +69,9 @@ def attention(
                 0 1 1 1
                 0 0 1 1
 
-        scale: finite factor of q.k, default 1 / sqrt(D). Negative and 0 are legal.
-        softcap: c > 0: scores become c tanh(s / c).
+        scale: factor of q.k, default 1 / sqrt(D), finite in the dtype of sums: float32, for float64 float64. Negative
+            and 0 are legal.
+        softcap: c > 0: scores become c tanh(s / c). One that is infinite in the dtype of sums is none.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |i + o - j|. No gradient.
         bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.
@@ -88,7 +89,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
-        deterministic: gradients bitwise equal from run to run. The CPU engine always is.
+        deterministic: gradients bitwise equal from run to run. The results of the CPU engine always are, for
+            any number of threads.
         backend: "cpu", "cuda" or "simulator"; None follows the arrays. Never replaced by another.
         engine: an engine of the backend by name; None chooses.
 
@@ -135,7 +137,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1]; lengths
         of 0
             are legal, and rows past cu_seqlens[-1] belong to no sequence: their out is 0, their lse -inf.
-        max_seqlen_q, max_seqlen_k: at least the longest lengths.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths, at most 2**31 - 1.
         options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
         and
             dropout count within each sequence.

@@ -97,9 +97,18 @@ class Band(NamedTuple):
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs are seen: the scores that have to be computed."""
-        rows = np.arange(self.q_len)
-        starts, stops = (np.clip(rows + side, 0, self.kv_len) for side in (self.low, self.high + 1))
-        return int(np.maximum(stops - starts, 0).sum())
+        return self._keys_before(self.high + 1) - self._keys_before(self.low)
+
+    def _keys_before(self, side: int) -> int:
+        """The sum over queries i of how many of the keys come before key i + side, in closed form."""
+
+        def triangle(rows: int) -> int:
+            """The same for `side` 0 and so many queries: each sees a key more than the one before, up to all keys."""
+            rows = max(rows, 0)
+            rising = min(rows, self.kv_len)
+            return rising * (rising - 1) // 2 + (rows - rising) * self.kv_len
+
+        return triangle(side + self.q_len) - triangle(side)
 
     def kv_tiles(self, q_start: int, q_stop: int, block: int) -> list[tuple[int, int]]:
         """The key tiles that a query tile visits, last first, cut to the keys that any of its queries sees.

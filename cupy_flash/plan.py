@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     threads: int  # of the CPU; of one block on a GPU
     launches: tuple[Launch, ...]  # none on the CPU
     workspaces: tuple[str, ...]  # beside operands and results, by the names of params.cuh
-    cost: float  # predicted seconds
+    cost: float  # predicted seconds; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
 
     @property
@@ -39,11 +39,12 @@ class Plan(NamedTuple):
 
     def explain(self) -> str:
         """The plan, what it was chosen for, and why the other engines were not."""
+        of = " of core time" if self.device.backend == "cpu" else ""
         lines = [
             f"problem    {self.problem}",
             f"engine     {self.engine} on {self.device}",
             f"tiles      {self.tiles}",
-            f"why        the smallest predicted time of all legal tiles: {self.cost * 1e3:.3g} ms",
+            f"why        the smallest predicted time of all legal tiles: {self.cost * 1e3:.3g} ms{of}",
         ]
         if MODULES[self.engine].MEASURED is None:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")

@@ -25,6 +25,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 ENGINES = ("cpu", "simt", "mma", "wgmma")
+LONGEST = 2**31 - 1  # positions are int32
 
 
 class UnsupportedError(ValueError):
@@ -242,7 +243,7 @@ def pose(
         shape = _Shape()
         if "q" in call and "k" in call and "v" in call:
             shape = _check_shapes(check, call, options, packed)
-        words = _check_options(check, options, backend, packed is not None, shape)
+        words = _check_options(check, options, backend, packed is not None, shape, call)
         if shape.known:
             _check_features(check, call, shape)
         dropout = words.dropout
@@ -527,6 +528,9 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
         kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"
     )
     ok &= check.require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}")
+    ok &= check.require(
+        max(q_len, kv_len) <= LONGEST, f"q, k and v must have at most {LONGEST} rows, not {q_len} and {kv_len}"
+    )
     positive = min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0
     ok &= check.require(positive, "heads and head dimensions must be at least 1")
     if kv_heads > 0:
@@ -543,7 +547,9 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
     return _Shape(True, batch, q_len, kv_len, heads, kv_heads, head_dim, head_dim_v, out, lse)
 
 
-def _check_options(check: _Check, options: Options, backend: Any, packed: bool, shape: _Shape) -> _Words:
+def _check_options(
+    check: _Check, options: Options, backend: Any, packed: bool, shape: _Shape, call: dict[str, Array]
+) -> _Words:
     """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised."""
     causal = options.causal
     is_causal = check.require(
@@ -554,11 +560,19 @@ def _check_options(check: _Check, options: Options, backend: Any, packed: bool, 
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
 
     scale = 1 / math.sqrt(shape.head_dim) if options.scale is None else _number(check, "scale", options.scale)
+    limits = np.finfo(np.float64 if "q" in call and call["q"].dtype == np.float64 else np.float32)  # of accumulation
+    smallest, largest = float(limits.smallest_subnormal), float(limits.max)
     check.require(math.isfinite(scale), f"scale must be finite, not {options.scale!r}")
+    in_dtype = not largest < abs(scale) < math.inf
+    check.require(in_dtype, f"scale must be finite in {limits.dtype.name}, not {options.scale!r}")
     softcap = None if options.softcap is None else _number(check, "softcap", options.softcap, 1.0)
-    check.require(
-        softcap is None or 0 < softcap < math.inf, f"softcap must be positive and finite, not {options.softcap!r}"
-    )
+    if softcap is not None:
+        in_range = 0 < softcap < math.inf
+        check.require(in_range, f"softcap must be positive and finite, not {options.softcap!r}")
+        in_dtype = not 0 < softcap < smallest
+        check.require(in_dtype, f"softcap must be positive in {limits.dtype.name}, not {options.softcap!r}")
+        if softcap > largest:
+            softcap = None  # infinite in the accumulation dtype, where it changes no score
     dropout = _number(check, "dropout", options.dropout)
     # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
     in_range = dropout >= 0 and math.isfinite(dropout) and round(65536 * dropout) < 65536
@@ -642,6 +656,7 @@ def _check_packed(check: _Check, call: dict[str, Array], packed: Packed) -> None
         try:
             longest = operator.index(longest)
             check.require(longest >= 0, f"max_seqlen_{side} must be at least 0, not {longest}")
+            check.require(longest <= LONGEST, f"max_seqlen_{side} must be at most {LONGEST}, not {longest}")
         except TypeError:
             check.require_type(False, f"max_seqlen_{side} must be a whole number, not {longest!r}")
             longest = None

@@ -236,6 +236,19 @@ def test_bitwise_independent_of_threads(case):
         assert_bitwise_equal(several, one, f"{case} on {threads} threads")
 
 
+@pytest.mark.parametrize("length", [300, 700])
+def test_bitwise_independent_of_the_threads_of_blas(length):
+    """A call has the threads of BLAS, and one where another call runs: all results are one."""
+    case = Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
+    expected = run(case)
+    for threads in (1, 2, 4, 16):
+        with threadpool_limits(threads, user_api="blas"):
+            assert_bitwise_equal(run(case), expected, f"{case} with {threads} threads of BLAS")
+    with ThreadPoolExecutor(3) as pool:
+        for result in pool.map(run, [case] * 6):
+            assert_bitwise_equal(result, expected, f"{case} beside others")
+
+
 def test_bitwise_equal_over_ten_runs():
     """On the CPU's threads; of the kernels test_kernels.py says it, in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)

@@ -63,6 +63,16 @@ def test_pairs():
         assert band.pairs == seen.sum(), band
 
 
+def test_pairs_of_the_longest_sequences():
+    """Counted by hand; a sum over queries would take gigabytes."""
+    n = 2**31 - 1
+    assert Mask().band(n, n).pairs == n * n
+    assert Mask(None, 0).band(n, n).pairs == n * (n + 1) // 2
+    assert Mask(2, 0).band(n, n).pairs == 3 * n - 3
+    assert Mask(2, 0).band(3, n).pairs == 9
+    assert Mask(None, 0, top_left=True).band(n, 10).pairs == 55 + 10 * (n - 10)
+
+
 def test_kv_range_and_q_range():
     """Exactly the keys that some query sees, and the queries that see some key; empty where there is none."""
     for band, seen in BANDS:

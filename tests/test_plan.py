@@ -1,6 +1,7 @@
 """Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
 
 from dataclasses import FrozenInstanceError
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +59,17 @@ def test_any_size_has_a_plan(length, backward, units):
         assert chosen.threads == 1
     if length >= 100_000:
         assert chosen.threads == units
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_tiles_do_not_follow_the_threads(backward):
+    """Their sizes decide how results are rounded, and results are those of any number of threads."""
+    for batch, heads, length, head_dim in product((1, 3), (1, 4, 32), (1, 100, 300, 512, 1500, 4096), (64, 128)):
+        sizes = dict(batch=batch, heads=heads, kv_heads=1, q_len=length, kv_len=length, head_dim=head_dim, bias=None)
+        problem = PROBLEM._replace(backward=backward, head_dim_v=head_dim, **sizes)
+        plans = [plan(problem, DEVICE._replace(units=units)) for units in (1, 2, 3, 4, 8, 16, 64)]
+        assert len({(its.block_q, its.block_kv) for its in plans}) == 1, problem
+        assert [its.threads for its in plans] == sorted(its.threads for its in plans)
 
 
 def test_longer_costs_more():

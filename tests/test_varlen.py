@@ -80,6 +80,13 @@ def test_longer_maxima_change_nothing(backend):
     check(case, run(case, backend, longer))
 
 
+def test_the_longest_maxima():
+    """Planning takes no time or memory that grows with them."""
+    call = replace(PACKED, causal=True, window=(5, 0)).call()
+    longest = call._replace(packed=call.packed._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))
+    check(replace(PACKED, causal=True, window=(5, 0)), run(PACKED, "cpu", longest))
+
+
 def test_no_tokens(backend):
     q, k, v = (np.zeros((0, heads, 8), np.float32) for heads in (4, 2, 2))
     bounds = np.zeros(3, np.int32)

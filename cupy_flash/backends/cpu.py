@@ -4,8 +4,11 @@ Forward: for every query tile an online softmax over the key tiles it sees. Back
 that see it, with the probabilities recomputed from (q, k, lse). Neither holds more than one tile of scores per thread,
 so memory is linear in the sequence length.
 
-Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; what a task computes
-does not depend on who computes it, so the result is bitwise independent of the number of threads.
+Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; neither the tiles nor
+what a task computes depends on how many threads there are, so the result is bitwise independent of their number.
+
+A NaN or an infinity in a key, value, query or gradient reaches the rows that see it and no other, though 0 * NaN is NaN
+in a matrix product: hidden scores are overwritten, and `_product` sums over what has a weight.
 
 Names: a letter of the paper is a tile of it in the accumulation dtype. S scores, P probabilities, O = P V, m the
 reference of the exponent, l the row sums, delta = rowsum(dO * O) - dlse.
@@ -31,8 +34,11 @@ from ..problem import Gradients, Operands, Problem
 from ..score import Alibi, Bias, Place, ScoreStep, Softcap, Tile
 
 # A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
-# can stay 0. exp(20) = 5e8 leaves thirty powers of ten to both ends of fp32's range.
+# can stay 0. The exponentials then lie between exp(-20) and exp(20) = 5e8, and their products with values of these
+# MAGNITUDES stay in fp32's range: no digit is lost below it, and no sum of 2^31 keys, each scaled by up to 2^16 for
+# dropout, overflows.
 BOUND = 20.0
+MAGNITUDES = (2.0**-96, 2.0**50)
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -50,7 +56,9 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         kv_head = head // problem.group
         K = _load(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
         V = _load(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        K_norm = _largest_norm(K)
+        # A bound takes passes over keys and values, which one query does not repay.
+        boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
+        K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, head, sequence.queries]
         O_rows = out_rows[sequence.row, head, sequence.queries]
         L_rows = lse_rows[sequence.row, head, sequence.queries]
@@ -59,7 +67,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
             Q = _load(q_rows[queries], problem.accumulation) * problem.accumulation.type(problem.scale)
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
-            bounded = not call.additive and _largest_norm(Q) * K_norm <= BOUND
+            bounded = boundable and _largest_norm(Q) * K_norm <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
                 tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.place)
@@ -70,7 +78,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 softmax.update(S, O)
                 if problem.dropout:
                     S *= call.keep(tile)
-                O += S @ V[kv_start:kv_stop]
+                O += _product(S, V[kv_start:kv_stop])
             softmax.finish(O, O_rows[queries], L_rows[queries])
 
     pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
@@ -113,9 +121,9 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
                     tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.place)
                     P, dS = rows.recompute(tile, K_tile, V_tile)
-                    dV[keys] += P.T @ rows.dO[q_start:q_stop, :-1]
-                    dK[keys] += dS.T @ rows.Q[q_start:q_stop, :-1]
-                    dQ[q_start:q_stop] += dS @ K_tile[:, :-1]
+                    dV[keys] += _product(P.T, rows.dO[q_start:q_stop, :-1])
+                    dK[keys] += _product(dS.T, rows.Q[q_start:q_stop, :-1])
+                    dQ[q_start:q_stop] += _product(dS, K_tile[:, :-1])
             dQ *= problem.accumulation.type(problem.scale)
             dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
@@ -205,6 +213,7 @@ class _Call:
             None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
         )
         self.mask = None if operands.mask is None else _four_dimensional(operands.mask.numpy())
+        self.bias = None if operands.bias is None else _four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # an int64 stands for the uint64 of its bits
@@ -215,10 +224,9 @@ class _Call:
             self.score_steps.append(Softcap(problem.softcap))
         if operands.alibi_slopes is not None:
             self.score_steps.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
-        if operands.bias is not None:
-            bias = _four_dimensional(operands.bias.numpy())
-            self.dbias = np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None
-            self.score_steps.append(Bias(bias, self.dbias))
+        if self.bias is not None:
+            self.dbias = np.zeros(self.bias.shape, problem.accumulation) if problem.bias_gradient else None
+            self.score_steps.append(Bias(self.bias, self.dbias))
 
     @property
     def additive(self) -> bool:
@@ -239,11 +247,17 @@ class _Call:
         return None if self.sink is None else self.sink[head]
 
     def hide(self, S: np.ndarray, band: Band, tile: Tile) -> None:
-        """Scores of what a query may not see become -inf: by position, by the dense mask."""
+        """Scores of what a query may not see become -inf: by position, by the dense mask, by a bias of -inf."""
         if not band.sees_all(*tile.queries, *tile.keys):
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
+        if self.bias is not None and np.isnan(_square_sum(S)):  # -inf added to NaN has not hidden it
+            np.copyto(S, -np.inf, where=tile.cut(self.bias).astype(S.dtype) == -np.inf)
+
+    def may_hide(self, band: Band, tile: Tile) -> bool:
+        """Whether any score of the tile may be hidden."""
+        return self.mask is not None or self.bias is not None or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: Tile) -> np.ndarray:
         """Dropout's factors of the tile: 0, or what keeps the expected value."""
@@ -318,8 +332,13 @@ class _QueryRows:
             dP *= keep
             dP -= self.delta[rows, None]
         dS = np.multiply(P, dP, out=dP)
+        may_hide = self.call.may_hide(self.band, tile)
+        if may_hide:
+            _hide_gradient(dS, P)
         for step, saved in zip(self.call.score_steps[::-1], kept[::-1], strict=True):
             step.gradient(dS, tile, saved)
+        if may_hide and kept:
+            _hide_gradient(dS, P)  # the slope of a soft cap at a hidden NaN is NaN
         if problem.dropout:
             P *= keep
         return P, dS
@@ -380,8 +399,50 @@ def _tile_of(buffer: np.ndarray, tile: Tile) -> np.ndarray:
 
 
 def _largest_norm(rows: np.ndarray) -> float:
-    """The largest Euclidean norm of a row; NaN if any is."""
-    return float(np.sqrt(np.einsum("id,id->i", rows, rows).max(initial=0)))
+    """The largest Euclidean norm of a row; NaN, which makes scores NaN whatever bounds the others, is none."""
+    return float(np.sqrt(np.fmax.reduce(np.einsum("id,id->i", rows, rows), initial=0)))
+
+
+def _are_moderate(rows: np.ndarray) -> bool:
+    """Whether all values but zeros and NaN lie within MAGNITUDES."""
+    smallest, largest = MAGNITUDES
+    magnitudes = np.abs(rows)
+    if np.fmin.reduce(magnitudes, axis=None, initial=smallest) < smallest:
+        magnitudes[magnitudes == 0] = smallest
+    in_range = np.fmin.reduce(magnitudes, axis=None, initial=smallest) == smallest
+    return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
+
+
+def _product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
+    """W X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows of W that weigh them.
+
+    No infinity has a negative weight: the weight is a probability, or a dS, which is 0 or NaN for infinite K and Q.
+    """
+    product = W @ X
+    if np.isfinite(_square_sum(product)):
+        return product
+    finite = np.isfinite(X)
+    rows = np.flatnonzero(~finite.all(axis=1))
+    if not rows.size:
+        return product
+    weighted, special = (W[:, rows] != 0).astype(W.dtype), np.where(finite, 0, X)[rows]
+    positive, negative, undefined = (
+        weighted @ kind.astype(W.dtype) > 0 for kind in (special == np.inf, special == -np.inf, np.isnan(special))
+    )
+    product = W @ np.where(finite, X, 0)
+    product += np.where(positive, np.inf, 0) - np.where(negative, np.inf, 0) + np.where(undefined, np.nan, 0)
+    return product
+
+
+def _square_sum(tile: np.ndarray) -> float:
+    """The sum of all squares: finite only where every number is, and the fastest of what BLAS has to find that out."""
+    return float(np.vdot(tile, tile))
+
+
+def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
+    """A score of probability 0 has no gradient, also where 0 has been multiplied by NaN or an infinity."""
+    if not np.isfinite(_square_sum(dS)):
+        np.copyto(dS, 0, where=P == 0)
 
 
 def _four_dimensional(array: np.ndarray) -> np.ndarray:

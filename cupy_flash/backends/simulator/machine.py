@@ -13,6 +13,7 @@ from .clusters import ClusterBarrier
 from .copies import Copies, Order
 from .counters import Counters
 from .errors import SimulationError
+from .grid_order import GridOrder
 from .lanes import Context
 from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
@@ -65,6 +66,7 @@ def launch(
         raise SimulationError(f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or not along x")
     resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
+    order_of_grid = GridOrder(program, blocks, warps) if checks and program.synchronises else None
     for first in range(0, blocks, resident):
         ids = np.arange(first, min(first + resident, blocks))
         symbols = {**variables, **shared, **function.parameter_layout()[0]}
@@ -75,7 +77,7 @@ def launch(
         context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
         if checks:
-            context.checks = Checks(context, unit)
+            context.checks = Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
             context.elected = int(np.random.default_rng(seed).integers(32))

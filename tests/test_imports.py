@@ -59,6 +59,7 @@ FLOW = (
     "backends.simulator.floating",
     "backends.simulator.moves",
     "backends.simulator.clocks",
+    "backends.simulator.grid_order",
     "backends.simulator.checks",
     "backends.simulator.access",
     "backends.simulator.copies",

@@ -161,6 +161,13 @@ def test_one_waits_and_does_not_tell_the_others():
         result(LOAD, LOAD.body.replace(wait(), alone))
 
 
+def test_one_lane_waits_and_does_not_tell_its_warp():
+    alone = "setp.ge.u32 %q7, %t, 32; @%q7 exit; @!%q6 bra PAST;" + wait() + "PAST:"
+    result(LOAD, LOAD.body.replace(wait(), alone + "bar.warp.sync -1;"))
+    with pytest.raises(errors.PendingCopy, match="without a (wait|__syncwarp after lane 0 of its warp has waited) for"):
+        result(LOAD, LOAD.body.replace(wait(), alone))
+
+
 def test_end_before_the_copy_has_landed():
     body = LOAD.body[: LOAD.body.index(wait())]
     with pytest.raises(errors.PendingCopy, match="ends before its copy has landed"):
@@ -273,6 +280,74 @@ def test_stored_without_a_proxy_fence(case):
 def test_stored_before_others_have_written():
     with pytest.raises(errors.Race, match="write, then asynchronous read"):
         result(STORE, STORE.body.replace("bar.sync 0;", ""))
+
+
+# 32 lanes write what lane 0 stores.
+WARP_STORE = """
+    mov.u32 %r60, smem;
+    setp.eq.u32 %q6, %t, 0;
+    shl.b32 %r61, %t, 4;
+    add.u32 %r62, %r60, %r61;
+    st.shared.v4.b32 [%r62], {{%t, %t, %t, %t}};
+    {}
+    @!%q6 bra STORED;
+    cp.async.bulk.global.shared::cta.bulk_group [%p0], [%r60], 512;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+STORED:
+"""
+SMEM = ".shared .align 128 .b8 smem[1024];"
+FENCE, FENCE_ALONE, SYNCWARP = (
+    "fence.proxy.async.shared::cta;",
+    "@%q6 fence.proxy.async.shared::cta;",
+    "bar.warp.sync -1;",
+)
+
+
+def warp_store(*between, after=""):
+    out = np.zeros(128, np.uint32)
+    run(WARP_STORE.format(" ".join(between)) + after, out, shared=SMEM)
+    return out
+
+
+def test_who_may_fence():
+    """Every lane after its own writes, or one that all writes come before."""
+    for between in (FENCE, SYNCWARP), (SYNCWARP, FENCE_ALONE), (FENCE_ALONE, "@!%q6 " + FENCE, SYNCWARP):
+        assert np.array_equal(warp_store(*between), np.repeat(np.arange(32), 4))
+    with pytest.raises(
+        errors.MissingFence, match=r"by the writing thread or by one that the write happens before"
+    ) as e:
+        warp_store(FENCE_ALONE, SYNCWARP)
+    assert "[warp 0, lane 1]" in str(e.value) and "[warp 0, lane 0]" in str(e.value)
+    # Of a block: thread 0 alone, before the barrier or after it.
+    alone = STORE.body.replace(FENCE, "setp.eq.u32 %q7, %t, 0; @%q7 " + FENCE)
+    with pytest.raises(errors.MissingFence):
+        result(STORE, alone)
+    fence, barrier = alone.index("@%q7 " + FENCE), "bar.sync 0;"
+    result(STORE, alone[:fence] + barrier + alone[fence:])
+
+
+def test_fenced_by_writers_of_whom_one_has_more_to_write():
+    """What is fenced is so lane by lane: lane 1 has written elsewhere what no copy reads."""
+    more = "setp.eq.u32 %q7, %t, 1; @%q7 st.shared.b32 [%r60+512], 0;"
+    out = np.zeros(128, np.uint32)
+    run(WARP_STORE.format(FENCE + more + SYNCWARP), out, shared=SMEM)
+    assert np.array_equal(out, np.repeat(np.arange(32), 4))
+
+
+def test_stored_before_other_lanes_have_written():
+    """A proxy fence orders no lanes with each other."""
+    with pytest.raises(errors.Race, match="write, then asynchronous read of .* without a __syncwarp"):
+        warp_store(FENCE)
+    with pytest.raises(errors.Race, match="write, then read of .* without a __syncwarp"):
+        warp_store(FENCE, "xor.b32 %r62, %r62, 16; ld.shared.b32 %r0, [%r62];", SYNCWARP)
+
+
+def test_one_lane_waits_for_its_store_alone():
+    again = "st.shared.b32 [%r62], 0;"
+    warp_store(FENCE, SYNCWARP, after=SYNCWARP + again)
+    with pytest.raises(errors.PendingCopy, match="without a __syncwarp after lane 0 of its warp has waited"):
+        warp_store(FENCE, SYNCWARP, after=again)
 
 
 WAIT_GROUP = "cp.async.bulk.wait_group 0;"

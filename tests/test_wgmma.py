@@ -213,6 +213,13 @@ PLANTED = {
     "no fence before O is stored": (
         "row, 0);\n  fence_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if", errors.MissingFence,
     ),
+    "O fenced by one lane": (
+        "row, 0);\n  fence_async();\n  __syncwarp();\n  if",
+        "row, 0);\n  if (lane_of() == 0) fence_async();\n  __syncwarp();\n  if", errors.MissingFence,
+    ),
+    "O stored before every lane has written": (
+        "row, 0);\n  fence_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_async();\n  if", errors.Race,
+    ),
     "stores not waited for": ("wait_for_stores<0>();", "", (errors.PendingCopy, errors.Race)),
     "stores not ended": ("end_stores();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (

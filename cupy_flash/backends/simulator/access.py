@@ -12,13 +12,13 @@ import numpy.typing as npt
 from .closures import Compiler
 from .convert import FORMATS, add_flushed, decode, encode, may_flush, sum_to_odd
 from .errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
+from .grid_order import STRONG
 from .lanes import DTYPES, Array, Context, Group, Step
 from .memory import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
 from .ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
 
 Indices = npt.NDArray[np.int64]
 _SPACES = {"global", "shared", "local", "param", "const"}
-_STRONG = {"volatile", "relaxed", "acquire", "release", "mmio"}
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -207,10 +207,8 @@ def check(
             checks.shared_write(group, index, access.width, access.number)
         else:
             checks.shared_read(group, index, access.width, access.number)
-    elif space == "global" and access.writes:
-        if "release" in access.instruction.modifiers:
-            checks.released(group, access.instruction)
-        checks.global_write(group)
+    elif space == "global" and checks.order is not None:
+        checks.order.access(access.instruction, group, store, index, access.width, selection, name)
     if reads:
         checks.initialised(group, store, index, access.width, name, access.instruction, selection)
 
@@ -231,7 +229,7 @@ def _load(instruction: Instruction, context: Context) -> Step:
     results = [context.destination(item, access.type, instruction) for item in _components(target, access)]
     address_of = addresses(source, context, instruction)
     dtype = DTYPES[access.type]
-    strong = bool(_STRONG & set(instruction.modifiers))
+    strong = bool(STRONG & set(instruction.modifiers))
     if access.space == "param" and isinstance(source, Address) and isinstance(source.base, Symbol):
         if source.base.name in context.local_offsets:  # an argument of an inlined call
             access = replace(access, space="local")
@@ -293,7 +291,7 @@ def _store(instruction: Instruction, context: Context) -> Step:
     target, value = instruction.operands[:2]
     sources = [context.source(item, access.type, instruction) for item in _components(value, access)]
     address_of = addresses(target, context, instruction)
-    strong = bool(_STRONG & set(instruction.modifiers))
+    strong = bool(STRONG & set(instruction.modifiers))
     if access.space == "param":
         access = replace(access, space="local")
 

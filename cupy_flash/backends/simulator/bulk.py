@@ -72,7 +72,8 @@ class BulkCopies:
                 context.checks.clocks.agent(("mbarrier", int(o), int(r)))
                 for o, r in zip(copy.places.offsets, rank, strict=True)
             ]
-            issue = Issue(copy.number, copy.places.rows[:, None], np.array(agents), phases + 1)
+            places = copy.places
+            issue = Issue(copy.number, places.rows[:, None], np.array(agents), phases + 1, places.lanes)
             context.checks.async_write(issue, _sixteens(copy))
         self.loads.append(copy)
         if self.order == "early":
@@ -138,7 +139,7 @@ class BulkCopies:
                 agents = np.array(
                     [context.checks.clocks.agent((*who, int(r))) for r in context.rank_of_row[rows[mine]]]
                 )
-                issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1)
+                issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1, lanes[mine])
                 context.checks.async_read(issue, everything[mine], who, inside[mine])
         self.stores.append(copy)
         random = context.random
@@ -178,7 +179,8 @@ class BulkCopies:
                     agent = (*who, int(rank))
                     if agent in clocks.agents:
                         there = rows[mine][context.rank_of_row[rows[mine]] == rank]
-                        clocks.learn_clock(clocks.agents[agent], there, np.maximum(limit[there, who[2]], 0))
+                        alone = np.broadcast_to(np.arange(32) == who[2], (len(there), 32))
+                        clocks.learn_clock(clocks.agents[agent], there, np.maximum(limit[there, who[2]], 0), alone)
 
     def _take(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
         """Read shared memory."""

@@ -4,11 +4,12 @@ Every warp counts its synchronisations; a barrier makes each participant know wh
 with an earlier one by another warp if the accessor does not yet know that warp's clock at the time, and with one by
 another lane of its own warp if no bar.warp.sync came between. At least one of the two must be a plain write. A lane
 that arrives at an mbarrier, or releases a number in global memory, tells of its warp only what all lanes had done when
-they last came together: at a barrier, or at a wait for matrix products.
+they last came together: at a barrier, or at a wait for matrix products. What a lane has waited for, other lanes of its
+warp may rely on once they have come together (clocks.py).
 
 Asynchronous instructions access memory from their issue to their wait, in the name of an agent of their own
 (clocks.py): whoever does not know of the wait races with them. They see ordinary writes only through a
-fence.proxy.async.
+fence.proxy.async, of the writing thread itself or of one that the write comes before.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from .clocks import AGENTS, Agent, Clocks
 from .errors import MissingFence, PendingCopy, Race, Uninitialised
+from .grid_order import GridOrder
 from .lanes import Context, Group
 from .memory import Store
 from .ptx import Instruction
@@ -51,16 +53,19 @@ class Issue(NamedTuple):
     issuers: Any  # (n, warps each) rows
     agents: Indices  # (n,) in whose name
     clocks: Indices  # (n,) that tell of their end
+    lanes: Any = None  # (n,) of the issuing thread; None: the warps issue it with all lanes
 
 
 class Checks:
     """The state of the checks for one set of resident blocks."""
 
-    def __init__(self, context: Context, unit: int):
-        """`unit`: bytes per tracked word, the smallest access to shared memory (at most 4)."""
+    def __init__(self, context: Context, unit: int, order: GridOrder | None = None):
+        """`unit`: bytes per tracked word, the smallest access to shared memory (at most 4). `order`: that of global
+        memory, if the kernel's blocks synchronise there."""
         self.context, self.unit = context, unit
         self.code = context.program.function.instructions
-        self.clocks = Clocks(context)
+        first = int(context.block_ids[0]) * context.warps_per_block
+        self.clocks = Clocks(context, order.warps if order is not None else 0, first)
         units = len(context.shared.data) // unit
         self.writers = np.zeros(units, np.uint64)
         self.readers: npt.NDArray[np.uint64] | None = None
@@ -69,8 +74,12 @@ class Checks:
         self.any_pending = False
         # Since its lanes last came together, by warp: which of them have used shared memory; and its clock before that.
         self._apart = np.zeros((context.warps, 32), bool)
-        self._together = np.zeros(context.warps, np.uint64)
-        self._written = np.zeros((context.warps, 32), bool)  # which have written to global memory since then
+        self.together = np.zeros(context.warps, np.uint64)
+        # Since then, by lane: which have written to shared memory without a proxy fence of their own after it. And the
+        # clock of each lane's last proxy fence.
+        self._unfenced = np.zeros((context.warps, 32), bool)
+        self._fenced_at = np.zeros((context.warps, 32), np.uint64)
+        self.order = order.resident(context, self.clocks, self.together) if order is not None else None
         # Since the last barrier of everybody: nothing to compare with before the first write.
         self.written = False
         self.read = False
@@ -85,9 +94,20 @@ class Checks:
 
     def come_together(self, rows: Indices) -> None:
         """What any lane of these warps has done so far comes before what any other does from now on."""
-        self._apart[rows] = self._written[rows] = False
-        self._together[rows] = self.clocks.own(rows)
+        self._apart[rows] = self._unfenced[rows] = False
+        self.together[rows] = self.clocks.own(rows)
+        if self.order is not None:
+            self.order.come_together(rows)
+        self.clocks.converge(rows)
         self.clocks.tick(rows)
+
+    def fence_proxy(self, group: Group) -> None:
+        """fence.proxy.async: it covers what the executing lanes have done, and what came before that."""
+        rows, lanes = group.rows, group.lanes()
+        own = self.clocks.own(rows)
+        self._unfenced[rows] &= ~lanes
+        self._fenced_at[rows] = np.where(lanes, own[:, None], self._fenced_at[rows])
+        self.clocks.fence(rows, lanes, np.where(self._unfenced[rows].any(1), self.together[rows], own))
 
     def arrives(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
         """Warps publish at a barrier what they and, by hearsay, others have done so far."""
@@ -95,9 +115,11 @@ class Checks:
         self.come_together(rows)
 
     def ordered(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-        """Up to which of their own clocks lanes (n, 32) of warps can tell what the warp has done: where other lanes
-        have used shared memory since all came together, not further than that."""
-        return np.where((self._apart[rows] & ~lanes).any(1), self._together[rows], self.clocks.own(rows))
+        """Up to which of their own clocks lanes (n, 32) of warps can tell what the warp has done in shared and in
+        global memory, (2, n): where other lanes have used it since all came together, not further than that."""
+        used = [self._apart] if self.order is None else [self._apart, self.order.written]
+        own = self.clocks.own(rows)
+        return np.array([np.where((apart[rows] & ~lanes).any(1), self.together[rows], own) for apart in used])
 
     def completes(self, barrier: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.bool_]) -> None:
         """The waiting warps `rows` learn what was published at the barrier in `blocks`."""
@@ -109,20 +131,6 @@ class Checks:
         if len(rows) == context.warps and not context.program.asynchronous:
             self.written = self.read = False
             self.log.clear()
-
-    def global_write(self, group: Group) -> None:
-        """To be released to other blocks by a lane that comes together with these."""
-        self._written[group.rows] |= group.lanes()
-
-    def released(self, group: Group, instruction: Instruction) -> None:
-        """A lane tells other blocks what its warp has written."""
-        others = self._written[group.rows] & ~group.lanes()
-        if others.any():
-            i, lane = (int(x) for x in np.argwhere(others)[0])
-            raise Race(
-                f"released without a __syncwarp after the write of lane {lane}\n  "
-                f"{self.context.thread_name(int(group.rows[i]), int(group.lanes()[i].argmax()))}: {instruction.where}"
-            )
 
     # ---- accesses
 
@@ -152,42 +160,53 @@ class Checks:
         found = tags[units]
         if not found.any():
             return
-        _, cluster, warp = self._who(group)
+        rows, _, warp = self._who(group)
         clock = found >> np.uint64(_CLOCK)
         other = ((found >> np.uint64(_AGENT)) & np.uint64(AGENTS - 1)).astype(np.int64)
         lane = (found & np.uint64(31)).astype(np.int64)
-        everything = self.clocks.known
-        known = everything.reshape(-1)[((cluster * self.clocks.warps + warp) * everything.shape[-1])[:, None] + other]
-        own = other == warp[:, None]
-        bad = (clock > known) | (own & (clock == known) & (lane != self._lane(group)[:, None]))
+        mine = self._lane(group)
+        known = self.clocks.known_of(rows, mine, other)
+        apart = (other == warp[:, None]) & (clock > self.together[rows][:, None])
+        bad = (clock > known) | (apart & (lane != mine[:, None]))
         if bad.any():
             i, j = (int(x) for x in np.argwhere(bad)[0])
             self._report(group, i, int(units[i, j]), int(found[i, j]), instruction, what)
 
     def _report(self, group: Group, access: int, unit: int, tag: int, instruction: Instruction, what: str) -> NoReturn:
-        rows, cluster, warp = self._who(group)
+        rows, _, _ = self._who(group)
         me = self.context.thread_name(int(rows[access]), int(self._lane(group)[access]))
-        self._complain(tag, unit, int(cluster[access]), int(warp[access]), f"{me}: {instruction.where}", what)
+        self._complain(tag, unit, int(rows[access]), f"{me}: {instruction.where}", what)
 
-    def _complain(self, tag: int, unit: int, cluster: int, warp: int, second: str, what: str) -> NoReturn:
+    def _complain(self, tag: int, unit: int, row: int, second: str, what: str) -> NoReturn:
         number, agent, lane = (tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1), (tag >> _AGENT) & (AGENTS - 1), tag & 31
         place, first = self.context.name_shared(unit * self.unit), self.code[number].where
+        cluster, warp = int(self.context.cluster_of_row[row]), int(self.context.warp_in_cluster[row])
+        leaders = self.clocks.leaders_know(row, agent, tag >> _CLOCK) if agent != warp else []
+        alone = f"__syncwarp after lane {leaders[0]} of its warp has waited" if leaders else ""
         if agent >= self.clocks.warps:
             doing = {"mbarrier": "fills", "wgmma": "multiplies", "bulk": "copies"}[self.clocks.name(agent)[0]]
             raise PendingCopy(
-                f"{what} of shared byte {place} without a wait for the instruction that {doing} it\n"
+                f"{what} of shared byte {place} without a {alone or 'wait'} for the instruction that {doing} it\n"
                 f"  first:  {first}\n  second: {second}"
             )
-        remedy = "__syncwarp" if agent == warp else "barrier"
+        remedy = "__syncwarp" if agent == warp else alone or "barrier"
         raise Race(
             f"{what} of shared byte {place} without a {remedy} between\n"
             f"  first:  {self.context.warp_name(cluster, agent)}, lane {lane}: {first}\n  second: {second}"
         )
 
+    def _used(self, group: Group, *, writes: bool) -> None:
+        """Lanes use shared memory: what they do is not ordered with their warp's other lanes, nor seen by the
+        asynchronous proxy."""
+        lanes = group.lanes()
+        self._apart[group.rows] |= lanes
+        if writes and self.context.program.asynchronous:
+            self._unfenced[group.rows] |= lanes
+
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
         """A plain read of shared memory."""
         instruction = self.code[number]
-        self._apart[group.rows] |= group.lanes()
+        self._used(group, writes=False)
         if self.any_pending or self.written or self.atomics is not None:
             units = self._units(index, width)
             self._not_pending(group, units, instruction)
@@ -214,7 +233,7 @@ class Checks:
     def shared_write(self, group: Group, index: Indices, width: int, number: int, *, record: bool = True) -> None:
         """A plain write. `record=False`: only looked at, as when a copy is issued that lands later."""
         instruction = self.code[number]
-        self._apart[group.rows] |= group.lanes()
+        self._used(group, writes=True)
         units = self._units(index, width)
         self._not_pending(group, units, instruction)
         if self.written:
@@ -231,7 +250,7 @@ class Checks:
         if not self.read or self.readers is None:
             return
         rows, cluster, warp = self._who(group)
-        known = self.clocks.known[cluster, warp]
+        known = self.clocks.known_by(rows, self._lane(group)) if self.clocks.led else self.clocks.known[cluster, warp]
         if self.context.program.asynchronous or self._agents.shape != (1, known.shape[1]):
             # A column is not its agent's component.
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
@@ -244,6 +263,7 @@ class Checks:
     def shared_atomic(self, group: Group, index: Indices, width: int, number: int) -> None:
         """An atomic, volatile or relaxed access: it races with plain accesses only."""
         instruction = self.code[number]
+        self._used(group, writes=True)
         units = self._units(index, width)
         self._not_pending(group, units, instruction)
         if self.written:
@@ -295,7 +315,7 @@ class Checks:
             self._async_against(self.atomics, issue, units, "atomic access, then asynchronous write")
         self._flush_log()
         if self.read and self.readers is not None:
-            known = self.clocks.known[self._issuers(issue)].min(1)
+            known = self._seen(issue, fenced=False)
             rank = index[:, 0] // self.context.shared_stride % self.context.cluster
             found = self.readers[units]
             late = (found >> np.uint64(_CLOCK)) > np.take_along_axis(known, self._agents[rank], 1)[:, None, :]
@@ -317,9 +337,13 @@ class Checks:
     def _pieces(self, index: Indices) -> Indices:
         return ((index // self.unit)[:, :, None] + np.arange(16 // self.unit)).reshape(len(index), -1)
 
-    def _issuers(self, issue: Issue) -> tuple[Indices, Indices]:
-        """(cluster, warp in it) of the issuing warps, (n, warps each)."""
-        return self.context.cluster_of_row[issue.issuers], self.context.warp_in_cluster[issue.issuers]
+    def _seen(self, issue: Issue, *, fenced: bool) -> npt.NDArray[np.uint64]:
+        """(n, agents): what the issuing threads know, or how much of it the asynchronous proxy may see."""
+        if issue.lanes is not None:
+            by = self.clocks.fenced_by if fenced else self.clocks.known_by
+            return by(issue.issuers[:, 0], issue.lanes)
+        warps = self.context.cluster_of_row[issue.issuers], self.context.warp_in_cluster[issue.issuers]
+        return (self.clocks.fenced if fenced else self.clocks.known)[warps].min(1)
 
     def _async_tags(self, issue: Issue) -> npt.NDArray[np.uint64]:
         base = (np.asarray(issue.clocks, np.uint64) << np.uint64(_CLOCK)) | np.uint64(issue.number << _CODE)
@@ -330,30 +354,53 @@ class Checks:
         found = tags[units]
         if not found.any():
             return
-        issuers = self._issuers(issue)
         agent = ((found >> np.uint64(_AGENT)) & np.uint64(AGENTS - 1)).astype(np.int64)
-        clock = found >> np.uint64(_CLOCK)
-        late = clock > np.take_along_axis(self.clocks.known[issuers].min(1), agent, 1)
+        clock, lane = found >> np.uint64(_CLOCK), (found & np.uint64(31)).astype(np.int64)
+        known = np.take_along_axis(self._seen(issue, fenced=False), agent, 1)
+        late = clock > known
+        if issue.lanes is not None:  # and not ordered with the thread that issues it
+            row = issue.issuers[:, :1]
+            apart = (agent == self.context.warp_in_cluster[row]) & (clock > self.together[row])
+            late |= apart & (lane != issue.lanes[:, None])
         if late.any():
             i, j = (int(x) for x in np.argwhere(late)[0])
             self._async_complain(issue, i, units[i, j], found[i, j], what)
-        fenced = np.take_along_axis(self.clocks.fenced[issuers].min(1), agent, 1)
+        fenced = np.take_along_axis(self._seen(issue, fenced=True), agent, 1)
         unseen = (agent < self.clocks.warps) & (clock > fenced)
         if unseen.any():
-            i, j = (int(x) for x in np.argwhere(unseen)[0])
-            number = (int(found[i, j]) >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)
+            self._fenced_by_writers(issue, np.argwhere(unseen), units, found, known, what)
+
+    def _fenced_by_writers(
+        self, issue: Issue, at: Indices, units: Indices, found: npt.NDArray[np.uint64],
+        known: npt.NDArray[np.uint64], what: str,
+    ) -> None:  # fmt: skip
+        """Raise MissingFence unless the writers at [i, j] have executed a proxy fence that the issuers know of."""
+        context, per_block = self.context, self.context.warps_per_block
+        for i, j in at:
+            tag = int(found[i, j])
+            number, lane = (tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1), tag & 31
+            rank, warp = divmod((tag >> _AGENT) & (AGENTS - 1), per_block)
+            cluster = int(context.cluster_of_row[issue.issuers[i, 0]])
+            row = warp * context.blocks + cluster * context.cluster + rank
+            if tag >> _CLOCK <= self._fenced_at[row, lane] <= known[i, j]:
+                continue
             raise MissingFence(
-                f"{what} of shared byte {self.context.name_shared(int(units[i, j]) * self.unit)} without a "
-                f"fence.proxy.async between\n  first:  {self.code[number].where}\n  second: {self._issuer(issue, i)}"
+                f"{what} of shared byte {context.name_shared(int(units[i, j]) * self.unit)} without a "
+                f"fence.proxy.async between, by the writing thread or by one that the write happens before\n"
+                f"  first:  {context.thread_name(row, lane)}: {self.code[number].where}\n"
+                f"  second: {self._issuer(issue, i)}"
             )
 
     def _issuer(self, issue: Issue, i: int) -> str:
-        name = self.context.thread_name(int(np.atleast_1d(issue.issuers[i])[0]), 0)
+        row = int(np.atleast_1d(issue.issuers[i])[0])
+        if issue.lanes is not None:
+            return f"{self.context.thread_name(row, int(issue.lanes[i]))}: {self.code[issue.number].where}"
+        name = self.context.thread_name(row, 0)
         return f"{name[: name.index(', lane')]}]{name[name.index(']') + 1 :]}: {self.code[issue.number].where}"
 
     def _async_complain(self, issue: Issue, i: int, unit: Any, tag: Any, what: str) -> NoReturn:
-        cluster, warp = (int(x[i].flat[0]) for x in self._issuers(issue))
-        self._complain(int(tag), int(unit), cluster, warp, self._issuer(issue, i), what)
+        row = int(np.atleast_1d(issue.issuers[i])[0])
+        self._complain(int(tag), int(unit), row, self._issuer(issue, i), what)
 
     def _all_readers(self) -> npt.NDArray[np.uint64]:
         if self.readers is None:
@@ -381,6 +428,7 @@ class Checks:
 
     def copy_landed(self, group: Group, index: Indices, width: int, number: int) -> None:
         """The waiting thread's write, from now on."""
+        self._used(group, writes=True)
         units = self._units(index, width)
         self.pending[units] = 0
         self.any_pending = bool(self.pending.any())

@@ -44,7 +44,7 @@ class Uninitialised(SimulationError):
 
 
 class Race(SimulationError):
-    """Two threads touch the same word of shared memory, at least one writes, and no barrier orders them."""
+    """Two threads touch the same word, at least one writes, and no barrier, release or acquire orders them."""
 
 
 class PendingCopy(SimulationError):

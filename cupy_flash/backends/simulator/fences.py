@@ -1,4 +1,5 @@
-"""Fences: memory is sequentially consistent here; what they tell is what the asynchronous proxy may see."""
+"""Fences: memory is sequentially consistent here; what they tell is what the asynchronous proxy may see, and what one
+block may tell another through global memory (grid_order.py)."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from .ptx import Instruction
 def _fence(instruction: Instruction, context: Context) -> Step:
     modifiers = instruction.modifiers
     if modifiers[0] == "mbarrier_init":
-        return lambda group: context.mbarriers.fence(group.rows)
+        return context.mbarriers.fence
     if modifiers[0] != "proxy":
-        return lambda group: None
+        order = None if context.checks is None else context.checks.order
+        return (lambda group: None) if order is None else order.fence(instruction)
     if modifiers[1:] not in (("async",), ("async", "shared::cta"), ("async", "shared::cluster"), ("async", "global")):
         raise unsupported(instruction)
     if modifiers[-1] == "global":
         return lambda group: None
 
     def step(group: Group) -> None:
-        context.mbarriers.fence(group.rows)
-        if context.checks is not None:
-            context.checks.clocks.fence(group.rows)
+        context.mbarriers.fence(group)
+        if context.checks is not None and context.program.asynchronous:
+            context.checks.fence_proxy(group)
 
     return step
 

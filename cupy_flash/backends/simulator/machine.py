@@ -16,6 +16,7 @@ from .copies import Copies, Order
 from .counters import Counters
 from .errors import LaunchRefused, SimulationError
 from .exits import Exits
+from .grid_order import GridOrder
 from .lanes import Context
 from .mbarriers import Mbarriers
 from .memory import SHARED_START, Memory
@@ -73,6 +74,7 @@ def launch(
     starts = np.arange(blocks)
     if order == "random":  # CUDA promises no order
         starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
+    order_of_grid = GridOrder(program, blocks, warps) if checks and program.synchronises else None
     for first in range(0, blocks, resident):
         ids = starts[first : first + resident]
         symbols = {**variables, **shared, **function.parameter_layout()[0]}
@@ -83,7 +85,7 @@ def launch(
         context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
         if checks:
-            context.checks = Checks(context, unit)
+            context.checks = Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
             context.elected = int(np.random.default_rng(seed).integers(32))

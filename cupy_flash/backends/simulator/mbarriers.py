@@ -91,8 +91,8 @@ class Mbarriers:
             raise Uninitialised(f"no mbarrier at {self._name(places, i)}: {instruction.where}")
         if context.checks is not None:
             warp = context.warp_in_cluster[self._initialised_by[found, places.blocks]]
-            cluster, me = context.cluster_of_row[places.rows], context.warp_in_cluster[places.rows]
-            late = self._initialised_at[found, places.blocks] > context.checks.clocks.known[cluster, me, warp]
+            known = context.checks.clocks.known_of(places.rows, places.lanes, warp[:, None])[:, 0]
+            late = self._initialised_at[found, places.blocks] > known
             if late.any():
                 i = int(np.flatnonzero(late)[0])
                 raise Race(
@@ -132,9 +132,9 @@ class Mbarriers:
         self.bytes[at] = self.phase[at] = self._flying[at] = 0
         self._fenced[at] = False
 
-    def fence(self, rows: Indices) -> None:
+    def fence(self, group: Group) -> None:
         """fence.mbarrier_init or fence.proxy.async: copies may use what these warps have initialised."""
-        self._fenced |= (self.expected > 0) & np.isin(self._initialised_by, rows)
+        self._fenced |= (self.expected > 0) & np.isin(self._initialised_by, group.rows)
 
     def arrive(
         self, places: Lanes, instruction: Instruction, counts: Any, amounts: Any, *, release: bool = True
@@ -152,8 +152,9 @@ class Mbarriers:
                 )
                 arrived[places.blocks[mine], context.warp_in_cluster[places.rows[mine]], places.lanes[mine]] = True
                 rows, blocks = np.unique(np.stack([places.rows[mine], places.blocks[mine]]), axis=1)
-                known = context.checks.ordered(rows, arrived[blocks, context.warp_in_cluster[rows]])
-                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, known)
+                lanes = arrived[blocks, context.warp_in_cluster[rows]]
+                known = context.checks.ordered(rows, lanes)
+                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, lanes, known)
         np.add.at(self.bytes, at, amounts)
         np.subtract.at(self.missing, at, counts)
         if (self.missing[at] < 0).any():
@@ -216,9 +217,12 @@ class Mbarriers:
         clocks, phases = context.checks.clocks, self.phase[self.of(places, instruction), places.blocks]
         rank = places.blocks % context.cluster
         for offset, r in {(int(o), int(r)) for o, r in zip(places.offsets, rank, strict=True)}:
-            mine = (places.offsets == offset) & (rank == r)
-            clocks.learn(("phase", offset), places.rows[mine], places.blocks[mine])
-            clocks.learn_clock(clocks.agent(("mbarrier", offset, r)), places.rows[mine], phases[mine])
+            mine = np.flatnonzero((places.offsets == offset) & (rank == r))
+            rows, first, which = np.unique(places.rows[mine], return_index=True, return_inverse=True)
+            lanes = np.zeros((len(rows), 32), bool)
+            lanes[which, places.lanes[mine]] = True
+            clocks.learn(("phase", offset), rows, places.blocks[mine][first], lanes)
+            clocks.learn_clock(clocks.agent(("mbarrier", offset, r)), rows, phases[mine][first], lanes)
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
         """What the lanes of a waiting group wait for."""

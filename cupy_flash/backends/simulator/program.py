@@ -81,6 +81,24 @@ def ends_block(instruction: Instruction) -> bool:
     return instruction.opcode in JUMPS or is_block_barrier(instruction)
 
 
+def _synchronises(instruction: Instruction) -> bool:
+    """Whether blocks may synchronise with this instruction: an ordered or strong access of global memory, or a fence of
+    it. An atomic of its own orders nothing."""
+    modifiers = set(instruction.modifiers)
+    if instruction.opcode == "membar":
+        return bool(modifiers & {"gl", "sys"})
+    if instruction.opcode == "fence":
+        kinds = {"sc", "acq_rel", "acquire", "release"}
+        return instruction.modifiers[0] in kinds and bool(modifiers & {"gpu", "sys"})
+    ordered = {"acquire", "release", "acq_rel"}
+    if instruction.opcode in ("ld", "st"):
+        ordered |= {"relaxed", "volatile", "mmio"}
+    elif instruction.opcode not in ("atom", "red"):
+        return False
+    spaces = {modifier.split("::")[0] for modifier in modifiers}
+    return bool(modifiers & ordered) and not spaces & {"shared", "local", "param", "const"}
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Instructions [start, stop); a collective or a wait can only be the first, a jump only the last, a block barrier
@@ -127,6 +145,7 @@ class Program:
             for register in registers_of(operand)
             if register.name in in_flight
         }
+        self.synchronises = any(_synchronises(instruction) for instruction in code)
         self.asynchronous = any(
             instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
         )

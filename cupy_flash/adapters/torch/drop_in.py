@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import HigherOrderOperator
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
 from .op import forward
@@ -131,6 +136,11 @@ def _four_dimensional(x: Any) -> Any:
 
 class _Sdpa(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator):
+            # torch.compile traces the functions given to checkpoint, cond and the like while this mode is off, and lets
+            # them enter one of their own only where one has been entered outside before.
+            with _Sdpa():
+                args = tuple(_inside_sdpa(x) if callable(x) else x for x in args)
         return _routed(func)(*args, **(kwargs or {}))
 
 
@@ -155,14 +165,49 @@ _globals["scaled_dot_product_attention"] = scaled_dot_product_attention
 _globals["multi_head_attention_forward"] = _multi_head_attention_forward
 
 
+def _inside_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Sdpa():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _recomputing_as_recorded(record: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch.utils.checkpoint that keeps a function for the backward, which then runs inside `sdpa` if it is
+    recorded there.
+
+    In a backward all modes of the forward are off, and it may run in another thread; torch itself brings back its
+    device mode alone.
+    """
+
+    @functools.wraps(record)
+    def record_with_mode(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_routed = any(isinstance(mode, _Sdpa) for mode in _get_current_function_mode_stack())
+        return record(self, _inside_sdpa(function) if is_routed else function, *args, **kwargs)
+
+    return record_with_mode
+
+
+# Every checkpoint, by whatever name its caller has imported the function, makes one of these: non-reentrant, reentrant.
+checkpoint._CheckpointFrame.__init__ = _recomputing_as_recorded(checkpoint._CheckpointFrame.__init__)
+checkpoint.CheckpointFunction.forward = staticmethod(_recomputing_as_recorded(checkpoint.CheckpointFunction.forward))
+
+
 def sdpa() -> Any:
     """Context manager in which F.scaled_dot_product_attention, called by anyone, is `scaled_dot_product_attention`.
 
-    Holds in eager code and under torch.compile, in the thread that enters it, for nn.MultiheadAttention too. What
-    cupy_flash cannot serve raises; nothing falls back to torch's own.
+    Holds in eager code and under torch.compile, for nn.MultiheadAttention too. What cupy_flash cannot serve raises;
+    nothing falls back to torch's own.
 
         with cupy_flash.adapters.torch.sdpa():
             loss = model(tokens)
+        loss.backward()
+
+    Holds in the thread that enters it: other threads of the caller (torch.nn.DataParallel starts some) have torch's
+    attention. What torch.utils.checkpoint records inside, reentrant or not, it recomputes inside too, in whichever
+    thread autograd does so; other implementations of activation checkpointing recompute with torch's attention. For
+    both, torch.nn.attention.activate_flash_attention_impl("cupy_flash") holds in all threads, backward included.
     """
     return _Sdpa()
 

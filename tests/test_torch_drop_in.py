@@ -224,6 +224,26 @@ def test_sdpa_context_serves_the_layers_of_torch():
     assert_matches_reference(actual, layer.double()(x.double()).detach(), independent, "float32", "layer")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_sdpa_context_leaves_the_fast_path_of_encoders():
+    """Padded rows are 0 on torch's fast path alone: elsewhere they are what the layers compute, and so they are here.
+
+    A mode of any kind makes torch leave it.
+    """
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = normal(2, L, 16), torch.arange(L) >= torch.tensor([[L], [3]])
+    with torch.no_grad():
+        with adapter.sdpa():
+            actual = encoder(x, src_key_padding_mask=padding)
+        fast = encoder(x, src_key_padding_mask=padding)
+        with torch.overrides.BaseTorchFunctionMode():
+            slow = encoder(x, src_key_padding_mask=padding)
+            exact = encoder.double()(x.double(), src_key_padding_mask=padding)
+    assert not fast[padding].any() and slow[padding].all()
+    assert_matches_reference(actual, exact, slow, "float32", "encoder")
+
+
 def test_sdpa_context_never_falls_back():
     x = torch.zeros(2, 4, L, E, dtype=torch.complex64)
     with adapter.sdpa(), pytest.raises(TypeError, match="q, k and v must be"):

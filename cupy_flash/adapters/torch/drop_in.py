@@ -208,6 +208,11 @@ def sdpa() -> Any:
     attention. What torch.utils.checkpoint records inside, reentrant or not, it recomputes inside too, in whichever
     thread autograd does so; other implementations of activation checkpointing recompute with torch's attention. For
     both, torch.nn.attention.activate_flash_attention_impl("cupy_flash") holds in all threads, backward included.
+
+    torch.nn.TransformerEncoder has a fast path for inference, a fused kernel that calls no attention function; torch
+    leaves it where any function mode is on, as it does in training, where gradients are recorded and under
+    torch.compile. So with src_key_padding_mask the padded rows of the result are those of torch's layers one by one,
+    numbers without a meaning, and not the zeros with which the fast path fills them. The other rows agree.
     """
     return _Sdpa()
 

@@ -1,6 +1,7 @@
 """The peers' calls: their exact signatures, and the results of torch's own where torch is the peer."""
 
 import inspect
+from itertools import permutations
 
 import pytest
 import torch
@@ -131,6 +132,55 @@ def test_sdpa_is_that_of_torch(case):
         assert three[0].shape == three[1].shape
         assert_matches_reference(*three, "float32", name)
     assert len(actual) == len(exact)
+
+
+@pytest.mark.parametrize("dim", [EV, E], ids=["value-of-another-dim", "value-of-the-same-dim"])
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_sdpa_result_is_laid_out_as_query(order, dim):
+    """As torch's own: whatever order the dimensions of query have in memory, the result has it."""
+    q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, dim, seed=2)
+    expected = adapter.scaled_dot_product_attention(q, k, v)
+    inverse = [*map(order.index, range(3)), 3]
+    dense = q.permute(*order, 3).contiguous()
+    sliced = torch.cat([dense, dense], dim=3)[..., E:]
+    for laid_out in (dense, sliced):
+        with adapter.sdpa():
+            out = F.scaled_dot_product_attention(laid_out.permute(inverse), k, v)
+        assert torch.equal(out, expected)
+        assert out.permute(*order, 3).is_contiguous()
+
+
+def test_sdpa_result_can_be_viewed_as_tokens():
+    q = normal(2, L, 4 * E).view(2, L, 4, E).transpose(1, 2).requires_grad_()
+    out = adapter.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, L, -1)
+    out.sum().backward()
+    assert out.is_contiguous() and q.grad.shape == q.shape
+
+
+def test_sdpa_result_of_other_ranks_is_laid_out_as_query():
+    q = normal(L, 4, E).transpose(0, 1)
+    assert adapter.scaled_dot_product_attention(q, q, q).transpose(0, 1).is_contiguous()
+    q = normal(3, 2, 4, L, E)
+    assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
+    q = normal(1, 4, L, E).expand(3, -1, -1, -1)  # repeated rows have no order
+    assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
+
+
+def test_sdpa_of_any_length_is_one_graph_per_layout():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(adapter.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend=backend)
+    for length in (5, 7, 9):
+        q = normal(2, length, 4, E).transpose(1, 2)
+        out = compiled(q, q, q)
+        assert torch.equal(out, adapter.scaled_dot_product_attention(q, q, q))
+        assert out.transpose(1, 2).is_contiguous()
+    assert len(graphs) == 1
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def scaled_dot_product_attention(
         enable_gqa: query head h reads key/value head h // (Hq // H), instead of requiring as many heads in all three.
 
     Returns:
-        (..., Hq, L, Ev) in the dtype of query. A row that may attend to nothing is 0.
+        (..., Hq, L, Ev) in the dtype of query, its dimensions in memory in the order of query's. A row that may attend
+        to nothing is 0.
 
     Raises:
         TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`; never another implementation in its stead.
@@ -85,7 +87,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention: attn_mask must not be set with is_causal=True")
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own=3 if enable_gqa else 2)
-    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale, layout="bhsd")
+    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
     if isinstance(attn_mask, CausalBias):
         options.causal = _causal_of(attn_mask, query, key)
     elif isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool:
@@ -93,8 +95,32 @@ def scaled_dot_product_attention(
     else:
         options.bias = attn_mask
     q, k, v = (_four_dimensional(x) for x in (query, key, value))
-    out = forward("attention", (q, k, v), options)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return _attend(q, k, v, options).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Attention of q, k, v (B, H, S, D): out with its dimensions in memory in the order of q's, D innermost.
+
+    Callers rely on it: of a q that is a view of (B, S, H, D) they take out.transpose(1, 2).view(B, S, -1). The kernels
+    write (B, S, H, D) and (B, H, S, D); any other order takes a copy.
+    """
+    order = _order_in_memory(q.stride())
+    if order.index(1) < order.index(2):
+        options.layout = "bhsd"
+        out = forward("attention", (q, k, v), options)
+    else:
+        out = forward("attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options).transpose(1, 2)
+    return out if order[0] == 0 else out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+
+
+def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The three dimensions before the last, outermost first; as they are where rows are repeated, which is no order."""
+    if 0 in strides[:3]:
+        return (0, 1, 2)
+    # torch.compile, which compares strides that it does not know, cannot sort them.
+    return next(
+        order for order in permutations(range(3)) if strides[order[0]] >= strides[order[1]] >= strides[order[2]]
+    )
 
 
 def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:

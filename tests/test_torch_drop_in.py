@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tolerance import assert_matches_reference
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nested import nested_tensor_from_jagged
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import cupy_flash
@@ -292,6 +294,106 @@ def test_sdpa_context_leaves_the_fast_path_of_encoders():
             exact = encoder.double()(x.double(), src_key_padding_mask=padding)
     assert not fast[padding].any() and slow[padding].all()
     assert_matches_reference(actual, exact, slow, "float32", "encoder")
+
+
+JAGGED = {
+    "plain": ((4, 4, 4), {}),
+    "causal": ((4, 4, 4), dict(is_causal=True, scale=0.7)),
+    "gqa": ((4, 2, 2), dict(enable_gqa=True)),
+}
+OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])  # of queries, of keys; some are none
+
+
+def jagged(values, offsets):
+    """(B, H, S, E) of values (T, H, E), ragged in S."""
+    return nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", JAGGED)
+def test_sdpa_context_serves_jagged_tensors(case):
+    heads, options = JAGGED[case]
+    bounds = OFFSETS[0], OFFSETS[1], OFFSETS[1]
+    values = [
+        normal(int(end[-1]), number, dim, seed=dim).requires_grad_()
+        for end, number, dim in zip(bounds, heads, (E, E, EV), strict=True)
+    ]
+    q, k, v = map(jagged, values, bounds)
+    for query in (q, q.contiguous()):
+        with adapter.sdpa():
+            out = F.scaled_dot_product_attention(query, k, v, **options)
+        sequences = (jagged(x, end).unbind() for x, end in zip(values, bounds, strict=True))
+        alone = [adapter.scaled_dot_product_attention(*each, **options) for each in zip(*sequences, strict=True)]
+        assert out.shape[:3] == query.shape[:3] and out.shape[3] == EV
+        assert all(map(torch.equal, out.unbind(), alone))
+        gradients = torch.autograd.grad(out.values().square().sum(), values)
+        expected = torch.autograd.grad(sum(x.square().sum() for x in alone), values)
+        assert all(map(torch.equal, gradients, expected))
+
+
+def test_sdpa_context_serves_a_ragged_batch():
+    x = nested_tensor_from_jagged(normal(9, 4, L, E), OFFSETS[0])
+    with adapter.sdpa():
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert torch.equal(out.values(), adapter.scaled_dot_product_attention(*[x.values()] * 3, is_causal=True))
+
+
+def test_sdpa_context_compiles_jagged_tensors_once():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def function(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for offsets in ([0, 3, 4, 9], [0, 7, 8, 12]):
+        x = jagged(normal(offsets[-1], 4, E), torch.tensor(offsets)).detach().requires_grad_()
+        with adapter.sdpa():
+            results = [attend(x) for attend in (compiled, function)]
+        gradients = [torch.autograd.grad(out.values().square().sum(), x)[0] for out in results]
+        assert torch.equal(*(out.values() for out in results)) and torch.equal(*(dx.values() for dx in gradients))
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+QUERY = jagged(normal(9, 4, E), OFFSETS[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        pytest.param((QUERY, X, X), TypeError, "all must be jagged", id="dense-keys"),
+        pytest.param((X, QUERY, QUERY), TypeError, "all must be jagged", id="dense-query"),
+        pytest.param(
+            (nested_tensor_from_jagged(normal(9, E), OFFSETS[0]),) * 3,
+            TypeError,
+            r"must be \(B, H, S, E\)",
+            id="three-dimensions",
+        ),
+        pytest.param((QUERY, QUERY, QUERY, X > 0), cupy_flash.UnsupportedError, "no attn_mask", id="mask"),
+        pytest.param((QUERY, *[jagged(normal(9, 2, E), OFFSETS[0])] * 2), ValueError, "need enable_gqa", id="heads"),
+        pytest.param(
+            (QUERY, QUERY, jagged(normal(9, 4, E), torch.tensor([0, 2, 4, 4, 9]))), ValueError, "lengths", id="lengths"
+        ),
+        pytest.param(
+            (QUERY, *[jagged(normal(9, 4, E), OFFSETS[0][[0, 1, 4]])] * 2), ValueError, "one length", id="batch"
+        ),
+    ],
+)
+def test_sdpa_refuses_nested(arguments, error, message):
+    with pytest.raises(error, match=message):
+        adapter.scaled_dot_product_attention(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_sdpa_refuses_nested_tensors_that_are_not_packed():
+    strided = torch.nested.nested_tensor([normal(4, 3, E), normal(4, 2, E)])
+    holes = torch.nested.narrow(normal(2, 6, 4, E), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged)
+    for x in (strided, holes.transpose(1, 2)):
+        with adapter.sdpa(), pytest.raises(TypeError, match="all must be jagged and without holes"):
+            F.scaled_dot_product_attention(x, x, x)
 
 
 def test_sdpa_context_never_falls_back():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._ops import HigherOrderOperator
+from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
@@ -64,6 +65,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention, computed by cupy_flash.
 
+    Jagged nested tensors (B, H, S, E), ragged in S, are packed sequences (`attention_varlen`), without attn_mask.
+
     Args:
         query: (..., Hq, L, E). key: (..., H, S, E). value: (..., H, S, Ev). Dimensions before L and S broadcast; with
             enable_gqa those before the heads do. Two dimensions (L, E) are one head.
@@ -86,6 +89,10 @@ def scaled_dot_product_attention(
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention: attn_mask must not be set with is_causal=True")
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
+        if attn_mask is not None:
+            raise UnsupportedError("scaled_dot_product_attention: nested tensors take no attn_mask")
+        return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own=3 if enable_gqa else 2)
     options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
     if isinstance(attn_mask, CausalBias):
@@ -111,6 +118,49 @@ def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
     else:
         out = forward("attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options).transpose(1, 2)
     return out if order[0] == 0 else out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+
+
+@torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
+def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> Any:
+    """`scaled_dot_product_attention` of jagged nested tensors: packed sequences, or a ragged batch of dense ones."""
+    tensors = (query, key, value)
+    if any(not isinstance(x, torch.Tensor) or x.layout != torch.jagged or x.lengths() is not None for x in tensors):
+        raise TypeError(
+            "scaled_dot_product_attention: if any of query, key, value is nested, all must be jagged and without holes"
+        )
+    if all(x._ragged_idx == 1 and x.dim() > 3 for x in tensors):
+        q, k, v = (x.values() for x in tensors)
+        out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _jagged_like(query, out)
+    if any(x._ragged_idx != 2 or x.dim() != 4 for x in tensors):
+        raise TypeError("scaled_dot_product_attention: jagged query, key and value must be (B, H, S, E), ragged in S")
+    heads = [x.shape[1] for x in tensors]
+    if not enable_gqa and len(set(heads)) > 1:
+        raise ValueError(
+            f"scaled_dot_product_attention: {heads} heads of query, key and value; fewer key/value heads than query "
+            "heads need enable_gqa=True"
+        )
+    q, k, v = (x.transpose(1, 2) for x in tensors)  # their values are (T, H, E)
+    if k.is_cpu and not torch.compiler.is_compiling() and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("scaled_dot_product_attention: jagged key and value must have the same lengths")
+    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
+    packed = Packed(q.offsets().to(torch.int32), k.offsets().to(torch.int32), _max_seqlen(q), _max_seqlen(k))
+    out = forward("attention_varlen", (q.values(), k.values(), v.values()), options, packed)
+    return _jagged_like(q, out).transpose(1, 2)
+
+
+def _max_seqlen(x: Any) -> Any:
+    """The length of the longest sequence; traced without it, of which the offsets alone tell, an upper bound."""
+    if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
+        return x.values().shape[0]
+    return x._get_max_seqlen()
+
+
+def _jagged_like(x: Any, values: Any) -> Any:
+    """Jagged values (T, ...) with the sequences of x. torch.nested.nested_tensor_from_jagged refuses torch.compile."""
+    return nested_view_from_values_offsets(
+        values, x.offsets(), min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
+    )
 
 
 def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:

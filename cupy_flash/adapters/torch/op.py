@@ -153,8 +153,8 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
         k_descale=options.k_descale,
         v_descale=options.v_descale,
         seed=_seed(options.seed, dropout, q.device),
-        max_seqlen_q=None if packed is None else operator.index(packed.max_seqlen_q),
-        max_seqlen_k=None if packed is None else operator.index(packed.max_seqlen_k),
+        max_seqlen_q=None if packed is None else _length(packed.max_seqlen_q),
+        max_seqlen_k=None if packed is None else _length(packed.max_seqlen_k),
         causal=_causal(options.causal),
         window_left=None if left is None else operator.index(left),
         window_right=None if right is None else operator.index(right),
@@ -181,6 +181,11 @@ def _number(value: Any) -> float:
     if isinstance(value, (bool, str, np.bool_)):
         raise TypeError(f"{value!r} is not a number")
     return float(value)
+
+
+def _length(value: Any) -> Any:
+    """A whole number; one that tracing leaves open stays so."""
+    return value if isinstance(value, torch.SymInt) else operator.index(value)
 
 
 def _seed(seed: Any, dropout: float, device: Any) -> Any:

@@ -1,11 +1,14 @@
 """The peers' calls: their exact signatures, and the results of torch's own where torch is the peer."""
 
 import inspect
+from itertools import permutations
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tolerance import assert_matches_reference
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nested import nested_tensor_from_jagged
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import cupy_flash
@@ -133,6 +136,55 @@ def test_sdpa_is_that_of_torch(case):
     assert len(actual) == len(exact)
 
 
+@pytest.mark.parametrize("dim", [EV, E], ids=["value-of-another-dim", "value-of-the-same-dim"])
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_sdpa_result_is_laid_out_as_query(order, dim):
+    """As torch's own: whatever order the dimensions of query have in memory, the result has it."""
+    q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, dim, seed=2)
+    expected = adapter.scaled_dot_product_attention(q, k, v)
+    inverse = [*map(order.index, range(3)), 3]
+    dense = q.permute(*order, 3).contiguous()
+    sliced = torch.cat([dense, dense], dim=3)[..., E:]
+    for laid_out in (dense, sliced):
+        with adapter.sdpa():
+            out = F.scaled_dot_product_attention(laid_out.permute(inverse), k, v)
+        assert torch.equal(out, expected)
+        assert out.permute(*order, 3).is_contiguous()
+
+
+def test_sdpa_result_can_be_viewed_as_tokens():
+    q = normal(2, L, 4 * E).view(2, L, 4, E).transpose(1, 2).requires_grad_()
+    out = adapter.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, L, -1)
+    out.sum().backward()
+    assert out.is_contiguous() and q.grad.shape == q.shape
+
+
+def test_sdpa_result_of_other_ranks_is_laid_out_as_query():
+    q = normal(L, 4, E).transpose(0, 1)
+    assert adapter.scaled_dot_product_attention(q, q, q).transpose(0, 1).is_contiguous()
+    q = normal(3, 2, 4, L, E)
+    assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
+    q = normal(1, 4, L, E).expand(3, -1, -1, -1)  # repeated rows have no order
+    assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
+
+
+def test_sdpa_of_any_length_is_one_graph_per_layout():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(adapter.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend=backend)
+    for length in (5, 7, 9):
+        q = normal(2, length, 4, E).transpose(1, 2)
+        out = compiled(q, q, q)
+        assert torch.equal(out, adapter.scaled_dot_product_attention(q, q, q))
+        assert out.transpose(1, 2).is_contiguous()
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_sdpa_takes_the_causal_biases_of_torch(bias):
     q, k = normal(1, 2, L, E), normal(1, 2, S, E, seed=1)
@@ -222,6 +274,126 @@ def test_sdpa_context_serves_the_layers_of_torch():
     torch.compiler.reset()
     actual, independent = inside.detach(), layer(x).detach()
     assert_matches_reference(actual, layer.double()(x.double()).detach(), independent, "float32", "layer")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_sdpa_context_leaves_the_fast_path_of_encoders():
+    """Padded rows are 0 on torch's fast path alone: elsewhere they are what the layers compute, and so they are here.
+
+    A mode of any kind makes torch leave it.
+    """
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = normal(2, L, 16), torch.arange(L) >= torch.tensor([[L], [3]])
+    with torch.no_grad():
+        with adapter.sdpa():
+            actual = encoder(x, src_key_padding_mask=padding)
+        fast = encoder(x, src_key_padding_mask=padding)
+        with torch.overrides.BaseTorchFunctionMode():
+            slow = encoder(x, src_key_padding_mask=padding)
+            exact = encoder.double()(x.double(), src_key_padding_mask=padding)
+    assert not fast[padding].any() and slow[padding].all()
+    assert_matches_reference(actual, exact, slow, "float32", "encoder")
+
+
+JAGGED = {
+    "plain": ((4, 4, 4), {}),
+    "causal": ((4, 4, 4), dict(is_causal=True, scale=0.7)),
+    "gqa": ((4, 2, 2), dict(enable_gqa=True)),
+}
+OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])  # of queries, of keys; some are none
+
+
+def jagged(values, offsets):
+    """(B, H, S, E) of values (T, H, E), ragged in S."""
+    return nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", JAGGED)
+def test_sdpa_context_serves_jagged_tensors(case):
+    heads, options = JAGGED[case]
+    bounds = OFFSETS[0], OFFSETS[1], OFFSETS[1]
+    values = [
+        normal(int(end[-1]), number, dim, seed=dim).requires_grad_()
+        for end, number, dim in zip(bounds, heads, (E, E, EV), strict=True)
+    ]
+    q, k, v = map(jagged, values, bounds)
+    for query in (q, q.contiguous()):
+        with adapter.sdpa():
+            out = F.scaled_dot_product_attention(query, k, v, **options)
+        sequences = (jagged(x, end).unbind() for x, end in zip(values, bounds, strict=True))
+        alone = [adapter.scaled_dot_product_attention(*each, **options) for each in zip(*sequences, strict=True)]
+        assert out.shape[:3] == query.shape[:3] and out.shape[3] == EV
+        assert all(map(torch.equal, out.unbind(), alone))
+        gradients = torch.autograd.grad(out.values().square().sum(), values)
+        expected = torch.autograd.grad(sum(x.square().sum() for x in alone), values)
+        assert all(map(torch.equal, gradients, expected))
+
+
+def test_sdpa_context_serves_a_ragged_batch():
+    x = nested_tensor_from_jagged(normal(9, 4, L, E), OFFSETS[0])
+    with adapter.sdpa():
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert torch.equal(out.values(), adapter.scaled_dot_product_attention(*[x.values()] * 3, is_causal=True))
+
+
+def test_sdpa_context_compiles_jagged_tensors_once():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def function(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for offsets in ([0, 3, 4, 9], [0, 7, 8, 12]):
+        x = jagged(normal(offsets[-1], 4, E), torch.tensor(offsets)).detach().requires_grad_()
+        with adapter.sdpa():
+            results = [attend(x) for attend in (compiled, function)]
+        gradients = [torch.autograd.grad(out.values().square().sum(), x)[0] for out in results]
+        assert torch.equal(*(out.values() for out in results)) and torch.equal(*(dx.values() for dx in gradients))
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+QUERY = jagged(normal(9, 4, E), OFFSETS[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        pytest.param((QUERY, X, X), TypeError, "all must be jagged", id="dense-keys"),
+        pytest.param((X, QUERY, QUERY), TypeError, "all must be jagged", id="dense-query"),
+        pytest.param(
+            (nested_tensor_from_jagged(normal(9, E), OFFSETS[0]),) * 3,
+            TypeError,
+            r"must be \(B, H, S, E\)",
+            id="three-dimensions",
+        ),
+        pytest.param((QUERY, QUERY, QUERY, X > 0), cupy_flash.UnsupportedError, "no attn_mask", id="mask"),
+        pytest.param((QUERY, *[jagged(normal(9, 2, E), OFFSETS[0])] * 2), ValueError, "need enable_gqa", id="heads"),
+        pytest.param(
+            (QUERY, QUERY, jagged(normal(9, 4, E), torch.tensor([0, 2, 4, 4, 9]))), ValueError, "lengths", id="lengths"
+        ),
+        pytest.param(
+            (QUERY, *[jagged(normal(9, 4, E), OFFSETS[0][[0, 1, 4]])] * 2), ValueError, "one length", id="batch"
+        ),
+    ],
+)
+def test_sdpa_refuses_nested(arguments, error, message):
+    with pytest.raises(error, match=message):
+        adapter.scaled_dot_product_attention(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_sdpa_refuses_nested_tensors_that_are_not_packed():
+    strided = torch.nested.nested_tensor([normal(4, 3, E), normal(4, 2, E)])
+    holes = torch.nested.narrow(normal(2, 6, 4, E), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged)
+    for x in (strided, holes.transpose(1, 2)):
+        with adapter.sdpa(), pytest.raises(TypeError, match="all must be jagged and without holes"):
+            F.scaled_dot_product_attention(x, x, x)
 
 
 def test_sdpa_context_never_falls_back():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -398,3 +399,43 @@ def test_meta_tensors_have_shapes_alone():
     q, k, v = (x.detach().to("meta") for x in inputs())
     out, lse = adapter.attention(q, k, v, return_lse=True)
     assert (out.device.type, out.shape, lse.shape) == ("meta", (BATCH, Q_LEN, HEADS, HEAD_DIM_V), (BATCH, HEADS, Q_LEN))
+
+
+@pytest.mark.parametrize(
+    "name", ["q", "k", "v", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", "all but mask"]
+)
+def test_meta_beside_other_tensors_is_refused(name):
+    """torch runs the fake kernel where any tensor is meta: its result on a CPU is memory that nothing has written."""
+    q, k, v = inputs(requires_grad=False)
+    call = dict(
+        q=q, k=k, v=v, alibi_slopes=torch.ones(HEADS), bias=torch.zeros(Q_LEN, KV_LEN), mask=torch.ones(KV_LEN) > 0,
+        sink=torch.zeros(HEADS), q_lengths=ints(3, 5), kv_lengths=ints(7, 0), seed=torch.tensor([7]), dropout=0.4,
+    )  # fmt: skip
+    moved = [name] if name in call else [other for other in call if other not in ("mask", "dropout")]
+    call |= {other: call[other].to("meta") for other in moved}
+    with pytest.raises(ValueError, match=f"one device, not .*{moved[0]} on meta") as error:
+        adapter.attention(**call)
+    assert str(error.value).count("on cpu") == 10 - len(moved)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4], ids=["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
+def test_meta_beside_other_packed_tensors_is_refused(position):
+    arguments, options = packed({})
+    moved = [x.to("meta") if at == position else x for at, x in enumerate(arguments)]
+    with pytest.raises(ValueError, match="attention_varlen: all arrays must be on one device"):
+        adapter.attention_varlen(*moved, **options)
+
+
+def test_one_device_is_required_where_nothing_runs():
+    q, k, v = inputs(requires_grad=False)
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in (q, k, v))
+        elsewhere = torch.empty(k.shape, device="cuda")
+        with pytest.raises(ValueError, match="q on cpu, k on cuda:0, v on cpu"):
+            adapter.attention(q, elsewhere, v)
+        out, lse = adapter.attention(q, k, v, return_lse=True)
+        with Recorder() as recorder:
+            adapter.attention(q, k, v)
+        ((_, arguments),) = recorder.calls
+        with pytest.raises(ValueError, match="dout on cuda:0, out on cpu"):
+            torch.ops.cupy_flash.attention_backward(*arguments, elsewhere, out, lse, None, False)

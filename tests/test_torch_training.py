@@ -1,10 +1,13 @@
 """The operators inside what trains a model: compile, export, checkpointing, offloading, FSDP2."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ranks
 import torch
+import torch.nn.functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cupy_flash
@@ -192,6 +195,72 @@ def test_checkpoint_with_dropout(reentrant, forwards):
     assert len(forwards) == 2
     assert_equal(gradients_of(lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)), expected)
     assert len(forwards) == 2 + 4
+
+
+class Encoder(torch.nn.Module):
+    """Calls torch's attention by both its names, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(HEADS * HEAD_DIM, HEADS, 16, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        q = self.layer(x).view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, None, 0.3, True).transpose(1, 2).flatten(-2)
+
+
+def encoded(run, backward):
+    """Gradients of one step of an Encoder, `run(encoder, x)` inside `sdpa` and `backward(loss)` outside."""
+    torch.manual_seed(0)
+    encoder, x = Encoder(), torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
+    with adapter.sdpa():
+        loss = run(encoder, x).square().sum()
+    backward(loss)
+    return [x.grad, *(parameter.grad for parameter in encoder.parameters())]
+
+
+def in_another_thread(loss):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(loss.backward).result()
+
+
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, in_another_thread], ids=["this-thread", "another-thread"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoint_inside_sdpa(reentrant, backward, forwards):
+    """What is recorded inside is recomputed inside, nested or not, though every mode is off in the backward."""
+
+    def run(encoder, x):
+        def inner(x):
+            return checkpoint(encoder, x, use_reentrant=False)
+
+        return checkpoint(inner, x, use_reentrant=reentrant)
+
+    expected = encoded(call, torch.Tensor.backward)
+    assert len(forwards) == 2
+    assert_equal(encoded(run, backward), expected)
+    assert len(forwards) > 2 + 2
+    assert not _get_current_function_mode_stack()
+
+
+def test_checkpoint_before_sdpa_is_recomputed_by_torch(forwards):
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
+    loss = checkpoint(Encoder(), x, use_reentrant=False).sum()
+    with adapter.sdpa():
+        torch.autograd.backward(loss)
+    assert not forwards
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_compiled_checkpoint_inside_sdpa(reentrant, forwards):
+    def run(encoder, x):
+        compiled = torch.compile(
+            lambda x: checkpoint(encoder, x, use_reentrant=reentrant), fullgraph=True, backend="aot_eager"
+        )
+        return compiled(x)
+
+    assert_equal(encoded(run, torch.Tensor.backward), encoded(call, torch.Tensor.backward))
+    assert len(forwards) == 4 + 2
 
 
 def test_selective_checkpoint_keeps_the_result_of_attention(forwards):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._ops import HigherOrderOperator
+from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
 from .op import forward
@@ -58,6 +65,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention, computed by cupy_flash.
 
+    Jagged nested tensors (B, H, S, E), ragged in S, are packed sequences (`attention_varlen`), without attn_mask.
+
     Args:
         query: (..., Hq, L, E). key: (..., H, S, E). value: (..., H, S, Ev). Dimensions before L and S broadcast; with
             enable_gqa those before the heads do. Two dimensions (L, E) are one head.
@@ -69,7 +78,8 @@ def scaled_dot_product_attention(
         enable_gqa: query head h reads key/value head h // (Hq // H), instead of requiring as many heads in all three.
 
     Returns:
-        (..., Hq, L, Ev) in the dtype of query. A row that may attend to nothing is 0.
+        (..., Hq, L, Ev) in the dtype of query, its dimensions in memory in the order of query's. A row that may attend
+        to nothing is 0.
 
     Raises:
         TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`; never another implementation in its stead.
@@ -79,8 +89,12 @@ def scaled_dot_product_attention(
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
     if attn_mask is not None and is_causal:
         raise ValueError("scaled_dot_product_attention: attn_mask must not be set with is_causal=True")
+    if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
+        if attn_mask is not None:
+            raise UnsupportedError("scaled_dot_product_attention: nested tensors take no attn_mask")
+        return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own=3 if enable_gqa else 2)
-    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale, layout="bhsd")
+    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
     if isinstance(attn_mask, CausalBias):
         options.causal = _causal_of(attn_mask, query, key)
     elif isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool:
@@ -88,8 +102,75 @@ def scaled_dot_product_attention(
     else:
         options.bias = attn_mask
     q, k, v = (_four_dimensional(x) for x in (query, key, value))
-    out = forward("attention", (q, k, v), options)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return _attend(q, k, v, options).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Attention of q, k, v (B, H, S, D): out with its dimensions in memory in the order of q's, D innermost.
+
+    Callers rely on it: of a q that is a view of (B, S, H, D) they take out.transpose(1, 2).view(B, S, -1). The kernels
+    write (B, S, H, D) and (B, H, S, D); any other order takes a copy.
+    """
+    order = _order_in_memory(q.stride())
+    if order.index(1) < order.index(2):
+        options.layout = "bhsd"
+        out = forward("attention", (q, k, v), options)
+    else:
+        out = forward("attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options).transpose(1, 2)
+    return out if order[0] == 0 else out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+
+
+@torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
+def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> Any:
+    """`scaled_dot_product_attention` of jagged nested tensors: packed sequences, or a ragged batch of dense ones."""
+    tensors = (query, key, value)
+    if any(not isinstance(x, torch.Tensor) or x.layout != torch.jagged or x.lengths() is not None for x in tensors):
+        raise TypeError(
+            "scaled_dot_product_attention: if any of query, key, value is nested, all must be jagged and without holes"
+        )
+    if all(x._ragged_idx == 1 and x.dim() > 3 for x in tensors):
+        q, k, v = (x.values() for x in tensors)
+        out = scaled_dot_product_attention(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _jagged_like(query, out)
+    if any(x._ragged_idx != 2 or x.dim() != 4 for x in tensors):
+        raise TypeError("scaled_dot_product_attention: jagged query, key and value must be (B, H, S, E), ragged in S")
+    heads = [x.shape[1] for x in tensors]
+    if not enable_gqa and len(set(heads)) > 1:
+        raise ValueError(
+            f"scaled_dot_product_attention: {heads} heads of query, key and value; fewer key/value heads than query "
+            "heads need enable_gqa=True"
+        )
+    q, k, v = (x.transpose(1, 2) for x in tensors)  # their values are (T, H, E)
+    if k.is_cpu and not torch.compiler.is_compiling() and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("scaled_dot_product_attention: jagged key and value must have the same lengths")
+    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
+    packed = Packed(q.offsets().to(torch.int32), k.offsets().to(torch.int32), _max_seqlen(q), _max_seqlen(k))
+    out = forward("attention_varlen", (q.values(), k.values(), v.values()), options, packed)
+    return _jagged_like(q, out).transpose(1, 2)
+
+
+def _max_seqlen(x: Any) -> Any:
+    """The length of the longest sequence; traced without it, of which the offsets alone tell, an upper bound."""
+    if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
+        return x.values().shape[0]
+    return x._get_max_seqlen()
+
+
+def _jagged_like(x: Any, values: Any) -> Any:
+    """Jagged values (T, ...) with the sequences of x. torch.nested.nested_tensor_from_jagged refuses torch.compile."""
+    return nested_view_from_values_offsets(
+        values, x.offsets(), min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
+    )
+
+
+def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The three dimensions before the last, outermost first; as they are where rows are repeated, which is no order."""
+    if 0 in strides[:3]:
+        return (0, 1, 2)
+    # torch.compile, which compares strides that it does not know, cannot sort them.
+    return next(
+        order for order in permutations(range(3)) if strides[order[0]] >= strides[order[1]] >= strides[order[2]]
+    )
 
 
 def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:
@@ -131,6 +212,11 @@ def _four_dimensional(x: Any) -> Any:
 
 class _Sdpa(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator):
+            # torch.compile traces the functions given to checkpoint, cond and the like while this mode is off, and lets
+            # them enter one of their own only where one has been entered outside before.
+            with _Sdpa():
+                args = tuple(_inside_sdpa(x) if callable(x) else x for x in args)
         return _routed(func)(*args, **(kwargs or {}))
 
 
@@ -155,14 +241,54 @@ _globals["scaled_dot_product_attention"] = scaled_dot_product_attention
 _globals["multi_head_attention_forward"] = _multi_head_attention_forward
 
 
+def _inside_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Sdpa():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _recomputing_as_recorded(record: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch.utils.checkpoint that keeps a function for the backward, which then runs inside `sdpa` if it is
+    recorded there.
+
+    In a backward all modes of the forward are off, and it may run in another thread; torch itself brings back its
+    device mode alone.
+    """
+
+    @functools.wraps(record)
+    def record_with_mode(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_routed = any(isinstance(mode, _Sdpa) for mode in _get_current_function_mode_stack())
+        return record(self, _inside_sdpa(function) if is_routed else function, *args, **kwargs)
+
+    return record_with_mode
+
+
+# Every checkpoint, by whatever name its caller has imported the function, makes one of these: non-reentrant, reentrant.
+checkpoint._CheckpointFrame.__init__ = _recomputing_as_recorded(checkpoint._CheckpointFrame.__init__)
+checkpoint.CheckpointFunction.forward = staticmethod(_recomputing_as_recorded(checkpoint.CheckpointFunction.forward))
+
+
 def sdpa() -> Any:
     """Context manager in which F.scaled_dot_product_attention, called by anyone, is `scaled_dot_product_attention`.
 
-    Holds in eager code and under torch.compile, in the thread that enters it, for nn.MultiheadAttention too. What
-    cupy_flash cannot serve raises; nothing falls back to torch's own.
+    Holds in eager code and under torch.compile, for nn.MultiheadAttention too. What cupy_flash cannot serve raises;
+    nothing falls back to torch's own.
 
         with cupy_flash.adapters.torch.sdpa():
             loss = model(tokens)
+        loss.backward()
+
+    Holds in the thread that enters it: other threads of the caller (torch.nn.DataParallel starts some) have torch's
+    attention. What torch.utils.checkpoint records inside, reentrant or not, it recomputes inside too, in whichever
+    thread autograd does so; other implementations of activation checkpointing recompute with torch's attention. For
+    both, torch.nn.attention.activate_flash_attention_impl("cupy_flash") holds in all threads, backward included.
+
+    torch.nn.TransformerEncoder has a fast path for inference, a fused kernel that calls no attention function; torch
+    leaves it where any function mode is on, as it does in training, where gradients are recorded and under
+    torch.compile. So with src_key_padding_mask the padded rows of the result are those of torch's layers one by one,
+    numbers without a meaning, and not the zeros with which the fast path fills them. The other rows agree.
     """
     return _Sdpa()
 

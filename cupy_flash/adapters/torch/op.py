@@ -153,8 +153,8 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
         k_descale=options.k_descale,
         v_descale=options.v_descale,
         seed=_seed(options.seed, dropout, q.device),
-        max_seqlen_q=None if packed is None else operator.index(packed.max_seqlen_q),
-        max_seqlen_k=None if packed is None else operator.index(packed.max_seqlen_k),
+        max_seqlen_q=None if packed is None else _length(packed.max_seqlen_q),
+        max_seqlen_k=None if packed is None else _length(packed.max_seqlen_k),
         causal=_causal(options.causal),
         window_left=None if left is None else operator.index(left),
         window_right=None if right is None else operator.index(right),
@@ -181,6 +181,11 @@ def _number(value: Any) -> float:
     if isinstance(value, (bool, str, np.bool_)):
         raise TypeError(f"{value!r} is not a number")
     return float(value)
+
+
+def _length(value: Any) -> Any:
+    """A whole number; one that tracing leaves open stays so."""
+    return value if isinstance(value, torch.SymInt) else operator.index(value)
 
 
 def _seed(seed: Any, dropout: float, device: Any) -> Any:
@@ -245,9 +250,24 @@ library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
 
+def _require_one_device(call: Call, saved: Saved | None = None) -> None:
+    """ValueError for tensors on several devices.
+
+    The fake kernel is the Meta kernel too, which torch runs where any tensor is a meta tensor: beside tensors of
+    another device the result would be memory that nothing has written.
+    """
+    arguments = call._asdict() | ({} if saved is None else saved._asdict())
+    devices = {name: str(x.device) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    if len(set(devices.values())) > 1:
+        function = "attention_varlen" if call.is_packed else "attention"
+        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{function}: all arrays must be on one device, not {given}")
+
+
 @torch.library.register_fake("cupy_flash::attention_forward", lib=library)
 def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
     call = Call(*arguments)
+    _require_one_device(call)
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=_dtype_of_out(call))
     return out, call.q.new_empty(call.lse_shape, dtype=lse_dtype)
@@ -256,6 +276,7 @@ def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
 @torch.library.register_fake("cupy_flash::attention_backward", lib=library)
 def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
+    _require_one_device(call, saved)
     wanted = (call.q, call.k, call.v, call.bias if saved.bias_gradient else None, call.sink)
     return tuple(_absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
 

@@ -64,8 +64,7 @@ class Checks:
         memory, if the kernel's blocks synchronise there."""
         self.context, self.unit = context, unit
         self.code = context.program.function.instructions
-        first = int(context.block_ids[0]) * context.warps_per_block
-        self.clocks = Clocks(context, order.warps if order is not None else 0, first)
+        self.clocks = Clocks(context, order.warps if order is not None else 0)
         units = len(context.shared.data) // unit
         self.writers = np.zeros(units, np.uint64)
         self.readers: npt.NDArray[np.uint64] | None = None

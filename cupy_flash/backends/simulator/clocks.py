@@ -28,10 +28,9 @@ _MORE = 16
 
 class Clocks:
     """Clocks by [known or fenced, all lanes or leaders, cluster, warp, agent]; warps count through all blocks of their
-    cluster. `grid`: so many warps of the whole grid are agents too, in whose name they access global memory; `first`:
-    the number among them of the first resident block's first warp."""
+    cluster. `grid`: so many warps of the whole grid are agents too, in whose name they access global memory."""
 
-    def __init__(self, context: Context, grid: int = 0, first: int = 0):
+    def __init__(self, context: Context, grid: int = 0):
         self.context = context
         self.warps = context.warps_per_block * context.cluster
         # Without asynchronous instructions the second clock has no reader.
@@ -44,7 +43,7 @@ class Clocks:
         self.agents: dict[Agent, int] = {}
         self._published: dict[Agent, Clock] = {}  # barrier -> (planes, blocks, agents)
         self.grid = grid > 0
-        self.in_grid = first + context.block_of_row * context.warps_per_block + context.warp_of_row
+        self.in_grid = context.block_ids[context.block_of_row] * context.warps_per_block + context.warp_of_row
         if self.grid:
             everybody = np.arange(context.warps)
             self._state[0][(slice(None), *self._place(everybody), AGENTS + self.in_grid)] = 1

@@ -48,6 +48,19 @@ FLASH_ATTN = {
         "(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
         "deterministic=False, return_attn_probs=False)"
     ),
+    "flash_attn_kvpacked_func": (
+        "(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        "(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False)"
+    ),
+    "flash_attn_varlen_qkvpacked_func": (
+        "(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
 }
 
 
@@ -300,6 +313,7 @@ FLASH_ATTN_CALLS = {
     "plain": ((), {}),
     "scale": ((0.0, 0.3), dict(scale=0.3)),
     "causal": ((0.0, None, True), dict(causal=True)),
+    "causal-word": ((0.0, None, "bottom_right"), dict(causal=True)),
     "window": ((0.0, None, False, (2, 1)), dict(window=(2, 1))),
     "window-of-tensors": ((0.0, None, False, (torch.tensor(2), torch.tensor(1))), dict(window=(2, 1))),
     "window-causal": ((0.0, None, True, (2, -1)), dict(window=(2, None), causal=True)),
@@ -312,12 +326,20 @@ FLASH_ATTN_CALLS = {
 @pytest.mark.parametrize("case", FLASH_ATTN_CALLS)
 def test_flash_attn_calls(case):
     positional, options = FLASH_ATTN_CALLS[case]
-    qkv = normal(2, L, 3, 4, E)
+    qkv, kv = normal(2, L, 3, 4, E), torch.stack((K, V), 2)
     packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
+    packed_kv = (packed[0], kv.flatten(0, 1), *packed[3:])
+    whole = (*qkv.flatten(0, 1).unbind(1), *[BOUNDARIES[0]] * 2, 7, 7)
+    wide = [x.long() for x in BOUNDARIES]  # int64, which the core refuses
     for ours, arrays, function, same in (
         (adapter.flash_attn_func, (Q, K, V), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_qkvpacked_func, (qkv,), adapter.attention, qkv.unbind(2)),
+        (adapter.flash_attn_kvpacked_func, (Q, kv), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_varlen_func, packed, adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_func, (*packed[:3], *wide, 7, 8), adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_kvpacked_func, packed_kv, adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_kvpacked_func, (*packed_kv[:2], *wide, 7, 8), adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_qkvpacked_func, (qkv.flatten(0, 1), wide[0], 7), adapter.attention_varlen, whole),
     ):
         torch.manual_seed(0)
         expected, expected_lse = function(*same, **options, return_lse=True)
@@ -334,6 +356,9 @@ def test_flash_attn_gradient_of_packed_qkv():
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     adapter.attention(q, k, v, causal=True).sum().backward()
     assert torch.equal(qkv.grad, torch.stack([q.grad, k.grad, v.grad], dim=2))
+    kv = torch.stack((k, v), 2).detach().requires_grad_()
+    adapter.flash_attn_kvpacked_func(q.detach(), kv, causal=True).sum().backward()
+    assert torch.equal(kv.grad, torch.stack([k.grad, v.grad], dim=2))
 
 
 def test_flash_attn_refuses():
@@ -342,6 +367,12 @@ def test_flash_attn_refuses():
         adapter.flash_attn_varlen_func(*packed, block_table=torch.zeros(3, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"qkv must be \(B, S, 3, H, D\)"):
         adapter.flash_attn_qkvpacked_func(Q)
+    with pytest.raises(ValueError, match=r"kv must be \(Tk, 2, Hk, D\), not \(10, 3, 2, 8\)"):
+        adapter.flash_attn_varlen_kvpacked_func(packed[0], normal(10, 3, 2, 8), *packed[3:])
+    with pytest.raises(ValueError, match="cu_seqlens_k ends at 2147483647, past"):  # not 14, its lower 32 bits
+        adapter.flash_attn_varlen_func(*packed[:3], BOUNDARIES[0], torch.tensor([0, 4, 6, 2**32 + 14]), 7, 2**33)
+    with pytest.raises(TypeError, match=r"int32, not int64: pass cu_seqlens_q.to\(torch.int32\)"):
+        adapter.attention_varlen(*packed[:3], BOUNDARIES[0].long(), *packed[4:])
     with pytest.raises(TypeError, match="qkv must be a torch tensor"):
         adapter.flash_attn_qkvpacked_func(Q.numpy())
     with pytest.raises(TypeError, match="return_lse must be True or False"):

@@ -248,8 +248,9 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
 
-    softcap 0.0 is off. With return_attn_probs the result is (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse`
-    of `cupy_flash.attention`, and the third, there the probabilities for testing, is never computed.
+    Here and in the functions below softcap 0.0 is off, and with return_attn_probs the result is (out, softmax_lse,
+    None): softmax_lse (B, Hq, Sq) is `lse` of `cupy_flash.attention`, and the third, there the probabilities for
+    testing, is never computed.
     """
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _flash_attn((q, k, v), options, return_attn_probs)
@@ -275,14 +276,62 @@ def flash_attn_varlen_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_func of flash-attn 2: q (Tq, Hq, D), k, v (Tk, Hk, D), cu_seqlens int32 (B + 1,).
 
-    As `flash_attn_func`, with softmax_lse (Hq, Tq). A block_table (paged keys and values) raises UnsupportedError.
+    As `flash_attn_func`, with softmax_lse (Hq, Tq). cu_seqlens may be int64 in host memory, here and in the functions
+    of packed batches below: they are cast. A block_table (paged keys and values) raises UnsupportedError.
     """
     if block_table is not None:
         raise UnsupportedError(
             "flash_attn_varlen_func: no engine of this version reads paged keys and values (block_table)"
         )
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+    return _flash_attn((q, k, v), options, return_attn_probs, packed)
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_kvpacked_func of flash-attn 2: q (B, Sq, Hq, D), kv (B, Sk, 2, Hk, D).
+
+    As `flash_attn_func`.
+    """
+    k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "(B, Sk, 2, Hk, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _flash_attn((q, k, v), options, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2: q (Tq, Hq, D), kv (Tk, 2, Hk, D).
+
+    As `flash_attn_varlen_func`.
+    """
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "(Tk, 2, Hk, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     return _flash_attn((q, k, v), options, return_attn_probs, packed)
 
 
@@ -298,12 +347,49 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: Any = False,
 ) -> Any:
     """flash_attn.flash_attn_qkvpacked_func of flash-attn 2: qkv (B, S, 3, H, D), the rest as `flash_attn_func`."""
-    if not isinstance(qkv, torch.Tensor):
-        raise TypeError(f"flash_attn_qkvpacked_func: qkv must be a torch tensor, not {type(qkv)}")
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"flash_attn_qkvpacked_func: qkv must be (B, S, 3, H, D), not {tuple(qkv.shape)}")
+    arrays = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn(qkv.unbind(dim=2), options, return_attn_probs)
+    return _flash_attn(arrays, options, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2: qkv (T, 3, H, D), cu_seqlens (B + 1,).
+
+    As `flash_attn_varlen_func`, with one cu_seqlens and max_seqlen for queries and keys.
+    """
+    arrays = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    cu_seqlens = _as_int32(cu_seqlens)
+    return _flash_attn(arrays, options, return_attn_probs, Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+
+
+def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
+    """The tensors that one holds side by side, as views; `shape` is that which it must have, as words."""
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{function}: {name} must be a torch tensor, not {type(packed)}")
+    sizes = shape.split(", ")
+    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{function}: {name} must be {shape}, not {tuple(packed.shape)}")
+    return packed.unbind(dim=-3)
+
+
+def _as_int32(cu_seqlens: Any) -> Any:
+    """int64 in host memory as int32; a boundary that int32 cannot hold becomes one that no batch has."""
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
+        return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return cu_seqlens
 
 
 def _flash_attn_options(

@@ -51,10 +51,9 @@ def attention(
             ml_dtypes, torch, jax or DLPack) has a forward alone, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
         v: (B, Sk, Hk, Dv), the dtype of q.
-        causal: True hides the keys after a query, the last query seeing all keys (bottom-right); "top_left" lets the
-        first
-            query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of 2 queries x 5
-            keys, and of 5 queries x 2 keys::
+        causal: True or "bottom_right" hides the keys after a query, the last query seeing all keys; "top_left" lets
+            the first query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of
+            2 queries x 5 keys, and of 5 queries x 2 keys::
 
                 1 1 1 1 0     1 0 0 0 0          0 0     1 0
                 1 1 1 1 1     1 1 0 0 0          0 0     1 1

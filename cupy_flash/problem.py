@@ -553,8 +553,8 @@ def _check_options(
     """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised."""
     causal = options.causal
     is_causal = check.require(
-        isinstance(causal, (bool, np.bool_)) or (isinstance(causal, str) and causal == "top_left"),
-        f'causal must be False, True (bottom-right) or "top_left", not {causal!r}',
+        isinstance(causal, (bool, np.bool_)) or (isinstance(causal, str) and causal in ("bottom_right", "top_left")),
+        f'causal must be False, True or "bottom_right" (which are the same) or "top_left", not {causal!r}',
     ) and bool(causal)
     left, right = _check_window(check, options.window)
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
@@ -568,7 +568,7 @@ def _check_options(
     softcap = None if options.softcap is None else _number(check, "softcap", options.softcap, 1.0)
     if softcap is not None:
         in_range = 0 < softcap < math.inf
-        check.require(in_range, f"softcap must be positive and finite, not {options.softcap!r}")
+        check.require(in_range, f"softcap must be positive and finite, not {options.softcap!r}; None is no softcap")
         in_dtype = not 0 < softcap < smallest
         check.require(in_dtype, f"softcap must be positive in {limits.dtype.name}, not {options.softcap!r}")
         if softcap > largest:
@@ -663,7 +663,7 @@ def _check_packed(check: _Check, call: dict[str, Array], packed: Packed) -> None
         if name not in call:
             continue
         array = call[name]
-        check.require_type(array.dtype == np.int32, f"{name} must be int32, not {array.dtype.name}")
+        _require_int32(check, name, array)
         if not check.require(
             len(array.shape) == 1 and array.shape[0] >= 1, f"{name} must be (B + 1,), not {array.shape}"
         ):
@@ -673,6 +673,14 @@ def _check_packed(check: _Check, call: dict[str, Array], packed: Packed) -> None
             total = call[tokens].shape[0] if tokens in call and call[tokens].shape else None
             _check_boundaries(check, name, array.numpy().astype(np.int64), total, longest)
     check.require(len(set(batches)) <= 1, "cu_seqlens_q and cu_seqlens_k must have one length")
+
+
+def _require_int32(check: _Check, name: str, array: Array) -> bool:
+    """The message names the cast: lengths are computed as int64 by most libraries."""
+    cast = "to(torch.int32)" if array.framework == "torch" else 'astype("int32")'
+    return check.require_type(
+        array.dtype == np.int32, f"{name} must be int32, not {array.dtype.name}: pass {name}.{cast}"
+    )
 
 
 def _check_boundaries(check: _Check, name: str, bounds: np.ndarray, total: int | None, longest: int | None) -> None:
@@ -752,7 +760,7 @@ def _check_lengths(check: _Check, call: dict[str, Array], shape: _Shape) -> None
         if name not in call:
             continue
         lengths = call[name]
-        ok = check.require_type(lengths.dtype == np.int32, f"{name} must be int32, not {lengths.dtype.name}")
+        ok = _require_int32(check, name, lengths)
         ok &= check.require(
             lengths.shape == (shape.batch,), f"{name} must be (B,) = ({shape.batch},), not {lengths.shape}"
         )

@@ -108,7 +108,7 @@ BAD_CALLS = [
     ),
     bad("mixed-devices", FORWARD, ValueError, "on one device, not cpu and cuda:0", k=CudaArray((2, 5, 2, 8))),
     # options
-    bad("causal-word", FORWARD, ValueError, "causal must be", "'bottom_right'", causal="bottom_right"),
+    bad("causal-word", FORWARD, ValueError, "causal must be", "'bottom-right'", causal="bottom-right"),
     bad("causal-number", FORWARD, ValueError, "causal must be", "not 1", causal=1),
     bad("causal-array", FORWARD, ValueError, "causal must be", causal=np.array([True, False])),
     bad("window-below-minus-one", FORWARD, ValueError, "window", "not -2", window=(-2, 0)),
@@ -122,7 +122,7 @@ BAD_CALLS = [
     bad("scale-word", FORWARD, TypeError, "scale must be a number, not '0.5'", scale="0.5"),
     bad("scale-complex", FORWARD, TypeError, "scale must be a number", scale=1j),
     bad("scale-array", FORWARD, TypeError, "scale must be a number", scale=zeros(2)),
-    bad("softcap-zero", FORWARD, ValueError, "softcap must be positive and finite, not 0", softcap=0),
+    bad("softcap-zero", FORWARD, ValueError, "softcap must be positive and finite, not 0; None is", softcap=0),
     bad("softcap-negative", FORWARD, ValueError, "softcap must be positive", softcap=-1.0),
     bad("softcap-nan", FORWARD, ValueError, "softcap must be positive", softcap=float("nan")),
     bad("softcap-infinite", FORWARD, ValueError, "softcap must be positive and finite", softcap=float("inf")),
@@ -177,7 +177,10 @@ BAD_CALLS = [
     bad("sink-shape", FORWARD, ValueError, "sink must be (Hq,) = (4,), not (1, 4)", sink=zeros(1, 4)),
     bad("sink-integer", FORWARD, TypeError, "sink must be floating, not int32", sink=zeros(4, dtype=np.int32)),
     bad("sink-number", FORWARD, TypeError, "sink (builtins.float)", sink=0.5),
-    bad("lengths-int64", FORWARD, TypeError, "kv_lengths must be int32, not int64", kv_lengths=np.array([1, 2])),
+    bad(
+        "lengths-int64", FORWARD, TypeError, 'kv_lengths must be int32, not int64: pass kv_lengths.astype("int32")',
+        kv_lengths=np.array([1, 2]),
+    ),
     bad("lengths-shape", FORWARD, ValueError, "q_lengths must be (B,) = (2,), not (3,)", q_lengths=int32(1, 2, 3)),
     bad("lengths-too-long", FORWARD, ValueError, "kv_lengths must be in [0, 5], not 1 to 6", kv_lengths=int32(1, 6)),
     bad("lengths-negative", FORWARD, ValueError, "q_lengths must be in [0, 3], not -1 to 3", q_lengths=int32(-1, 3)),
@@ -452,3 +455,12 @@ def test_numpy_words_are_words(value):
     )
     out = cupy_flash.attention(**arguments)
     assert isinstance(out, tuple) == bool(value)
+
+
+@pytest.mark.parametrize("of", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+def test_bottom_right_is_the_word_for_true(of):
+    random = np.random.default_rng(0)
+    q, k, v = (of(random.normal(size=x.shape).astype(x.dtype)) for x in good_arguments("attention").values())
+    expected, top_left = (np.asarray(cupy_flash.attention(q, k, v, causal=word)) for word in (True, "top_left"))
+    assert np.array_equal(cupy_flash.attention(q, k, v, causal="bottom_right"), expected)
+    assert not np.array_equal(top_left, expected)

@@ -212,6 +212,12 @@ WRONG = {
     "seed-of-floats": (lambda q: attention(q, q, q, dropout=0.5, seed=q[0, 0, 0, 0]), TypeError, "one integer"),
     "mask": (lambda q: attention(q, q, q, mask=jnp.ones((3, 3), bool)), ValueError, "must broadcast"),
     "scale": (lambda q: attention(q, q, q, scale=q.sum() + jnp.inf), ValueError, "scale must be finite"),
+    "return-lse": (lambda q: attention(q, q, q, return_lse="yes"), TypeError, "return_lse must be True or False"),
+    "scale-of-grad": (
+        lambda q: jax.grad(lambda scale: attention(q, q, q, scale=scale).sum())(0.5),
+        TypeError,
+        "attention: scale must have a value while jax traces",
+    ),
     "backend": (lambda q: attention(q, q, q, backend="cuda"), cupy_flash.UnsupportedError, "cuda"),
 }
 
@@ -221,9 +227,19 @@ WRONG = {
 def test_refused(case, transform):
     call, error, message = WRONG[case]
     if case == "scale" and transform is jax.jit:
-        error, message = TypeError, "Tracer"
-    with pytest.raises(error, match=message):
+        error, message = TypeError, "attention: scale must have a value while jax traces"
+    with pytest.raises(error, match=message) as caught:
         transform(call)(ZEROS)
+    assert type(caught.value) is error  # ours, none of jax's
+
+
+def test_every_traced_word_is_named():
+    def function(q, causal, left, flag):
+        return attention(q, q, q, causal=causal, window=(left, 0), return_lse=flag)
+
+    with pytest.raises(TypeError, match="attention: causal, window, return_lse must have a value") as caught:
+        jax.jit(function)(ZEROS, True, 3, True)
+    assert type(caught.value) is TypeError
 
 
 def test_refused_derivatives():

@@ -51,6 +51,19 @@ FLASH_ATTN = {
         "(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
         "deterministic=False, return_attn_probs=False)"
     ),
+    "flash_attn_kvpacked_func": (
+        "(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        "(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+        "return_attn_probs=False)"
+    ),
+    "flash_attn_varlen_qkvpacked_func": (
+        "(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False)"
+    ),
 }
 
 
@@ -86,7 +99,31 @@ SDPA = {
     "broadcast-heads": ([(2, 4, L, E), (2, 1, S, E), (2, 1, S, EV)], {}),
     "broadcast-queries": ([(4, L, E), (3, 2, 4, S, E), (2, 4, S, EV)], dict(is_causal=True)),
     "no-queries": ([(2, 4, 0, E), (2, 4, S, E), (2, 4, S, EV)], {}),
+    "boolean-mask-causal": (
+        [(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)],
+        dict(attn_mask=normal(2, 1, L, S) > -0.5, is_causal=True),
+    ),
+    "float-mask-causal": (
+        [(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)],
+        dict(attn_mask=normal(4, L, S), is_causal=True),
+    ),
+    "gqa-more-heads-of-keys": ([(2, 8, L, E), (2, 4, S, E), (2, 2, S, EV)], dict(enable_gqa=True)),
+    "gqa-more-heads-of-values": ([(6, L, E), (2, S, E), (3, S, EV)], dict(enable_gqa=True, is_causal=True)),
+    "dropout-of-one": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, EV)], dict(dropout_p=1.0, attn_mask=normal(4, L, S))),
+    "no-head-dimension": ([(2, 4, L, 0), (2, 4, S, 0), (2, 4, S, EV)], dict(is_causal=True)),
+    "no-value-dimension": ([(2, 4, L, E), (2, 4, S, E), (2, 4, S, 0)], {}),
+    "no-heads": ([(2, 0, L, E), (2, 0, S, E), (2, 0, S, EV)], dict(enable_gqa=True)),
+    "no-heads-of-keys": ([(2, 4, L, E), (2, 0, S, E), (2, 0, S, EV)], dict(enable_gqa=True)),
 }
+
+
+def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options):
+    """By the formula, which takes no mask with is_causal: the mask with the causal one in it."""
+    if attn_mask is not None and is_causal:
+        hidden = torch.ones(attn_mask.shape[-2:], dtype=torch.bool).triu(1)
+        value_of_hidden = False if attn_mask.dtype == torch.bool else -torch.inf
+        attn_mask, is_causal = attn_mask.masked_fill(hidden, value_of_hidden), False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options)
 
 
 def results(function, shapes, options, dtype, seed=None):
@@ -127,8 +164,8 @@ def test_sdpa_is_that_of_torch(case):
     with torch.nn.attention.sdpa_kernel(
         torch.nn.attention.SDPBackend.MATH
     ):  # the formula, with gradients for every mask
-        exact = results(F.scaled_dot_product_attention, shapes, options, torch.float64)
-        runs = [results(F.scaled_dot_product_attention, shapes, options, torch.float32, seed) for seed in range(8)]
+        exact = results(sdpa_of_torch, shapes, options, torch.float64)
+        runs = [results(sdpa_of_torch, shapes, options, torch.float32, seed) for seed in range(8)]
     independent = furthest(exact, runs)
     for name, *three in zip(("out", "dq", "dk", "dv", "dmask"), actual, exact, independent, strict=False):
         assert three[0].shape == three[1].shape
@@ -185,12 +222,18 @@ def test_sdpa_of_any_length_is_one_graph_per_layout():
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_sdpa_takes_the_causal_biases_of_torch(bias):
     q, k = normal(1, 2, L, E), normal(1, 2, S, E, seed=1)
     actual = adapter.scaled_dot_product_attention(q, k, k, bias(L, S))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), k.double(), bias(L, S))
     assert_matches_reference(actual, exact, F.scaled_dot_product_attention(q, k, k, bias(L, S)), "float32", "out")
+    for x, y in ((q, k), (k, q)):  # with is_causal the smaller of two diagonals
+        seen = torch.ones(x.shape[-2], y.shape[-2], dtype=torch.bool)
+        both = seen.tril() & seen.tril(0 if bias is causal_upper_left else y.shape[-2] - x.shape[-2])
+        actual = adapter.scaled_dot_product_attention(x, y, y, bias(*both.shape), is_causal=True)
+        torch.testing.assert_close(actual, adapter.scaled_dot_product_attention(x, y, y, both))
     with pytest.raises(ValueError, match="causal for 7 queries and 7 keys, and there are 5 and 7"):
         adapter.scaled_dot_product_attention(q, k, k, bias(S, S))
     with pytest.raises(TypeError, match="contents of their own"):  # they have only uninitialised ones
@@ -212,7 +255,6 @@ X = torch.zeros(2, 4, L, E)
 @pytest.mark.parametrize(
     "arguments, options, error, message",
     [
-        pytest.param((X, X, X, X[0, 0, :1, :1]), dict(is_causal=True), ValueError, "must not be set", id="mask-causal"),
         pytest.param((X, X[:, :2], X[:, :2]), {}, ValueError, "enable_gqa=True", id="heads-without-gqa"),
         pytest.param((X, X[:, :3], X[:, :3]), dict(enable_gqa=True), ValueError, "the 3 heads of k", id="gqa-heads"),
         pytest.param((X, X[:1].expand(3, -1, -1, -1), X), {}, ValueError, "do not broadcast", id="batch"),
@@ -224,13 +266,19 @@ X = torch.zeros(2, 4, L, E)
         pytest.param((X[0, 0, 0],) * 3, {}, TypeError, "at least 2 dimensions", id="vector"),
         pytest.param((X[0, 0],) * 3, dict(enable_gqa=True), TypeError, "at least 3 dimensions", id="gqa-without-heads"),
         pytest.param((X, X.double(), X), {}, TypeError, "one dtype", id="dtypes"),
-        pytest.param((X, X, X), dict(dropout_p=1.0), ValueError, r"dropout must be in \[0, 1\)", id="dropout-of-one"),
+        pytest.param((X, X, X), dict(dropout_p=1.5), ValueError, r"dropout must be in \[0, 1\)", id="dropout"),
+        pytest.param((X, X[:, :3], X[:, :2]), dict(enable_gqa=True), ValueError, "multiple of the 3", id="gqa-of-both"),
+        pytest.param(
+            (X.to(torch.float8_e4m3fn),) * 3, {}, cupy_flash.UnsupportedError, "float8_e4m3fn", id="unsupported"
+        ),
         pytest.param((X, X, X), dict(is_causal="yes"), TypeError, "must be True or False", id="causal-text"),
     ],
 )  # fmt: skip
 def test_sdpa_refuses(arguments, options, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         adapter.scaled_dot_product_attention(*arguments, **options)
+    # Callers of torch's function catch RuntimeError.
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
 
 
 def is_ours(tensor):
@@ -437,6 +485,7 @@ FLASH_ATTN_CALLS = {
     "plain": ((), {}),
     "scale": ((0.0, 0.3), dict(scale=0.3)),
     "causal": ((0.0, None, True), dict(causal=True)),
+    "causal-word": ((0.0, None, "bottom_right"), dict(causal=True)),
     "window": ((0.0, None, False, (2, 1)), dict(window=(2, 1))),
     "window-of-tensors": ((0.0, None, False, (torch.tensor(2), torch.tensor(1))), dict(window=(2, 1))),
     "window-causal": ((0.0, None, True, (2, -1)), dict(window=(2, None), causal=True)),
@@ -449,12 +498,20 @@ FLASH_ATTN_CALLS = {
 @pytest.mark.parametrize("case", FLASH_ATTN_CALLS)
 def test_flash_attn_calls(case):
     positional, options = FLASH_ATTN_CALLS[case]
-    qkv = normal(2, L, 3, 4, E)
+    qkv, kv = normal(2, L, 3, 4, E), torch.stack((K, V), 2)
     packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
+    packed_kv = (packed[0], kv.flatten(0, 1), *packed[3:])
+    whole = (*qkv.flatten(0, 1).unbind(1), *[BOUNDARIES[0]] * 2, 7, 7)
+    wide = [x.long() for x in BOUNDARIES]  # int64, which the core refuses
     for ours, arrays, function, same in (
         (adapter.flash_attn_func, (Q, K, V), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_qkvpacked_func, (qkv,), adapter.attention, qkv.unbind(2)),
+        (adapter.flash_attn_kvpacked_func, (Q, kv), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_varlen_func, packed, adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_func, (*packed[:3], *wide, 7, 8), adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_kvpacked_func, packed_kv, adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_kvpacked_func, (*packed_kv[:2], *wide, 7, 8), adapter.attention_varlen, packed),
+        (adapter.flash_attn_varlen_qkvpacked_func, (qkv.flatten(0, 1), wide[0], 7), adapter.attention_varlen, whole),
     ):
         torch.manual_seed(0)
         expected, expected_lse = function(*same, **options, return_lse=True)
@@ -471,6 +528,9 @@ def test_flash_attn_gradient_of_packed_qkv():
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     adapter.attention(q, k, v, causal=True).sum().backward()
     assert torch.equal(qkv.grad, torch.stack([q.grad, k.grad, v.grad], dim=2))
+    kv = torch.stack((k, v), 2).detach().requires_grad_()
+    adapter.flash_attn_kvpacked_func(q.detach(), kv, causal=True).sum().backward()
+    assert torch.equal(kv.grad, torch.stack([k.grad, v.grad], dim=2))
 
 
 def test_flash_attn_refuses():
@@ -479,6 +539,12 @@ def test_flash_attn_refuses():
         adapter.flash_attn_varlen_func(*packed, block_table=torch.zeros(3, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"qkv must be \(B, S, 3, H, D\)"):
         adapter.flash_attn_qkvpacked_func(Q)
+    with pytest.raises(ValueError, match=r"kv must be \(Tk, 2, Hk, D\), not \(10, 3, 2, 8\)"):
+        adapter.flash_attn_varlen_kvpacked_func(packed[0], normal(10, 3, 2, 8), *packed[3:])
+    with pytest.raises(ValueError, match="cu_seqlens_k ends at 2147483647, past"):  # not 14, its lower 32 bits
+        adapter.flash_attn_varlen_func(*packed[:3], BOUNDARIES[0], torch.tensor([0, 4, 6, 2**32 + 14]), 7, 2**33)
+    with pytest.raises(TypeError, match=r"int32, not int64: pass cu_seqlens_q.to\(torch.int32\)"):
+        adapter.attention_varlen(*packed[:3], BOUNDARIES[0].long(), *packed[4:])
     with pytest.raises(TypeError, match="qkv must be a torch tensor"):
         adapter.flash_attn_qkvpacked_func(Q.numpy())
     with pytest.raises(TypeError, match="return_lse must be True or False"):

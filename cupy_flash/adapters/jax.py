@@ -30,6 +30,7 @@ class Words(NamedTuple):
     dropout: Any
     seed: Any
     layout: Any
+    return_lse: Any
     deterministic: Any
     backend: Any
     engine: Any
@@ -59,7 +60,14 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
                 f"attention: a seed array must be one integer, not {asked.seed.dtype} {tuple(asked.seed.shape)}"
             )
         operands["seed"], asked.seed = asked.seed, None
-    out, lse = _attention(Words(*(getattr(asked, name) for name in Words._fields)), _of_jax(operands))
+    words = Words(*(getattr(asked, name) for name in Words._fields))
+    if _is_traced(words):
+        traced = (name for name, word in words._asdict().items() if _is_traced(word))
+        raise TypeError(
+            f"attention: {', '.join(traced)} must have a value while jax traces, not be computed or differentiated in "
+            "what it traces: make it a static argument of jax.jit"
+        )
+    out, lse = _attention(words, _of_jax(operands))
     return (out, lse) if asked.return_lse else out
 
 

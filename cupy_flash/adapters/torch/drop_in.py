@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from itertools import permutations
@@ -52,6 +53,34 @@ def attention_varlen(
     return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed, fp8)
 
 
+class SdpaValueError(ValueError, RuntimeError):
+    """A call that `scaled_dot_product_attention` refuses: callers of torch's catch RuntimeError."""
+
+
+class SdpaTypeError(TypeError, SdpaValueError):
+    """One with an argument of the wrong type."""
+
+
+class SdpaUnsupportedError(UnsupportedError, SdpaValueError):
+    """A legal one that no engine of this version serves."""
+
+
+def _raising_as_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose refusals are RuntimeErrors besides what they are."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            kinds = {TypeError: SdpaTypeError, UnsupportedError: SdpaUnsupportedError, ValueError: SdpaValueError}
+            kind = next(ours for theirs, ours in kinds.items() if isinstance(error, theirs))
+            raise kind(str(error)).with_traceback(error.__traceback__) from None
+
+    return call
+
+
+@_raising_as_torch
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -72,37 +101,50 @@ def scaled_dot_product_attention(
             enable_gqa those before the heads do. Two dimensions (L, E) are one head.
         attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating and added to the scores, with a
             gradient; or a torch.nn.attention.bias.CausalBias.
-        dropout_p: always applied, as torch's is; in [0, 1).
-        is_causal: top-left: query i sees the keys up to i. Not together with attn_mask.
+        dropout_p: always applied, as torch's is; in [0, 1), or 1: then the result is 0.
+        is_causal: top-left: query i sees the keys up to i, of those that attn_mask lets it see.
         scale: default 1 / sqrt(E).
         enable_gqa: query head h reads key/value head h // (Hq // H), instead of requiring as many heads in all three.
+            key and value may have different numbers of heads; they are then repeated to their least common multiple.
 
     Returns:
         (..., Hq, L, Ev) in the dtype of query, its dimensions in memory in the order of query's. A row that may attend
-        to nothing is 0.
+        to nothing is 0, and so is a result of no heads. With E = 0 all scores are 0.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`; never another implementation in its stead.
+        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`, each a ValueError and a RuntimeError too;
+        never another implementation in its stead.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
-    if attn_mask is not None and is_causal:
-        raise ValueError("scaled_dot_product_attention: attn_mask must not be set with is_causal=True")
     if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
         if attn_mask is not None:
             raise UnsupportedError("scaled_dot_product_attention: nested tensors take no attn_mask")
         return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own=3 if enable_gqa else 2)
-    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
+    own = 3 if enable_gqa else 2
+    _require_dimensions((query, key, value), own)
+    if 0 in (value.shape[-1], *(heads for x in (query, key, value) for heads in x.shape[-3:-2])):
+        return _zeros(query, key, value)
+    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own)
+    drops_all = isinstance(dropout_p, (int, float)) and dropout_p == 1
+    options = Options(causal="top_left" if is_causal else False, scale=scale)
+    options.dropout = 0.0 if drops_all else dropout_p
     if isinstance(attn_mask, CausalBias):
-        options.causal = _causal_of(attn_mask, query, key)
+        options.causal = _causal_of(attn_mask, query, key, is_causal)
     elif isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool:
         options.mask = attn_mask
     else:
         options.bias = attn_mask
     q, k, v = (_four_dimensional(x) for x in (query, key, value))
-    return _attend(q, k, v, options).reshape(*query.shape[:-1], value.shape[-1])
+    if k.shape[1] != v.shape[1]:
+        k, v = _with_equal_heads(q, k, v)
+    if q.shape[-1] == k.shape[-1] == 0:
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # the same scores: sums without and with a product that is 0
+    out = _attend(q, k, v, options)
+    if drops_all:
+        out = out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
@@ -173,13 +215,22 @@ def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:
-    """query, key, value with equal leading dimensions, all but the last `own`; views."""
+def _require_dimensions(tensors: tuple[Any, Any, Any], own: int) -> None:
     if any(not isinstance(x, torch.Tensor) or x.dim() < own for x in tensors):
         given = ", ".join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else str(type(x)) for x in tensors)
         raise TypeError(
             f"scaled_dot_product_attention: query, key, value must be tensors of at least {own} dimensions, not {given}"
         )
+
+
+def _zeros(query: Any, key: Any, value: Any) -> Any:
+    """(..., Hq, L, Ev) without heads to compute or columns to fill; the gradients of all three are 0."""
+    zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    return zeros + sum(x[..., :0].sum() for x in (query, key, value))
+
+
+def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:
+    """query, key, value with equal leading dimensions, all but the last `own`; views."""
     try:
         leading = torch.broadcast_shapes(*(x.shape[:-own] for x in tensors))
         query, key, value = (x.expand(*leading, *x.shape[-own:]) for x in tensors)
@@ -194,15 +245,28 @@ def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple
     return query, key, value, attn_mask
 
 
-def _causal_of(bias: Any, query: Any, key: Any) -> Any:
-    """A causal mask that torch gives as a tensor without contents."""
+def _with_equal_heads(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """k and v, repeated to the fewest heads with which a query head still reads what it read of each."""
+    heads, k_heads, v_heads = (x.shape[1] for x in (q, k, v))
+    if heads % k_heads or heads % v_heads:
+        raise ValueError(
+            f"scaled_dot_product_attention: the {heads} heads of query must be a multiple of the {k_heads} of key "
+            f"and of the {v_heads} of value"
+        )
+    equal = math.lcm(k_heads, v_heads)
+    return k.repeat_interleave(equal // k_heads, 1), v.repeat_interleave(equal // v_heads, 1)
+
+
+def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
+    """A causal mask that torch gives as a tensor without contents; of two diagonals the one that hides more."""
     lengths = (bias.seq_len_q, bias.seq_len_kv)
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ValueError(
             f"scaled_dot_product_attention: attn_mask is causal for {lengths[0]} queries and {lengths[1]} keys, "
             f"and there are {query.shape[-2]} and {key.shape[-2]}"
         )
-    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else True
+    hides_more = is_causal and query.shape[-2] <= key.shape[-2]
+    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT or hides_more else True
 
 
 def _four_dimensional(x: Any) -> Any:
@@ -308,8 +372,9 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
 
-    softcap 0.0 is off. With return_attn_probs the result is (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse`
-    of `cupy_flash.attention`, and the third, there the probabilities for testing, is never computed.
+    Here and in the functions below softcap 0.0 is off, and with return_attn_probs the result is (out, softmax_lse,
+    None): softmax_lse (B, Hq, Sq) is `lse` of `cupy_flash.attention`, and the third, there the probabilities for
+    testing, is never computed.
     """
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _flash_attn((q, k, v), options, return_attn_probs)
@@ -335,14 +400,62 @@ def flash_attn_varlen_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_func of flash-attn 2: q (Tq, Hq, D), k, v (Tk, Hk, D), cu_seqlens int32 (B + 1,).
 
-    As `flash_attn_func`, with softmax_lse (Hq, Tq). A block_table (paged keys and values) raises UnsupportedError.
+    As `flash_attn_func`, with softmax_lse (Hq, Tq). cu_seqlens may be int64 in host memory, here and in the functions
+    of packed batches below: they are cast. A block_table (paged keys and values) raises UnsupportedError.
     """
     if block_table is not None:
         raise UnsupportedError(
             "flash_attn_varlen_func: no engine of this version reads paged keys and values (block_table)"
         )
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+    return _flash_attn((q, k, v), options, return_attn_probs, packed)
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_kvpacked_func of flash-attn 2: q (B, Sq, Hq, D), kv (B, Sk, 2, Hk, D).
+
+    As `flash_attn_func`.
+    """
+    k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "(B, Sk, 2, Hk, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _flash_attn((q, k, v), options, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2: q (Tq, Hq, D), kv (Tk, 2, Hk, D).
+
+    As `flash_attn_varlen_func`.
+    """
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "(Tk, 2, Hk, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     return _flash_attn((q, k, v), options, return_attn_probs, packed)
 
 
@@ -358,12 +471,49 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: Any = False,
 ) -> Any:
     """flash_attn.flash_attn_qkvpacked_func of flash-attn 2: qkv (B, S, 3, H, D), the rest as `flash_attn_func`."""
-    if not isinstance(qkv, torch.Tensor):
-        raise TypeError(f"flash_attn_qkvpacked_func: qkv must be a torch tensor, not {type(qkv)}")
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"flash_attn_qkvpacked_func: qkv must be (B, S, 3, H, D), not {tuple(qkv.shape)}")
+    arrays = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn(qkv.unbind(dim=2), options, return_attn_probs)
+    return _flash_attn(arrays, options, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: Any,
+    dropout_p: Any = 0.0,
+    softmax_scale: Any = None,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: Any = False,
+    return_attn_probs: Any = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2: qkv (T, 3, H, D), cu_seqlens (B + 1,).
+
+    As `flash_attn_varlen_func`, with one cu_seqlens and max_seqlen for queries and keys.
+    """
+    arrays = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
+    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    cu_seqlens = _as_int32(cu_seqlens)
+    return _flash_attn(arrays, options, return_attn_probs, Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+
+
+def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
+    """The tensors that one holds side by side, as views; `shape` is that which it must have, as words."""
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{function}: {name} must be a torch tensor, not {type(packed)}")
+    sizes = shape.split(", ")
+    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{function}: {name} must be {shape}, not {tuple(packed.shape)}")
+    return packed.unbind(dim=-3)
+
+
+def _as_int32(cu_seqlens: Any) -> Any:
+    """int64 in host memory as int32; a boundary that int32 cannot hold becomes one that no batch has."""
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
+        return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return cu_seqlens
 
 
 def _flash_attn_options(

@@ -172,9 +172,9 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
 def _causal(causal: Any) -> str:
     if isinstance(causal, (bool, np.bool_)):
         return "bottom_right" if causal else "none"
-    if isinstance(causal, str) and causal == "top_left":
+    if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal
-    raise ValueError(f'causal must be False, True or "top_left", not {causal!r}')
+    raise ValueError(f'causal must be False, True, "bottom_right" or "top_left", not {causal!r}')
 
 
 def _number(value: Any) -> float:

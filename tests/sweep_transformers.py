@@ -71,7 +71,7 @@ for value, names in {
         encoder_num_attention_heads decoder_num_attention_heads num_linear_heads linear_num_key_heads
         linear_num_value_heads moe_num_experts index_block_size index_topk_blocks""",
     8: """head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim global_head_dim kv_channels attention_head_dim
-        d_head rotary_dim""",
+        d_head rotary_dim mamba_n_heads mamba_d_head""",
     5: "sliding_window attention_window local_attention window_size attention_chunk_size",
     1: """bos_token_id n_group topk_group n_shared_experts num_shared_experts decoder_start_token_id
         first_k_dense_replace num_nextn_predict_layers""",
@@ -113,7 +113,7 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
     for name in parameters & set(values):
         old = attribute(default, name)
         is_number = isinstance(old, (int, float)) and not isinstance(old, bool)
-        if is_number or (old is None and name.endswith(("token_id", "vocab_size"))):
+        if is_number or (old is None and name.endswith(("token_id", "vocab_size", "experts", "experts_per_tok"))):
             changes[name] = values[name] if not is_number else type(old)(values[name])
     layers = attribute(default, "num_hidden_layers")
     for name in parameters:  # lists with an entry for each layer: every kind of layer remains
@@ -121,6 +121,10 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
         if isinstance(old, list) and "num_hidden_layers" in changes and len(old) == layers:
             kinds = [kind for at, kind in enumerate(old) if kind not in old[:at]]
             changes[name] = (kinds * changes["num_hidden_layers"])[: changes["num_hidden_layers"]]
+    rope = attribute(default, "rope_parameters")
+    if "head_dim" in values and isinstance(rope, dict) and "mrope_section" in rope:
+        half = int(values["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        changes["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     for name in getattr(default, "sub_configs", {}):
         part = attribute(default, name)
         if part is not None:
@@ -166,7 +170,7 @@ def first(config: Any, *names: str) -> Any:
     return None
 
 
-def inputs_of(model: Any, has_image: bool) -> dict[str, Any]:
+def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -> dict[str, Any]:
     """Inputs without padding, by the names of forward's parameters."""
     config = model.config
     parameters = inspect.signature(model.forward).parameters
@@ -193,15 +197,15 @@ def inputs_of(model: Any, has_image: bool) -> dict[str, Any]:
         names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
         mels = first(config, *names) or 80
         frames = 2 * (first(config, "max_source_positions") or 32)
-        is_time_last = "whisper" in config.model_type or "qwen" in config.model_type
         return noise(BATCH, mels, frames) if is_time_last else noise(BATCH, frames, mels)
 
-    if "grid_thw" in required:
+    grid = next((name for name in ("grid_thw", "image_grid_thw") if name in required), None)
+    if grid is not None:
         sides = torch.tensor([[1, 4, 4], [1, 4, 8]])
         patch, time = config.patch_size, getattr(config, "temporal_patch_size", 1)
         name = next(iter(parameters))
         channels = first(config, "in_channels", "num_channels", "in_chans") or 3
-        return {name: noise(int(sides.prod(-1).sum()), channels * time * patch * patch), "grid_thw": sides}
+        return {name: noise(int(sides.prod(-1).sum()), channels * time * patch * patch), grid: sides}
     given: dict[str, Any] = {}
     if "input_ids" in parameters:
         given["input_ids"] = tokens(LENGTH)
@@ -223,6 +227,11 @@ def inputs_of(model: Any, has_image: bool) -> dict[str, Any]:
         given["hidden_states"] = noise(BATCH, LENGTH, first(config, "hidden_size", "d_model"))
     if "decoder_input_ids" in parameters:
         given["decoder_input_ids"] = tokens(DECODER_LENGTH)
+    for name in required - set(given):
+        if name.endswith("input_ids"):
+            given[name] = tokens(LENGTH)
+        elif name.endswith("attention_mask"):
+            given[name] = torch.ones(BATCH, LENGTH, dtype=torch.long)
     if not given:
         raise Unsuited(f"no inputs for {sorted(parameters)[:6]}")
     if "use_cache" in parameters:
@@ -301,16 +310,20 @@ def references(model_class: type) -> list[str]:
 
 
 def given_to(model: Any) -> dict[str, Any]:
-    """Inputs with which the model runs: text alone, else text and an image."""
-    try:
-        given = inputs_of(model, has_image=False)
-        outputs_of(model, given, None)
-    except Exception:
-        if not {"input_ids", "pixel_values"} <= set(inspect.signature(model.forward).parameters):
-            raise
-        given = inputs_of(model, has_image=True)
-        outputs_of(model, given, None)
-    return given
+    """Inputs with which the model runs: text alone, else text and an image; features before times, else after."""
+    parameters = set(inspect.signature(model.forward).parameters)
+    variants: list[dict[str, bool]] = [{}]
+    variants += [{"has_image": True}] if {"input_ids", "pixel_values"} <= parameters else []
+    variants += [{"is_time_last": True}] if "input_features" in parameters else []
+    for variant in variants:
+        try:
+            given = inputs_of(model, **variant)
+            outputs_of(model, given, None)
+            return given
+        except Exception as error:
+            if variant is variants[-1] or isinstance(error, TimeoutError):
+                raise
+    raise AssertionError
 
 
 def reference_of(model_class: type, config_class: type, changes: dict[str, Any]) -> tuple[Any, Any, Any, str]:

@@ -1,7 +1,9 @@
 """attn_implementation="cupy_fa" against sdpa, or the formula where sdpa refuses, in tiny models of transformers."""
 
+import contextlib
 import copy
 import functools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -680,6 +682,16 @@ def test_layers_that_are_given_the_last_queries_alone():
     assert_matches_reference(last, exact, low, "float32", "logits")
 
 
+@pytest.mark.parametrize(("k_heads", "v_heads"), [(2, 4), (4, 1)])
+def test_keys_and_values_of_other_numbers_of_heads(k_heads, v_heads):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, heads, LENGTH, 8, generator=generator) for heads in (4, k_heads, v_heads))
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=False)
+    exact, _ = formula(None, q.double(), k.double(), v.double(), None)
+    low, _ = formula(None, q, k, v, None)
+    assert_matches_reference(out, exact, low, "float32", "out")
+
+
 @pytest.mark.parametrize("mask", ["none", "boolean", "additive", "lazy"])
 def test_indices_of_keys(mask):
     generator = torch.Generator().manual_seed(0)
@@ -704,7 +716,8 @@ WORDS = {
     "paged cache": dict(cache=object()),
     "probabilities": dict(output_attentions=True),
     "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
-    "block_indices, unheard_of": dict(block_indices=torch.zeros(1, 1, 3, 1), unheard_of=0.5),
+    "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),
+    "block_indices": dict(block_indices=torch.zeros(1, 1, 3, 1)),
     "position_ids that start anew": dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3])),
 }
 
@@ -714,6 +727,21 @@ def test_words_that_would_change_the_result_are_refused(case):
     q = torch.zeros(1, 2, 3, 8)
     with pytest.raises(cupy_flash.UnsupportedError, match=case):
         adapter.attention_forward(torch.nn.Module(), q, q, q, None, **WORDS[case])
+
+
+def eager_with_sinks(module, query, key, value, attention_mask, scaling, sinks=None, **kwargs):
+    raise AssertionError("the attention of the model's own")
+
+
+@pytest.mark.parametrize(("word", "is_served"), [("sinks", False), ("block_indices", False), ("image_sizes", True)])
+def test_a_word_is_refused_if_the_attention_of_the_model_takes_it(word, is_served, monkeypatch):
+    # A model passes on all that its caller gave, inputs of its other parts among it.
+    monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(eager_attention_forward=eager_with_sinks))
+    attention = type("Attention", (torch.nn.Module,), {"__module__": "made_up"})()
+    q = torch.zeros(1, 2, 3, 8)
+    refused = pytest.raises(cupy_flash.UnsupportedError, match=f"Attention passes {word}")
+    with contextlib.nullcontext() if is_served else refused:
+        adapter.attention_forward(attention, q, q, q, None, is_causal=True, **{word: torch.zeros(1, 2, 3, 1)})
 
 
 def test_words_that_change_nothing_are_taken():

@@ -8,6 +8,7 @@ written out only for code that looks at its elements. So one thing, the mask, sa
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -229,15 +230,17 @@ def _pattern(
     return (True, (window - 1, window - 1)) if allow_is_causal_skip else (False, (window, window))
 
 
-# Of the words that a model passes to every attention function: those which are in the mask already, and those which
-# concern another part of the model or another attention function, and change nothing here.
+# Words that a model's own attention may take and that change nothing here: they are in the mask already, or concern
+# another attention function.
 IGNORED = frozenset(
     {
-        "sliding_window", "position_ids", "cache_position", "past_key_values", "use_cache", "return_dict",
-        "output_hidden_states", "output_router_logits", "num_items_in_batch", "seq_idx", "cu_seq_lens_k",
-        "max_length_q", "max_length_k",
+        "sliding_window", "position_ids", "cache_position", "past_key_values", "use_cache", "output_hidden_states",
+        "output_router_logits", "num_items_in_batch", "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k",
+        "logits_to_keep", "return_dict",
     }
 )  # fmt: skip
+# Words for a kernel, which a model's own attention does not take: for that the model writes them into the mask.
+OF_KERNELS = frozenset({"block_indices"})
 
 
 def attention_forward(
@@ -261,14 +264,17 @@ def attention_forward(
     attention_mask: a LazyMask; a boolean or an additive tensor, as a caller may give a model, broadcastable to
     (B, Hq, Sq, Sk); or None: `is_causal`, else module.is_causal, says whether a query sees the keys after it.
     s_aux: (Hq,), the sinks. position_bias: added to the scores, with a gradient. indices: integers (B, Sq, n), the only
-    keys that a query may see, of models with sparse attention. Any other word is in `IGNORED`, or is refused.
+    keys that a query may see, of models with sparse attention. Of the other words those that would change the result
+    are refused: see `_check_words`.
     """
-    _check_words(attention_mask, words)
+    _check_words(module, attention_mask, words)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = dict(
         scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias,
         deterministic=bool(deterministic),
     )  # fmt: skip
+    if k.shape[2] != v.shape[2]:  # one of them has a head for each of q, as in Nemotron 3
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if indices is not None:
         chosen = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
         chosen = chosen.scatter(-1, indices.long(), True)[:, None]
@@ -291,8 +297,12 @@ def attention_forward(
     return attention(q, k, v, **options), None
 
 
-def _check_words(attention_mask: Any, words: dict[str, Any]) -> None:
-    """Refuse what would change the result: a word that is unknown, or known and not served."""
+def _check_words(module: Any, attention_mask: Any, words: dict[str, Any]) -> None:
+    """Refuse words that would change the result.
+
+    Beside those which a model names for its attention, it passes on whatever its caller gave: inputs of other parts of
+    it, among them. What its own attention function, eager_attention_forward, does not take cannot change its result.
+    """
     if words.get("cache") is not None:
         raise UnsupportedError("cupy_fa: no engine of this version reads the paged cache of continuous batching")
     if words.get("output_attentions"):
@@ -307,9 +317,19 @@ def _check_words(attention_mask: Any, words: dict[str, Any]) -> None:
             "cupy_fa: several sequences in one row by cu_seq_lens_q need position_ids that start anew in each of them"
         )
     known = IGNORED | {"cache", "output_attentions", "cu_seq_lens_q"}
-    unknown = sorted(word for word, value in words.items() if value is not None and word not in known)
-    if unknown:
-        raise UnsupportedError(f"cupy_fa: a model passed {', '.join(unknown)} to its attention, which is not served")
+    unknown = [word for word, value in words.items() if value is not None and word not in known]
+    refused = [word for word in unknown if word in OF_KERNELS or _is_word_of_eager(type(module), word)]
+    if refused:
+        raise UnsupportedError(f"cupy_fa: {type(module).__name__} passes {', '.join(refused)}, which is not served")
+
+
+def _is_word_of_eager(module_class: type, word: str) -> bool:
+    """Whether the attention function of a model's own takes a word; True where it has none that would say so."""
+    for base in module_class.__mro__:
+        eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return word in inspect.signature(eager).parameters
+    return True
 
 
 def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:

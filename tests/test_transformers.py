@@ -1,7 +1,10 @@
 """attn_implementation="cupy_fa" against sdpa, or the formula where sdpa refuses, in tiny models of transformers."""
 
+import contextlib
 import copy
 import functools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +14,30 @@ from transformers import (
     AttentionMaskInterface,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskGeneration,
     BertConfig,
+    BloomConfig,
+    DeepseekV32Config,
+    FalconConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    PreTrainedModel,
+    RoFormerConfig,
+    SamConfig,
     T5Config,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
     ViTConfig,
+    XGLMConfig,
 )
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -266,12 +283,14 @@ def test_encoder(case, padding):
     assert_matches_reference(*states, "float32", "last_hidden_state")
 
 
+VISION = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
+)  # fmt: skip
+
+
 def test_vision_transformer():
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
-    )
     torch.manual_seed(0)
-    model = AutoModel.from_config(config).eval()
+    model = AutoModel.from_config(ViTConfig(**VISION)).eval()
     pixels = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         states = three_runs(model, "vit", lambda model: model(pixels.to(model.dtype)).last_hidden_state)
@@ -426,6 +445,7 @@ LAZY = {
     ),
     "after-a-prefix": dict(q_length=4, q_offset=8, attention_mask=token_mask("left").bool()),
     "after-a-prefix-alone": dict(q_length=4, q_offset=8),
+    "of-layers-that-slice-it": dict(config=SimpleNamespace(num_kv_shared_layers=1)),
     "encoder": dict(
         mask_function=bidirectional_mask_function, allow_is_causal_skip=False, allow_is_bidirectional_skip=True,
         attention_mask=token_mask("left").bool(),
@@ -551,7 +571,187 @@ def test_mask_of_the_caller(kind):
     assert_matches_reference(*logits, "float32", "logits")
 
 
-def test_paged_cache_is_refused():
+REFUSED = {
+    "bloom": (AutoModelForCausalLM, BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4), False),
+    "xglm": (
+        AutoModelForCausalLM,
+        XGLMConfig(vocab_size=VOCABULARY, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4),
+        False,
+    ),
+    "roformer": (AutoModel, RoFormerConfig(**SIZES), False),
+    "gptj": (
+        AutoModelForCausalLM,
+        GPTJConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
+        False,
+    ),
+    "gpt-neo": (
+        AutoModelForCausalLM,
+        GPTNeoConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=4
+        ),
+        False,
+    ),
+    # These two declare sdpa, and choose a class of attention by the name of the implementation.
+    "falcon": (
+        AutoModelForCausalLM,
+        FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        True,
+    ),
+    "sam": (AutoModelForMaskGeneration, SamConfig(vision_config=dict(num_hidden_layers=1)), True),
+}  # fmt: skip
+
+
+def refusal(has_sdpa):
+    return rf'attn_implementation="cupy_fa": .*_supports_sdpa={has_sdpa}, _supports_attention_backend=False'
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_does_not_ask_is_refused_when_built(case):
+    auto, config, has_sdpa = REFUSED[case]
+    with torch.device("meta"), pytest.raises(cupy_flash.UnsupportedError, match=refusal(has_sdpa)):
+        auto.from_config(copy.deepcopy(config), attn_implementation="cupy_fa")
+
+
+def test_a_model_that_does_not_ask_is_refused_when_loaded(tmp_path):
+    auto, config, has_sdpa = REFUSED["bloom"]
+    auto.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(cupy_flash.UnsupportedError, match=refusal(has_sdpa)):
+        auto.from_pretrained(tmp_path, attn_implementation="cupy_fa")
+    assert auto.from_pretrained(tmp_path, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_part_that_does_not_ask_is_refused():
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        ViTConfig(**VISION), TrOCRConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_ffn_dim=48)
+    )
+    build = AutoModelForImageTextToText.from_config
+    with torch.device("meta"):
+        with pytest.raises(cupy_flash.UnsupportedError, match=r"TrOCR\w+ does not .*\n?.*" + refusal(False)):
+            build(copy.deepcopy(config), attn_implementation="cupy_fa")
+        model = build(config, attn_implementation={"encoder": "cupy_fa", "decoder": "eager"})
+        assert model.encoder.config._attn_implementation == "cupy_fa"
+        with pytest.raises(cupy_flash.UnsupportedError, match="TrOCR"):
+            model.decoder.get_correct_attn_implementation("cupy_fa")
+
+
+def test_other_implementations_are_checked_as_before():
+    before = PreTrainedModel.get_correct_attn_implementation
+    adapter.register()
+    assert PreTrainedModel.get_correct_attn_implementation is before  # hooked once
+    auto, config, _ = REFUSED["bloom"]
+    with torch.device("meta"):
+        assert auto.from_config(copy.deepcopy(config)).config._attn_implementation == "eager"
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            auto.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+        with pytest.raises(ValueError, match="no_such_attention"):
+            auto.from_config(copy.deepcopy(config), attn_implementation="no_such_attention")
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_sparse_attention(padding):
+    # The indices of the keys that a query may see are in the mask for eager and sdpa alone.
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        **SIZES | dict(num_hidden_layers=1), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=8, index_topk=3, index_n_heads=2, index_head_dim=16, n_routed_experts=2, num_experts_per_tok=1,
+        n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    model = AutoModel.from_config(config, experts_implementation="eager").eval()
+    valid = token_mask(padding)
+    where = torch.ones(BATCH, LENGTH, dtype=torch.bool) if valid is None else valid.bool()
+    states = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        for implementation in ("cupy_fa", "sdpa"):
+            states[implementation] = run(model, implementation, input_ids=tokens(), attention_mask=valid)[0][where]
+    torch.testing.assert_close(states["cupy_fa"], states["sdpa"], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_given_the_last_queries_alone():
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        **GROUPED | dict(num_hidden_layers=4), head_dim=8, global_head_dim=8, sliding_window=64, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        last, exact, low = three_runs(model, "gemma4", lambda model: model(tokens(), logits_to_keep=3).logits)
+    assert last.shape == (BATCH, 3, VOCABULARY)
+    assert_matches_reference(last, exact, low, "float32", "logits")
+
+
+@pytest.mark.parametrize(("k_heads", "v_heads"), [(2, 4), (4, 1)])
+def test_keys_and_values_of_other_numbers_of_heads(k_heads, v_heads):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, heads, LENGTH, 8, generator=generator) for heads in (4, k_heads, v_heads))
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=False)
+    exact, _ = formula(None, q.double(), k.double(), v.double(), None)
+    low, _ = formula(None, q, k, v, None)
+    assert_matches_reference(out, exact, low, "float32", "out")
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean", "additive", "lazy"])
+def test_indices_of_keys(mask):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, BATCH, 4, LENGTH, 8, generator=generator)
+    indices = torch.rand(BATCH, LENGTH, LENGTH, generator=generator).topk(5).indices.int()
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)
+    given = {
+        "none": None,
+        "boolean": causal,
+        "additive": torch.where(causal, 0.0, -torch.inf),
+        "lazy": adapter.attention_mask(**mask_arguments(attention_mask=token_mask("left").bool())),
+    }[mask]
+    seen = (indices[..., None] == torch.arange(LENGTH)).any(2)[:, None]
+    seen = seen & (torch.where(given, True, False) if mask == "lazy" else causal)
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, given, indices=indices)
+    exact, _ = formula(None, q.double(), k.double(), v.double(), seen)
+    low, _ = formula(None, q, k, v, seen)
+    assert_matches_reference(out, exact, low, "float32", "out")
+
+
+WORDS = {
+    "paged cache": dict(cache=object()),
+    "probabilities": dict(output_attentions=True),
+    "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
+    "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),
+    "block_indices": dict(block_indices=torch.zeros(1, 1, 3, 1)),
+    "position_ids that start anew": dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3])),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_words_that_would_change_the_result_are_refused(case):
     q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(cupy_flash.UnsupportedError, match="paged cache"):
-        adapter.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+    with pytest.raises(cupy_flash.UnsupportedError, match=case):
+        adapter.attention_forward(torch.nn.Module(), q, q, q, None, **WORDS[case])
+
+
+def eager_with_sinks(module, query, key, value, attention_mask, scaling, sinks=None, **kwargs):
+    raise AssertionError("the attention of the model's own")
+
+
+@pytest.mark.parametrize(("word", "is_served"), [("sinks", False), ("block_indices", False), ("image_sizes", True)])
+def test_a_word_is_refused_if_the_attention_of_the_model_takes_it(word, is_served, monkeypatch):
+    # A model passes on all that its caller gave, inputs of its other parts among it.
+    monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(eager_attention_forward=eager_with_sinks))
+    attention = type("Attention", (torch.nn.Module,), {"__module__": "made_up"})()
+    q = torch.zeros(1, 2, 3, 8)
+    refused = pytest.raises(cupy_flash.UnsupportedError, match=f"Attention passes {word}")
+    with contextlib.nullcontext() if is_served else refused:
+        adapter.attention_forward(attention, q, q, q, None, is_causal=True, **{word: torch.zeros(1, 2, 3, 1)})
+
+
+def test_words_that_change_nothing_are_taken():
+    q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    sequences = dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3]))
+    words = dict(
+        cache=None, output_attentions=False, sinks=None, sliding_window=2, position_ids=torch.tensor([[0, 0, 1]]),
+        use_cache=True, num_items_in_batch=torch.tensor(3), deterministic=True, max_length_q=2, max_length_k=2,
+    ) | sequences  # fmt: skip
+    plain, _ = adapter.attention_forward(torch.nn.Module(), q, q, q, mask[None, None])
+    taken, _ = adapter.attention_forward(torch.nn.Module(), q, q, q, mask[None, None], **words)
+    assert torch.equal(plain, taken)

@@ -8,13 +8,15 @@ written out only for code that looks at its elements. So one thing, the mask, sa
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -29,13 +31,62 @@ def register() -> None:
 
     The results are those of attn_implementation="sdpa", gradients included; with it also what sdpa refuses: soft caps
     and sinks. Key/value heads are not repeated; causal masks, sliding windows and padding take memory linear in the
-    sequence. Rows of padding, of which sdpa computes something, may be 0.
+    sequence. Rows of padding, of which sdpa computes something, may be 0. A model which does not ask the attention
+    interface is refused when it is built or loaded: see `check_model`.
 
         cupy_flash.adapters.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupy_fa")
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    _hook_check()
+
+
+@functools.cache  # once in a process, however often it is registered
+def _hook_check() -> None:
+    """Let the check by which transformers refuses sdpa and flash attention to a model refuse cupy_fa too.
+
+    Every model passes it when it is built, loaded or given another attention, each of its submodels included; of an
+    implementation that was registered it checks the name alone.
+    """
+    check_name = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(check_name)
+    def check(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        implementation: str = check_name(self, requested_attention, is_init_check)
+        if implementation == NAME:
+            check_model(type(self))
+        return implementation
+
+    PreTrainedModel.get_correct_attn_implementation = check
+
+
+def check_model(model_class: type) -> None:
+    """Raise UnsupportedError for a model class of transformers that would compute something else than cupy_fa.
+
+    Without `_supports_sdpa` and `_supports_attention_backend` a model has an attention of its own, and takes a mask of
+    cupy_fa for one in its own format: future tokens and padding would be seen. Others choose a class of attention by
+    the implementation's name, from a table that knows only those of transformers.
+    """
+    flags = {name: getattr(model_class, name) for name in ("_supports_sdpa", "_supports_attention_backend")}
+    modules = {sys.modules.get(base.__module__) for base in model_class.__mro__ if issubclass(base, PreTrainedModel)}
+    tables = {
+        name for module in modules if module is not None
+        for name, table in vars(module).items() if _is_table_of_attention(table)
+    }  # fmt: skip
+    if any(flags.values()) and not tables:
+        return
+    declared = ", ".join(f"{name}={value}" for name, value in flags.items())
+    lack = f", and chooses its attention from {', '.join(sorted(tables))}, which lacks it" if tables else ""
+    raise UnsupportedError(
+        f'{model_class.__name__} does not support attn_implementation="{NAME}": it declares {declared}{lack}. '
+        f'Use "eager"; parts of a model may differ: attn_implementation={{"text_config": "{NAME}", "": "eager"}}'
+    )
+
+
+def _is_table_of_attention(value: Any) -> bool:
+    """Whether a global of a model's module is such as {"eager": FalconAttention, "sdpa": FalconAttention}."""
+    return isinstance(value, dict) and NAME not in value and isinstance(value.get("eager"), type)
 
 
 class Packing(NamedTuple):
@@ -130,6 +181,11 @@ def attention_mask(
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
     # A static cache counts its tokens on the device; while tracing nothing on the device can be read.
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
+    # Layers that share keys and values (Gemma 4) may be given the last queries alone, and slice the mask of all: None
+    # would put these queries first.
+    is_sliced = bool(getattr(arguments.get("config"), "num_kv_shared_layers", 0))
+    if is_sliced:
+        arguments["allow_is_causal_skip"] = False
     if pattern is None or not is_known:
         return sdpa_mask(**sizes, **arguments)
     causal, window = pattern
@@ -142,7 +198,7 @@ def attention_mask(
         valid = F.pad(tokens.to(device), (0, max(0, kv_offset + kv_length - tokens.shape[1])))
         padding = Padding(valid[:, kv_offset : kv_offset + kv_length])
         padding = None if padding.none else padding
-    if padding is None and window is None and (not causal or q_length in (1, kv_length)):
+    if padding is None and window is None and (not causal or (q_length in (1, kv_length) and not is_sliced)):
         return None  # what a module's is_causal says is enough
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
@@ -174,6 +230,19 @@ def _pattern(
     return (True, (window - 1, window - 1)) if allow_is_causal_skip else (False, (window, window))
 
 
+# Words that a model's own attention may take and that change nothing here: they are in the mask already, or concern
+# another attention function.
+IGNORED = frozenset(
+    {
+        "sliding_window", "position_ids", "cache_position", "past_key_values", "use_cache", "output_hidden_states",
+        "output_router_logits", "num_items_in_batch", "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k",
+        "logits_to_keep", "return_dict",
+    }
+)  # fmt: skip
+# Words for a kernel, which a model's own attention does not take: for that the model writes them into the mask.
+OF_KERNELS = frozenset({"block_indices"})
+
+
 def attention_forward(
     module: Any,
     query: Any,
@@ -186,20 +255,35 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Any = None,
     position_bias: Any = None,
-    cache: Any = None,
-    **_: Any,
+    indices: Any = None,
+    deterministic: bool | None = None,
+    **words: Any,
 ) -> tuple[Any, None]:
     """An attention function of transformers: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D).
 
     attention_mask: a LazyMask; a boolean or an additive tensor, as a caller may give a model, broadcastable to
     (B, Hq, Sq, Sk); or None: `is_causal`, else module.is_causal, says whether a query sees the keys after it.
-    s_aux: (Hq,), the sinks. position_bias: added to the scores, with a gradient. The rest is in the mask already, a
-    sliding_window among it, or concerns other attention functions.
+    s_aux: (Hq,), the sinks. position_bias: added to the scores, with a gradient. indices: integers (B, Sq, n), the only
+    keys that a query may see, of models with sparse attention. Of the other words those that would change the result
+    are refused: see `_check_words`.
     """
-    if cache is not None:
-        raise UnsupportedError("cupy_fa: no engine of this version reads the paged cache of continuous batching")
+    _check_words(module, attention_mask, words)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options = dict(scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias)
+    options = dict(
+        scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias,
+        deterministic=bool(deterministic),
+    )  # fmt: skip
+    if k.shape[2] != v.shape[2]:  # one of them has a head for each of q, as in Nemotron 3
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    if indices is not None:
+        chosen = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
+        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        if attention_mask is None:
+            options["mask"] = chosen
+        elif attention_mask.dtype == torch.bool:
+            attention_mask = attention_mask & chosen
+        else:
+            attention_mask = attention_mask.masked_fill(~chosen, -torch.inf)
     if isinstance(attention_mask, LazyMask):
         return _attend(attention_mask, q, k, v, options), None
     if attention_mask is None:
@@ -211,6 +295,41 @@ def attention_forward(
     else:
         options["bias"] = attention_mask if position_bias is None else attention_mask + position_bias
     return attention(q, k, v, **options), None
+
+
+def _check_words(module: Any, attention_mask: Any, words: dict[str, Any]) -> None:
+    """Refuse words that would change the result.
+
+    Beside those which a model names for its attention, it passes on whatever its caller gave: inputs of other parts of
+    it, among them. What its own attention function, eager_attention_forward, does not take cannot change its result.
+    """
+    if words.get("cache") is not None:
+        raise UnsupportedError("cupy_fa: no engine of this version reads the paged cache of continuous batching")
+    if words.get("output_attentions"):
+        raise UnsupportedError(
+            'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
+        )
+    # Of position_ids that start anew in each sequence transformers has made a mask, which is no LazyMask.
+    is_apart = attention_mask is not None and not isinstance(attention_mask, LazyMask)
+    sequences = words.get("cu_seq_lens_q")
+    if sequences is not None and sequences.shape[0] > 2 and not is_apart:
+        raise UnsupportedError(
+            "cupy_fa: several sequences in one row by cu_seq_lens_q need position_ids that start anew in each of them"
+        )
+    known = IGNORED | {"cache", "output_attentions", "cu_seq_lens_q"}
+    unknown = [word for word, value in words.items() if value is not None and word not in known]
+    refused = [word for word in unknown if word in OF_KERNELS or _is_word_of_eager(type(module), word)]
+    if refused:
+        raise UnsupportedError(f"cupy_fa: {type(module).__name__} passes {', '.join(refused)}, which is not served")
+
+
+def _is_word_of_eager(module_class: type, word: str) -> bool:
+    """Whether the attention function of a model's own takes a word; True where it has none that would say so."""
+    for base in module_class.__mro__:
+        eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return word in inspect.signature(eager).parameters
+    return True
 
 
 def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:

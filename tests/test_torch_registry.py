@@ -1,5 +1,8 @@
 """cupy_flash as torch's flash attention implementation: torch's own operators, forward and backward, run it."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +110,23 @@ def test_active_until_restored(steps):
     assert torch.equal(F.scaled_dot_product_attention(x, x, x), before) and len(steps) == 2
     with pytest.raises(NotImplementedError):
         aten._scaled_dot_product_flash_attention(x, x, x)
+
+
+def test_active_in_every_thread_and_recomputation(active, steps):
+    """As `sdpa` is not, whose documentation names this instead."""
+    arrays = [normal(2, 4, L, E, seed=seed).requires_grad_() for seed in range(3)]
+
+    def recompute(grad_out):
+        with torch.enable_grad():
+            torch.autograd.backward(F.scaled_dot_product_attention(*arrays), grad_out)
+
+    with ThreadPoolExecutor(1) as threads:
+        for inside in (nullcontext(), adapter.sdpa()):
+            with inside:
+                out = threads.submit(F.scaled_dot_product_attention, *arrays).result()
+            out.register_hook(recompute)
+            out.sum().backward()
+    assert steps == ["forward", "forward", "backward", "backward"] * 2
 
 
 def test_a_handle_that_is_kept_removes_all_the_same():

@@ -347,7 +347,8 @@ def sdpa() -> Any:
     Holds in the thread that enters it: other threads of the caller (torch.nn.DataParallel starts some) have torch's
     attention. What torch.utils.checkpoint records inside, reentrant or not, it recomputes inside too, in whichever
     thread autograd does so; other implementations of activation checkpointing recompute with torch's attention. For
-    both, torch.nn.attention.activate_flash_attention_impl("cupy_flash") holds in all threads, backward included.
+    both there is torch.nn.attention.activate_flash_attention_impl("cupy_flash"): in all threads, backward included,
+    wherever torch chooses flash attention.
 
     torch.nn.TransformerEncoder has a fast path for inference, a fused kernel that calls no attention function; torch
     leaves it where any function mode is on, as it does in training, where gradients are recorded and under

@@ -311,17 +311,70 @@ def ranks_that_ask_for_different_things_all_hear_of_it(world):
 
 
 @check
-def agreed_once_nothing_is_asked_again(world):
-    asked = []
-    gather = distributed.all_gather_object
+def a_rank_that_changes_alone_is_heard_of_by_all(world):
+    """Back to what all ranks have used before; they have no memory of it that could take the place of asking."""
+    q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
+    changes = {"causal": (False, True), "window": (None, (3, 0)), "sharding": ("zigzag", "contiguous"), "seed": (1, 2)}
+    for attend, name in (*((ring_attention, name) for name in changes), (ulysses_attention, "causal")):
+        for value in changes[name]:
+            attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: value})
+        with pytest.raises(ValueError, match=rf"must ask for the same, and do not\n  - {name}: .* on rank"):
+            attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: changes[name][odd]})
+    # A seed is its value, wherever it is.
+    ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-2]) if odd else 2**64 - 2)
+    with pytest.raises(ValueError, match="  - seed: 3 on rank 0.* 18446744073709551615 on rank"):
+        ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-1 if odd else 3]))
+    bounds = [0, 4 * world.size, 8 * world.size] if odd else [0, 8 * world.size]  # as many rows for every rank
+    with pytest.raises(ValueError, match="  - lengths: "):
+        ring_attention_varlen(q[0], q[0], q[0], bounds, bounds)
+
+
+@check
+def a_wrong_call_of_one_rank_reaches_all(world):
+    q, odd = torch.randn(1, 8, 4, 4), world.rank == 1
+    bounds = torch.tensor([0, 8 * world.size], dtype=torch.int32)
+
+    def refused(reason, error, attend, *arrays, **options):
+        others = rf"(?s){attend.__name__}: of the {world.size} ranks .* refused their call\n  - rank 1: .*{reason}"
+        with pytest.raises(error if odd else ValueError, match=reason if odd else others):
+            attend(*arrays, **options)
+
+    for attend in (ring_attention, ulysses_attention):
+        refused("k and v must have one length, not 8 and 7", ValueError, attend, q, q, q[:, :7] if odd else q)
+        refused("unknown option 'casual'", TypeError, attend, q, q, q, **{"casual" if odd else "causal": True})
+    refused("has 8 queries and 8 keys", ValueError, ring_attention, q, q, q, seqlen=1 if odd else None)
+    refused("has 7 queries and 8 keys", ValueError, ring_attention_varlen, q[0, odd:], q[0], q[0], bounds, bounds)
+    refused(
+        "k and v must have one length, not 8 and 7", ValueError, ulysses_attention_varlen, q[0], q[0], q[0, odd:],
+        bounds, bounds, 99, 99,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="  - max_seqlen_q: 99 on rank 0, 100 on rank 1"):
+        ulysses_attention_varlen(q[0], q[0], q[0], bounds, bounds, 99 + odd, 99)
+    compare(Case(), world)  # the group is as good as new
+
+
+@check
+def agreeing_costs_8_bytes_of_each_rank_or_nothing(world):
+    gathered, q = [], torch.randn(1, 12, 4, 4)
+    gather = distributed.all_gather
+
+    def counted(everyone, digest, **options):
+        gathered.append((digest.dtype, digest.numel()))
+        return gather(everyone, digest, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "all_gather_object", lambda *a, **o: asked.append(a) or gather(*a, **o))
-        for seed in (1, 2, 3):
-            q = torch.randn(1, 12, 4, 4)
-            ring_attention(q, q, q, dropout=0.1, seed=seed)
-        assert len(asked) == 1
-        ring_attention(q, q, q, dropout=0.2, seed=4)
-    assert len(asked) == 2
+        patch.setattr(distributed, "all_gather", counted)
+        patch.delattr(distributed, "all_gather_object")
+        for attend in (ring_attention, ulysses_attention):
+            out = attend(q, q, q)
+            assert gathered == [(torch.int64, 1)]
+            gathered.clear()
+            with pytest.MonkeyPatch.context() as without:
+                without.delattr(distributed, "all_gather")
+                without.delattr(channel, "blake2b")  # nor is any digest computed
+                assert torch.equal(out, attend(q, q, q, check_ranks=False))
+                with pytest.raises(ValueError, match="one length"):
+                    attend(q, q, q[:, :7], check_ranks=False)
 
 
 @check
@@ -354,8 +407,10 @@ def bad_calls_say_what_is_wrong(world):
         ring_attention_varlen(q[0], q[0], q[0], 8, [0, 8])
     with pytest.raises(ValueError, match="the 3 heads of k and v and the 3 of q must be multiples of"):
         ulysses_attention(*[q[:, :, :3]] * 3)
-    with pytest.raises(ValueError, match=r"must be \(T, H, D\)"):
-        ulysses_attention_varlen(q, q, q, torch.tensor([0, 8]), torch.tensor([0, 8]), 8, 8)
+    with pytest.raises(ValueError, match=r"q must have 3 dimensions \(T, H, D\)"):
+        ulysses_attention_varlen(q, q, q, *[torch.tensor([0, 8], dtype=torch.int32)] * 2, 8, 8)
+    with pytest.raises(TypeError, match="cu_seqlens_q must be int32, not int64"):
+        ulysses_attention_varlen(q[0], q[0], q[0], torch.tensor([0, 8]), [0, 8], 8, 8)
     q.requires_grad_()
     for attend in (ring_attention, ulysses_attention):
         with pytest.raises(RuntimeError, match="no second derivative"):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-REMEMBERED = 4096  # agreements per group; all ranks forget at the same call
-
-_agreed: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
+REFUSED = 0  # in place of a digest, by a rank whose call is wrong
 
 
 class Arrival(NamedTuple):
@@ -53,28 +53,72 @@ class Channel(NamedTuple):
             raise ValueError(f"{function}: this process, rank {distributed.get_rank()}, is not in the group")
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
 
-    def agree(self, function: str, said: dict[str, Any]) -> None:
-        """ValueError, on every rank, where ranks do not say the same; asked once for what the group has agreed on.
+    @contextmanager
+    def agreement(self, function: str, check_ranks: bool) -> Iterator[dict[str, Any]]:
+        """Around a rank's own checks of its call, which fill in the words that all ranks must say alike.
 
-        Before anything is sent: ranks that expect other sizes would wait for each other.
+        ValueError, on every rank, where they do not, or where the checks of another rank raise. Before anything else
+        is sent: ranks that expect other sizes would wait for each other. Where they agree, one int64 per rank is all
+        that is sent; without check_ranks nothing is.
         """
-        agreed = _agreed.setdefault(self.group, set())
-        words = (function, *said.items())
-        if words in agreed:
-            return
+        compares = check_ranks and self.ranks > 1
+        words: dict[str, Any] = {}
+        try:
+            yield words
+            digest = self._digest(function, words) if compares else None
+        except Exception as error:
+            if compares and not self._all_have(torch.tensor([REFUSED], device=self._device)):
+                self._everyone({"function": function, "refused": str(error)})
+            raise
+        if compares and not self._all_have(digest):
+            raise ValueError(self._differences(function, words))
+
+    @property
+    def _device(self) -> Any:
+        """Where the group can gather numbers, best in host memory; for NCCL the current device."""
+        kinds = [pair.split(":")[0] for pair in distributed.get_backend_config(self.group).split(",")]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    def _digest(self, function: str, words: dict[str, Any]) -> Any:
+        """int64 (1,) of the words. A seed is mixed in last: one that lies on a device is not read by the host."""
+        text = repr((function, *(item for item in words.items() if item[0] != "seed")))
+        bits = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        digest = torch.tensor([bits], device=self._device)
+        seed = words["seed"]
+        if seed is None:
+            return digest
+        if not isinstance(seed, torch.Tensor):
+            seed = torch.from_numpy(np.asarray(seed).reshape(1).astype(np.uint64).view(np.int64))
+        return digest ^ seed.reshape(1).to(self._device)
+
+    def _all_have(self, digest: Any) -> bool:
+        """Whether the digests of all ranks are equal. The host waits for them."""
+        everyone = digest.new_empty(self.ranks)
+        distributed.all_gather(list(everyone.split(1)), digest, group=self.group)
+        return len(set(everyone.tolist())) == 1
+
+    def _everyone(self, words: dict[str, Any]) -> list[dict[str, Any]]:
+        """The words of all ranks, once it is known that they differ."""
         everyone: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(everyone, said | {"function": function}, group=self.group)
+        distributed.all_gather_object(everyone, words, group=self.group)
+        return everyone
+
+    def _differences(self, function: str, words: dict[str, Any]) -> str:
+        """What the ranks say that differs, or that some of them refused."""
+        seed = words["seed"]
+        seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
+        everyone = self._everyone(words | {"function": function, "seed": seed})
+        refused = [(rank, other["refused"]) for rank, other in enumerate(everyone) if "refused" in other]
+        if refused:
+            lines = [f"{function}: of the {self.ranks} ranks of the group some have refused their call"]
+            return "\n".join(lines + [f"  - rank {rank}: {reason}" for rank, reason in refused])
         names = [name for name in everyone[0] if any(other.get(name) != everyone[0][name] for other in everyone)]
-        if names:
-            lines = [f"{function}: the {self.ranks} ranks of the group must ask for the same, and do not"]
-            lines += [
-                f"  - {name}: " + ", ".join(f"{other.get(name)} on rank {rank}" for rank, other in enumerate(everyone))
-                for name in names
-            ]
-            raise ValueError("\n".join(lines))
-        if len(agreed) == REMEMBERED:
-            agreed.clear()
-        agreed.add(words)
+        lines = [f"{function}: the {self.ranks} ranks of the group must ask for the same, and do not"]
+        lines += [
+            f"  - {name}: " + ", ".join(f"{other.get(name)} on rank {rank}" for rank, other in enumerate(everyone))
+            for name in names
+        ]
+        return "\n".join(lines)
 
     def exchange(self, tensors: Sequence[Any], shift: int, shapes: Sequence[tuple[int, ...]]) -> Arrival:
         """Starts to send contiguous tensors `shift` ranks on, and to receive those of these shapes from as far behind.

@@ -26,7 +26,15 @@ TENSORS = ("sink", "alibi_slopes", "seed")  # options that may be tensors
 
 
 def ring_attention(
-    q: Any, k: Any, v: Any, *, group: Any = None, sharding: str = "zigzag", seqlen: Any = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    group: Any = None,
+    sharding: str = "zigzag",
+    seqlen: Any = None,
+    check_ranks: bool = True,
+    **options: Any,
 ) -> Any:
     """`cupy_flash.attention` of a sequence whose queries and keys are spread over the ranks of a group.
 
@@ -39,6 +47,10 @@ def ring_attention(
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         sharding: "zigzag", "contiguous" or "striped"; see `cupy_flash.distributed.positions`.
         seqlen: the length of the whole sequence, or the pair (Sq, Sk); None where all shards are equally long.
+        check_ranks: compare, at the beginning of every call, what the ranks ask for, by 8 bytes from each to all. The
+            host waits for them: with NCCL until the work that its stream was given before is done, which no CUDA graph
+            can capture. False, on all ranks, leaves it out; a rank that then asks for something else is found by the
+            group's timeout, or not at all.
         options: those of `attention` but bias, mask, q_lengths and kv_lengths. Positions, the diagonal offset and
             dropout are those of the whole sequence; dropout needs a seed, the same on every rank.
 
@@ -48,18 +60,20 @@ def ring_attention(
         is the gradient of the sum of their losses.
 
     Raises:
-        TypeError, ValueError: what is wrong with the call on this rank; on every rank, before anything is sent, where
-        the ranks do not ask for the same. RuntimeError: of torch.distributed, where a rank is gone or the group's
-        timeout is over.
+        TypeError, ValueError: what is wrong with the call on this rank. ValueError on every rank, before anything else
+        is sent, where the ranks do not ask for the same, or the call of another rank is wrong. RuntimeError: of
+        torch.distributed, where a rank is gone or the group's timeout is over.
     """
     function = "ring_attention"
-    asked = read_options(function, (q, k, v), options)
     channel = Channel.of(function, group)
-    problem, _ = pose(function, (q, k, v), asked)
-    lengths = whole_lengths(function, seqlen, (problem.q_len, problem.kv_len), channel.ranks)
-    way = course((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
-    call = _Call(function, channel, way, problem.layout, problem.batch, without_tensors(asked))
-    return _attend((q, k, v), asked, {"lengths": lengths, "sharding": sharding}, call)
+    with channel.agreement(function, check_ranks) as words:
+        asked = read_options(function, (q, k, v), options)
+        problem, _ = pose(function, (q, k, v), asked)
+        lengths = whole_lengths(function, seqlen, (problem.q_len, problem.kv_len), channel.ranks)
+        way = course((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
+        call = _Call(function, channel, way, problem.layout, problem.batch, without_tensors(asked))
+        words |= call.words((q, k, v), asked, lengths, sharding)
+    return _attend((q, k, v), asked, call)
 
 
 def ring_attention_varlen(
@@ -71,6 +85,7 @@ def ring_attention_varlen(
     *,
     group: Any = None,
     sharding: str = "zigzag",
+    check_ranks: bool = True,
     **options: Any,
 ) -> Any:
     """`ring_attention` of a packed batch, every sequence of it spread over the ranks.
@@ -80,22 +95,24 @@ def ring_attention_varlen(
         k, v: (Tk_r, Hk, D) and (Tk_r, Hk, Dv), likewise of the keys.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) whole numbers in host memory, of the whole batch: every rank computes from
             them what the others hold.
-        group, sharding, options: those of `ring_attention`, but layout.
+        group, sharding, check_ranks, options: those of `ring_attention`, but layout.
 
     Returns:
         out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).
     """
     function = "ring_attention_varlen"
-    asked = read_options(function, (q, k, v), options)
     channel = Channel.of(function, group)
-    bounds = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-    lengths = [_host_lengths(function, name, given) for name, given in bounds]
-    here = [chunks(every, channel.rank, channel.ranks, sharding) for every in lengths]
-    # What is wrong with the call itself shows on any part of it.
-    problem, _ = pose(function, (q, k, v), asked, _packed(here[0][0], here[1][0], q.device))
-    way = course(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
-    call = _Call(function, channel, way, problem.layout, 1, without_tensors(asked))
-    return _attend((q, k, v), asked, {"lengths": tuple(lengths), "sharding": sharding}, call)
+    with channel.agreement(function, check_ranks) as words:
+        asked = read_options(function, (q, k, v), options)
+        bounds = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+        lengths = [_host_lengths(function, name, given) for name, given in bounds]
+        here = [chunks(every, channel.rank, channel.ranks, sharding) for every in lengths]
+        # What is wrong with the call itself shows on any part of it.
+        problem, _ = pose(function, (q, k, v), asked, _packed(here[0][0], here[1][0], q.device))
+        way = course(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
+        call = _Call(function, channel, way, problem.layout, 1, without_tensors(asked))
+        words |= call.words((q, k, v), asked, tuple(lengths), sharding)
+    return _attend((q, k, v), asked, call)
 
 
 def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Options:
@@ -117,15 +134,16 @@ def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]
 
 def describe(arrays: tuple[Any, Any, Any], asked: Options, axis: int) -> dict[str, Any]:
     """What all ranks must ask for alike, the lengths of their shards (dimension `axis`) aside."""
-    said: dict[str, Any] = {}
+    words: dict[str, Any] = {}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
-        said[name] = f"{x.dtype} ({sizes})"
+        words[name] = f"{x.dtype} ({sizes})"
     for name in Options.__slots__:
         value = getattr(asked, name)
-        if name not in ("seed", "return_lse"):  # a seed is another one at every step
-            said[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    return said
+        if name not in ("seed", "return_lse"):
+            words[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    words["seed"] = asked.seed if asked.dropout else None
+    return words
 
 
 def whole_lengths(function: str, seqlen: Any, here: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -183,11 +201,7 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("cupy_flash has no second derivative of attention over several ranks (create_graph=True)")
 
 
-def _attend(arrays: tuple[Any, Any, Any], asked: Options, said: dict[str, Any], call: _Call) -> Any:
-    q_rows, kv_rows = (sum(chunk.rows for chunk in held) for held in (call.course.queries, call.course.keys[0]))
-    here = (arrays[0].shape[call.axis], arrays[1].shape[call.axis])
-    require_rows(call.function, call.channel, here, (q_rows, kv_rows), said["sharding"])
-    call.channel.agree(call.function, describe(arrays, asked, call.axis) | said)
+def _attend(arrays: tuple[Any, Any, Any], asked: Options, call: _Call) -> Any:
     out, lse = _Ring.apply(*arrays, *tensors_of(asked), call)
     return (out, lse) if asked.return_lse else out
 
@@ -206,6 +220,15 @@ class _Call(NamedTuple):
     def axis(self) -> int:
         """The dimension of q, k and v that is spread over the ranks; of lse it is the last."""
         return {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
+
+    def words(
+        self, arrays: tuple[Any, Any, Any], asked: Options, lengths: tuple[Any, ...], sharding: str
+    ) -> dict[str, Any]:
+        """What all ranks must say alike; ValueError where this rank's shards are not those of the sharding."""
+        here = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
+        q_rows, kv_rows = (sum(chunk.rows for chunk in held) for held in (self.course.queries, self.course.keys[0]))
+        require_rows(self.function, self.channel, here, (q_rows, kv_rows), sharding)
+        return describe(arrays, asked, self.axis) | {"lengths": lengths, "sharding": sharding}
 
     def rows(self, x: Any, chunk: Chunk) -> Any:
         """A chunk's rows of a shard of queries or keys."""

@@ -26,18 +26,20 @@ from .ring import (
 from .shards import runs
 
 
-def ulysses_attention(q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, **options: Any) -> Any:
+def ulysses_attention(
+    q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, check_ranks: bool = True, **options: Any
+) -> Any:
     """`cupy_flash.attention` of a sequence spread over the ranks of a group, by all-to-all.
 
     Args:
         q, k, v: the rank's rows, `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`. The
             heads of k and v, and with them those of q, must be a multiple of the number of ranks.
-        group, seqlen, options: those of `ring_attention`.
+        group, seqlen, check_ranks, options: those of `ring_attention`.
 
     Returns, raises: as `ring_attention`. The gradient of a sink is that of the rank's heads, 0 for the others: the sum
         over the ranks is the gradient of the sum of their losses.
     """
-    return _attend("ulysses_attention", (q, k, v), group, seqlen, options)
+    return _attend("ulysses_attention", (q, k, v), group, seqlen, check_ranks, options)
 
 
 def ulysses_attention_varlen(
@@ -51,6 +53,7 @@ def ulysses_attention_varlen(
     *,
     group: Any = None,
     seqlen: Any = None,
+    check_ranks: bool = True,
     **options: Any,
 ) -> Any:
     """`ulysses_attention` of a packed batch.
@@ -60,7 +63,7 @@ def ulysses_attention_varlen(
     of `attention_varlen` for the whole batch, int32 on the device of q, equal on all ranks; seqlen is T, or (Tq, Tk).
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, options, packed)
+    return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, check_ranks, options, packed)
 
 
 def _attend(
@@ -68,38 +71,55 @@ def _attend(
     arrays: tuple[Any, Any, Any],
     group: Any,
     seqlen: Any,
+    check_ranks: bool,
     options: dict[str, Any],
     packed: Packed | None = None,
 ) -> Any:
-    asked = read_options(function, arrays, options)
     channel = Channel.of(function, group)
-    if packed is None:
-        pose(function, arrays, asked)  # what is wrong with the call shows on its part here
-    elif any(x.ndim != 3 for x in arrays):
-        raise ValueError(
-            f"{function}: q, k and v must be (T, H, D), not {', '.join(str(tuple(x.shape)) for x in arrays)}"
-        )
-    axes = Axes(1, 2) if asked.layout == "bshd" else Axes(2, 1)
-    axes = axes if packed is None else Axes(0, 1)
-    q, k, v = arrays
-    heads = [x.shape[axes.heads] for x in arrays]
-    if any(count % channel.ranks for count in heads):
-        raise ValueError(
-            f"{function}: the {heads[1]} heads of k and v and the {heads[0]} of q must be multiples of the "
-            f"{channel.ranks} ranks; ring_attention takes any number"
-        )
-    here = (q.shape[axes.rows], k.shape[axes.rows])
-    lengths = whole_lengths(function, seqlen, here, channel.ranks)
-    sizes = [
-        [len(run) for r in range(channel.ranks) for run in runs(n, r, channel.ranks, "contiguous")] for n in lengths
-    ]
-    require_rows(function, channel, here, (sizes[0][channel.rank], sizes[1][channel.rank]), "contiguous")
-    channel.agree(function, describe(arrays, asked, axes.rows) | {"lengths": lengths})
+    with channel.agreement(function, check_ranks) as words:
+        asked = read_options(function, arrays, options)
+        # What is wrong with the call shows on its part here; that of a packed batch is posed as empty sequences.
+        pose(function, arrays, asked, None if packed is None else _emptied(packed))
+        axes = Axes(1, 2) if asked.layout == "bshd" else Axes(2, 1)
+        axes = axes if packed is None else Axes(0, 1)
+        q, k, v = arrays
+        heads = [x.shape[axes.heads] for x in arrays]
+        if any(count % channel.ranks for count in heads):
+            raise ValueError(
+                f"{function}: the {heads[1]} heads of k and v and the {heads[0]} of q must be multiples of the "
+                f"{channel.ranks} ranks; ring_attention takes any number"
+            )
+        here = (q.shape[axes.rows], k.shape[axes.rows])
+        lengths = whole_lengths(function, seqlen, here, channel.ranks)
+        sizes = [
+            [len(run) for r in range(channel.ranks) for run in runs(n, r, channel.ranks, "contiguous")] for n in lengths
+        ]
+        require_rows(function, channel, here, (sizes[0][channel.rank], sizes[1][channel.rank]), "contiguous")
+        words |= describe(arrays, asked, axes.rows) | {"lengths": lengths}
+        words |= {} if packed is None else _describe_sequences(packed)
     longest = None if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(asked))
-    bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    out, lse = _Ulysses.apply(*arrays, *tensors_of(asked), *bounds, call)
+    cu_seqlens = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    out, lse = _Ulysses.apply(*arrays, *tensors_of(asked), *cu_seqlens, call)
     return (out, lse) if asked.return_lse else out
+
+
+def _emptied(packed: Packed) -> Packed:
+    """As many sequences without rows."""
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    given = {name: bounds for name in names if isinstance(bounds := getattr(packed, name), torch.Tensor)}
+    return packed._replace(**{name: torch.zeros_like(bounds) for name, bounds in given.items()})
+
+
+def _describe_sequences(packed: Packed) -> dict[str, str]:
+    """What all ranks must say alike of a packed batch; boundaries on a device are not read, only their shape is."""
+
+    def described(x: Any) -> str:
+        if not isinstance(x, torch.Tensor):
+            return repr(x)
+        return repr(x.tolist() if x.device.type == "cpu" else tuple(x.shape))
+
+    return {name: described(x) for name, x in packed._asdict().items()}
 
 
 class Axes(NamedTuple):

@@ -366,28 +366,23 @@ class Checks:
             self._async_complain(issue, i, units[i, j], found[i, j], what)
         fenced = np.take_along_axis(self._seen(issue, fenced=True), agent, 1)
         unseen = (agent < self.clocks.warps) & (clock > fenced)
+        if not unseen.any():
+            return
+        # Lanes that have fenced what they wrote themselves, and a later barrier told the issuers.
+        context = self.context
+        rank, warp = agent // context.warps_per_block % context.cluster, agent % context.warps_per_block
+        cluster = context.cluster_of_row[issue.issuers[:, :1]]
+        rows = warp * context.blocks + cluster * context.cluster + rank
+        themselves = self._fenced_at[rows, lane]
+        unseen &= (clock > themselves) | (themselves > known)
         if unseen.any():
-            self._fenced_by_writers(issue, np.argwhere(unseen), units, found, known, what)
-
-    def _fenced_by_writers(
-        self, issue: Issue, at: Indices, units: Indices, found: npt.NDArray[np.uint64],
-        known: npt.NDArray[np.uint64], what: str,
-    ) -> None:  # fmt: skip
-        """Raise MissingFence unless the writers at [i, j] have executed a proxy fence that the issuers know of."""
-        context, per_block = self.context, self.context.warps_per_block
-        for i, j in at:
-            tag = int(found[i, j])
-            number, lane = (tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1), tag & 31
-            rank, warp = divmod((tag >> _AGENT) & (AGENTS - 1), per_block)
-            cluster = int(context.cluster_of_row[issue.issuers[i, 0]])
-            row = warp * context.blocks + cluster * context.cluster + rank
-            if tag >> _CLOCK <= self._fenced_at[row, lane] <= known[i, j]:
-                continue
+            i, j = (int(x) for x in np.argwhere(unseen)[0])
+            number = (int(found[i, j]) >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)
+            writer = context.thread_name(int(rows[i, j]), int(lane[i, j]))
             raise MissingFence(
                 f"{what} of shared byte {context.name_shared(int(units[i, j]) * self.unit)} without a "
                 f"fence.proxy.async between, by the writing thread or by one that the write happens before\n"
-                f"  first:  {context.thread_name(row, lane)}: {self.code[number].where}\n"
-                f"  second: {self._issuer(issue, i)}"
+                f"  first:  {writer}: {self.code[number].where}\n  second: {self._issuer(issue, i)}"
             )
 
     def _issuer(self, issue: Issue, i: int) -> str:

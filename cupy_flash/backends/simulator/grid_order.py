@@ -86,7 +86,7 @@ class GridOrder:
         self.cluster = program.function.cluster[0]
         self.code = program.function.instructions
         if self.warps > 1 << (_CODE - _WARP):
-            raise Unsupported(f"{self.warps} warps, of blocks that synchronise in global memory")
+            raise Unsupported(f"{self.warps} warps in blocks that synchronise in global memory")
         writing = [i for i in self.code if i.opcode in ("st", "atom", "red") and i.modifiers[-1] in TYPE_BYTES]
         self.unit = min([4, *(TYPE_BYTES[i.modifiers[-1]] for i in writing)])
         fences = [i.modifiers[0] for i in self.code if i.opcode in ("fence", "membar")]

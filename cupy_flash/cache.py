@@ -22,8 +22,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from . import environment, nvrtc
@@ -77,12 +77,13 @@ class Entry:
     name: str
     target: str
     compiler: str  # nvrtc.identity()
+    path: Path = field(init=False)
 
-    @cached_property
-    def path(self) -> Path:
+    def __post_init__(self) -> None:
         key = "\0".join((self.compiler, *nvrtc.flags(self.target), self.text))
         kernel = re.sub(r"\W", ".", self.name)
-        return self.folder / f"{kernel}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        path = self.folder / f"{kernel}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        object.__setattr__(self, "path", path)  # as a frozen dataclass sets its own
 
     @property
     def payload(self) -> str:

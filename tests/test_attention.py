@@ -310,27 +310,30 @@ def test_calls_from_many_threads():
 def test_blas_limit_nests_and_overlaps():
     """Entered twice in any order, the limit holds until the last user leaves, then is what it was."""
     limit, before = cpu._single_threaded_blas, blas_limits()
-    with limit, limit:
-        assert set(blas_limits()) <= {1}
-    assert blas_limits() == before
-    with pytest.raises(KeyError), limit:
-        raise KeyError
+    first, second = cpu._User(), cpu._User()
+    limit.enter(first)
+    limit.enter(second)
+    assert set(blas_limits()) <= {1}
+    limit.leave(second)
+    assert set(blas_limits()) <= {1}
+    limit.leave(first)
     assert blas_limits() == before
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         for enter, leave in ((one, other), (other, one)):  # the first to enter is the first to leave
-            enter.submit(limit.__enter__).result()
-            leave.submit(limit.__enter__).result()
-            enter.submit(limit.__exit__, None, None, None).result()
+            enter.submit(limit.enter, first).result()
+            leave.submit(limit.enter, second).result()
+            enter.submit(limit.leave, first).result()
             assert set(blas_limits()) <= {1}
-            leave.submit(limit.__exit__, None, None, None).result()
+            leave.submit(limit.leave, second).result()
             assert blas_limits() == before
     with threadpool_limits(3, user_api="blas"), ThreadPoolExecutor(1) as other:  # the caller's limit, on any thread
-        with limit:
-            assert set(blas_limits()) <= {1}
-        assert set(blas_limits()) <= {3}
-        other.submit(limit.__enter__).result()
+        limit.enter(first)
         assert set(blas_limits()) <= {1}
-        other.submit(limit.__exit__, None, None, None).result()
+        limit.leave(first)
+        assert set(blas_limits()) <= {3}
+        other.submit(limit.enter, first).result()
+        assert set(blas_limits()) <= {1}
+        other.submit(limit.leave, first).result()
         assert set(blas_limits()) <= {3}
     assert blas_limits() == before
 

@@ -16,12 +16,16 @@ reference of the exponent, l the row sums, delta = rowsum(dO * O) - dlse.
 
 from __future__ import annotations
 
+import contextvars
+import os
 import threading
+from _thread import start_new_thread
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
+from weakref import WeakSet, ref
 
 import numpy as np
 
@@ -70,6 +74,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             bounded = boundable and _largest_norm(Q) * K_norm <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
+                call.stop.poll()
                 tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.place)
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
                 for step in call.score_steps:
@@ -92,6 +97,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             for sequence, head in pairs
             for piece in range(pieces)
         ],
+        call.stop,
     )
     return out, lse
 
@@ -119,6 +125,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
                 K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
                 for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
+                    call.stop.poll()
                     tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.place)
                     P, dS = rows.recompute(tile, K_tile, V_tile)
                     dV[keys] += _product(P.T, rows.dO[q_start:q_stop, :-1])
@@ -131,7 +138,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
-    _run(plan.threads, call.gradient_tasks(differentiate))
+    _run(plan.threads, call.gradient_tasks(differentiate), call.stop)
     dbias_out = dsink_out = None
     if call.dbias is not None and operands.bias is not None:
         dbias_out = empty(operands.bias.shape, operands.bias.dtype, q)
@@ -205,7 +212,7 @@ class _Call:
     """The operands of one call as NumPy views with heads first, (B, H, S, D); a packed batch is one row of tokens."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
-        self.problem = problem
+        self.problem, self.stop = problem, _Stop()
         self.q, self.k, self.v = (self.heads_first(array) for array in (operands.q, operands.k, operands.v))
         saved = (operands.dout, operands.out)
         self.dout, self.out = (None if array is None else self.heads_first(array) for array in saved)
@@ -455,48 +462,142 @@ def _in_turn(tasks: list[Callable[[], None]]) -> None:
         task()
 
 
-def _run(threads: int, tasks: list[Callable[[], None]]) -> None:
-    """Run the tasks, BLAS limited to one thread in each; an exception of any of them reaches the caller."""
-    waiting = iter(tasks)  # shared: who is free takes the next
+class _Stopped(Exception):
+    """A task ends early because another one of its call has failed, or the caller was interrupted."""
+
+
+class _Stop:
+    """A request to all threads of one call to end at their next tile."""
+
+    requested = False
+
+    def poll(self) -> None:
+        if self.requested:
+            raise _Stopped
+
+
+def _run(threads: int, tasks: list[Callable[[], None]], stop: _Stop | None = None) -> None:
+    """Run the tasks, BLAS limited to one thread in each; an exception of any of them reaches the caller.
+
+    An exception in the caller's thread, Ctrl-C among them, reaches it when the other threads have ended too: after a
+    tile of theirs where tasks poll `stop`.
+    """
+    stop = _Stop() if stop is None else stop
+    waiting = iter(tasks)  # shared: a thread that is free takes the next
+    errors: list[BaseException] = []
 
     def work() -> None:
         # Infinities are values of the algorithm (a hidden score, the lse of an empty row), not accidents.
         with np.errstate(all="ignore"):
             for task in waiting:
+                stop.poll()
                 task()
 
-    helpers = min(threads, len(tasks)) - 1
-    with _single_threaded_blas:
-        if helpers < 1:
+    def help_out() -> None:
+        try:
             work()
-            return
-        with ThreadPoolExecutor(helpers) as pool:
-            others = [pool.submit(work) for _ in range(helpers)]
-            work()
-            for other in others:
-                other.result()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            stop.requested = True
+            errors.append(error)
+
+    def work_together() -> None:
+        helpers = _Helpers()
+        try:
+            for _ in range(min(threads, len(tasks)) - 1):
+                helpers.start(help_out)
+            # NumPy keeps the error state in the context, so that of the caller stays even where an interrupt cuts short
+            # the end of `errstate`.
+            contextvars.copy_context().run(work)
+            helpers.wait()
+        except BaseException as error:
+            stop.requested = True
+            helpers.wait()
+            if not isinstance(error, _Stopped):
+                raise
+        if errors:
+            raise errors.pop(0)
+
+    user = _User()
+    try:
+        try:
+            _single_threaded_blas.enter(user)
+            work_together()
+        finally:
+            _single_threaded_blas.leave(user)
+    finally:
+        # Once more: Ctrl-C may interrupt Python anywhere, and has then cut short the first `leave` or neither.
+        _single_threaded_blas.leave(user)
+
+
+class _Helpers:
+    """Threads, and the wait for their end, whatever interrupts the caller or them at any moment.
+
+    Where an exception from outside strikes inside threading.Thread.start, the new thread may wait forever for a lock of
+    the caller; where it strikes a thread as it begins, nothing that the thread should do at its end is done. But Python
+    itself drops the function that a thread runs when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[ref[partial[None]]] = []
+        self._dropped: SimpleQueue[object] = SimpleQueue()
+
+    def start(self, function: Callable[[], None]) -> None:
+        own = partial(function)
+        reference = ref(own, self._dropped.put)
+        start_new_thread(own, ())
+        del own
+        self._functions.append(reference)
+
+    def wait(self) -> None:
+        """Return when all have ended, but for one whose `start` was interrupted."""
+        for function in self._functions:
+            while function() is not None:
+                self._dropped.get()
+
+
+class _User:
+    """A call that needs BLAS on one thread."""
 
 
 class _BlasLimit:
-    """BLAS limited to one thread, for the whole process: the first user sets the limit, the last one restores it."""
+    """BLAS limited to one thread, for the whole process: the first user sets the limit, the last one restores it.
+
+    An asynchronous exception may end `enter` and `leave` anywhere. So `leave` may follow any part of `enter` and may be
+    called again, and a user whose `leave` has never been completed counts as long as it exists: the next one then
+    finds that there is a limit to restore.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before: list[int] = []
+        self._users: WeakSet[_User] = WeakSet()
+        self._before: list[int] | None = None  # what is to be restored; None: nothing was changed
+        self._lock = threading.RLock()  # reentrant for a signal's handler that calls attention
+        if hasattr(os, "register_at_fork"):
+            # No thread is in here while the process is forked: the child would wait for it forever.
+            os.register_at_fork(
+                before=lambda: self._lock.acquire(),
+                after_in_parent=lambda: self._lock.release(),
+                after_in_child=self._reset,
+            )
 
-    def __enter__(self) -> None:
+    def enter(self, user: _User) -> None:
         with self._lock:
-            if self._users == 0:
-                self._before = [library.num_threads for library in blas_controller().lib_controllers]
-                self._set([1] * len(self._before))
-            self._users += 1
+            first = not self._users
+            self._users.add(user)
+            if first:
+                limits = [library.num_threads for library in blas_controller().lib_controllers]
+                # A limit of one thread that an earlier call has left behind is not what its caller had.
+                if self._before is None or limits != [1] * len(limits):
+                    self._before = limits
+                self._set([1] * len(limits))
 
-    def __exit__(self, *error: object) -> None:
+    def leave(self, user: _User) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
+            self._users.discard(user)
+            if not self._users and self._before is not None:
                 self._set(self._before)
+                self._before = None
 
     def _set(self, threads: list[int]) -> None:
         for library, number in zip(blas_controller().lib_controllers, threads, strict=True):
@@ -506,6 +607,12 @@ class _BlasLimit:
             disown(force=True)
             library.set_num_threads(number)
             disown(force=True)
+
+    def _reset(self) -> None:
+        """In a forked child, which has none of the other threads: neither their limit nor their hold on the lock."""
+        self._lock = threading.RLock()
+        self._users = WeakSet()
+        self.leave(_User())
 
 
 _single_threaded_blas = _BlasLimit()

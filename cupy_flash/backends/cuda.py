@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,16 @@ def _wait(stream: Any, others: set[int | None]) -> None:
 
 _loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}
 _loading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child, where the thread that held the lock is not."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _require_no_capture(launch: Launch, stream: int) -> None:

@@ -138,7 +138,7 @@ def test_gate_shuts_for_a_kernel(compiled, change, words):
     "change, words",
     [
         pytest.param(dict(bank_conflicts=1), "1 bank conflicts", id="conflicts"),
-        pytest.param(dict(bytes_over_least=1.2), "1.20 times the least", id="bytes"),
+        pytest.param(dict(bytes_over_least=1.2), "1.20 times the minimum", id="bytes"),
     ],
 )
 def test_gate_shuts_for_a_step(steps, change, words):

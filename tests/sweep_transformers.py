@@ -429,9 +429,9 @@ def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
     signal.signal(signal.SIGALRM, expire)
     signal.alarm(timeout)
     try:
-        model_class = getattr(transformers, name)
-        if not issubclass(model_class, transformers.PreTrainedModel):
-            return Verdict(name, "no verdict", "a library that it needs is not installed")
+        model_class = getattr(transformers, name, None)
+        if model_class is None or not issubclass(model_class, transformers.PreTrainedModel):
+            return Verdict(name, "no verdict", "it is not exported, or needs a library that is not installed")
         config_class = transformers.CONFIG_MAPPING[kind]
         return examine(model_class, config_class, changes)
     except TimeoutError as error:

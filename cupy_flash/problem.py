@@ -641,7 +641,7 @@ def _check_seed(check: _Check, call: dict[str, Array], seed: Any, dropout: bool,
         drawable = not dropout or not (backward or framework == "jax")
         check.require(drawable, f"dropout needs a seed here: {why}")
         return None
-    if isinstance(seed, (bool, np.bool_, float, str)):
+    if isinstance(seed, (bool, np.bool_, np.timedelta64, float, str)):
         check.require_type(False, f"seed must be None, an int or an int64 array of one element, not {seed!r}")
         return None
     if isinstance(seed, (int, np.integer)):

@@ -355,6 +355,32 @@ def test_the_calls_are_good_without_the_change(function):
     getattr(cupy_flash, function)(**good_arguments(function))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        ("backend", [], ValueError, "backend must be one of"),
+        ("engine", {}, ValueError, "engine must be one of"),
+        ("backend", torch.zeros(2), ValueError, "backend must be one of"),
+        ("scale", 10**400, ValueError, "scale must be finite"),
+        ("softcap", 10**400, ValueError, "softcap must be positive and finite"),
+        ("dropout", 10**400, ValueError, r"dropout must be in \[0, 1\)"),
+        ("scale", b"1", TypeError, "scale must be a number"),
+        ("scale", torch.empty((), device="meta"), TypeError, "scale must be a number"),
+        ("scale", Raising(), TypeError, "scale must be a number"),
+        ("window", (2**63, 0), ValueError, "a side of window must be less than"),
+        ("window", (0, -(2**70)), ValueError, "a side of window must be None or -1"),
+        ("window", (Raising(), 0), TypeError, "window must be None or"),
+        ("seed", np.timedelta64(3), TypeError, "seed must be None, an int or"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's own asks for attributes
+)
+def test_bad_options_of_a_call_of_torch(option, value, error, message):
+    """Words that torch's operator could not carry get the same error as with any other library."""
+    q, k, v = (torch.from_numpy(x) for x in good_arguments("attention").values())
+    with pytest.raises(error, match=rf"^attention: (.|\n)*{message}"):
+        cupy_flash.attention(q, k, v, **{option: value})
+
+
 def test_as_many_bad_calls_as_promised():
     assert len(BAD_CALLS) >= 45
     assert len({row.id for row in BAD_CALLS}) == len(BAD_CALLS)

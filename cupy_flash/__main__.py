@@ -68,7 +68,11 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
         return 1
     for number, launch in enumerate(launches, 1):
         begin = time.perf_counter()
-        registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
+        try:
+            registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
+        except (ImportError, OSError, RuntimeError) as error:  # no NVRTC, no kernels_cu, or a text that is refused
+            print(error, file=sys.stderr)
+            return 1
         tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
         seconds = time.perf_counter() - begin
         print(f"{number}/{len(launches)} {launch.kernel}{tile}: {registers} registers, {seconds:.2f} s", flush=True)
@@ -248,7 +252,11 @@ def cache_size() -> int:
 
 def cache_clear() -> int:
     """Removes the compiled kernels of the cache folder; a process that runs compiles again what it still needs."""
-    cache.clear(cache.location())
+    try:
+        cache.clear(cache.location())
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(kernel_cache())
     return 0
 

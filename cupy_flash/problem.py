@@ -379,8 +379,8 @@ def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tupl
     check = _Check("merge")
     call = _describe(check, dict(zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)))
     _check_places(check, call)
-    check.require(layout in LAYOUTS, f'layout must be "bshd" or "bhsd", not {layout!r}')
-    if len(call) == 4:
+    check.require(_is_one_of(layout, LAYOUTS), f'layout must be "bshd" or "bhsd", not {layout!r}')
+    if len(call) == 4 and isinstance(layout, str):
         out_a, lse_a, out_b, lse_b = call.values()
         layout = "thd" if len(out_a.shape) == 3 else layout
         check.require_type(_is_float(out_a.dtype), f"out_a must be {', '.join(DTYPES)}, not {out_a.dtype.name}")
@@ -505,7 +505,8 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
     for name in sorted(dtype.name for dtype in dtypes):
         check.require_type(name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}")
     rank = 4 if packed is None else 3
-    names = {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(str(options.layout), "") if rank == 4 else "(T, H, D)"
+    layout = options.layout if isinstance(options.layout, str) else ""
+    names = {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(layout, "") if rank == 4 else "(T, H, D)"
     ranked = [
         check.require(len(call[name].shape) == rank, f"{name} must have {rank} dimensions {names}") for name in "qkv"
     ]
@@ -515,7 +516,7 @@ def _check_shapes(check: _Check, call: dict[str, Array], options: Options, packe
     def sizes(array: Array) -> tuple[int, int, int, int]:
         """(batch, length, heads, dim) of an array; a packed one is a batch of one row of tokens."""
         batch, first, second, dim = array.shape if packed is None else (1, *array.shape)
-        return (batch, first, second, dim) if options.layout != "bhsd" else (batch, second, first, dim)
+        return (batch, first, second, dim) if layout != "bhsd" else (batch, second, first, dim)
 
     batch, q_len, heads, head_dim = sizes(q)
     k_batch, kv_len, kv_heads, k_dim = sizes(k)
@@ -575,20 +576,26 @@ def _check_options(
             softcap = None  # infinite in the accumulation dtype, where it changes no score
     dropout = _number(check, "dropout", options.dropout)
     # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
-    in_range = dropout >= 0 and math.isfinite(dropout) and round(65536 * dropout) < 65536
+    in_range = 0 <= dropout < 1 and round(65536 * dropout) < 65536
     check.require(in_range, f"dropout must be in [0, 1), in steps of 1/65536, not {options.dropout!r}")
 
     for name in ("return_lse", "deterministic"):
         value = getattr(options, name)
         check.require_type(isinstance(value, (bool, np.bool_)), f"{name} must be True or False, not {value!r}")
-    check.require(options.layout in LAYOUTS, f'layout must be "bshd" or "bhsd", not {options.layout!r}')
-    check.require(not (packed and options.layout == "bhsd"), 'a packed batch is (T, H, D) and has no layout "bhsd"')
+    known_layout = _is_one_of(options.layout, LAYOUTS)
+    check.require(known_layout, f'layout must be "bshd" or "bhsd", not {options.layout!r}')
+    check.require(
+        not (packed and known_layout and options.layout == "bhsd"),
+        'a packed batch is (T, H, D) and has no layout "bhsd"',
+    )
     source = "backend" if options.backend is not None else "the environment's CUPY_FLASH_BACKEND"
     check.require(
-        backend is None or backend in BACKENDS, f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}"
+        backend is None or _is_one_of(backend, BACKENDS),
+        f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}",
     )
     engine = options.engine
-    check.require(engine is None or engine in ENGINES, f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    known_engine = engine is None or _is_one_of(engine, ENGINES)
+    check.require(known_engine, f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     return _Words(mask, scale, softcap, dropout if in_range else 0.0, backend)
 
 
@@ -597,24 +604,32 @@ def _check_window(check: _Check, window: Any) -> tuple[int | None, int | None]:
         return None, None
     try:
         left, right = (None if side is None else operator.index(side) for side in window)
-    except (TypeError, ValueError):
+    except Exception:  # objects of others raise what they like
         check.require_type(False, f"window must be None or (left, right) of whole numbers or None, not {window!r}")
         return None, None
     for side in (left, right):
         check.require(
             side is None or side >= -1, f"a side of window must be None or -1 (unbounded) or at least 0, not {side}"
         )
+        check.require(side is None or side < 2**63, f"a side of window must be less than 2**63, not {side}")
     return None if left == -1 else left, None if right == -1 else right
+
+
+def _is_one_of(value: Any, names: tuple[str, ...]) -> bool:
+    """Whether a value is one of these words; `in` alone would ask objects that do not compare, such as arrays."""
+    return isinstance(value, str) and value in names
 
 
 def _number(check: _Check, name: str, value: Any, default: float = 0.0) -> float:
     try:
-        if isinstance(value, (bool, str, np.bool_)):
+        # What float() takes all the same: text, truth values and complex numbers of NumPy.
+        kind = np.asarray(value).dtype.kind if isinstance(value, (np.generic, np.ndarray)) else ""
+        if isinstance(value, (bool, str, bytes, bytearray, memoryview)) or kind in tuple("bcmMOSTU"):
             raise TypeError
         return float(value)
     except OverflowError:  # an int beyond floats: every option refuses an infinite number
         return math.inf
-    except (TypeError, ValueError):
+    except Exception:  # objects of others raise what they like
         check.require_type(False, f"{name} must be a number, not {value!r}")
         return default
 
@@ -626,7 +641,7 @@ def _check_seed(check: _Check, call: dict[str, Array], seed: Any, dropout: bool,
         drawable = not dropout or not (backward or framework == "jax")
         check.require(drawable, f"dropout needs a seed here: {why}")
         return None
-    if isinstance(seed, (bool, np.bool_, float, str)):
+    if isinstance(seed, (bool, np.bool_, np.timedelta64, float, str)):
         check.require_type(False, f"seed must be None, an int or an int64 array of one element, not {seed!r}")
         return None
     if isinstance(seed, (int, np.integer)):
@@ -656,8 +671,9 @@ def _check_packed(check: _Check, call: dict[str, Array], packed: Packed) -> None
         try:
             longest = operator.index(longest)
             check.require(longest >= 0, f"max_seqlen_{side} must be at least 0, not {longest}")
-            check.require(longest <= LONGEST, f"max_seqlen_{side} must be at most {LONGEST}, not {longest}")
-        except TypeError:
+            if not check.require(longest <= LONGEST, f"max_seqlen_{side} must be at most {LONGEST}, not {longest}"):
+                longest = None
+        except Exception:  # objects of others raise what they like
             check.require_type(False, f"max_seqlen_{side} must be a whole number, not {longest!r}")
             longest = None
         if name not in call:

@@ -43,6 +43,7 @@ VOCABULARY = 256  # a token is a byte
 HELD_OUT = 10  # every tenth file is validation data
 VALIDATE_EVERY, VALIDATION_BATCHES = 20, 4
 SAMPLE_BYTES, TEMPERATURE = 200, 0.8
+CHECKSUM_BYTES = 32  # SHA-256
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -282,18 +283,28 @@ def shard(model: GPT, arguments: argparse.Namespace) -> None:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Save atomically: after a crash `path` contains either the old state or the new one."""
+    """Save atomically: after a crash `path` contains either the old state or the new one.
+
+    A checksum is appended to the file; torch.load ignores it.
+    """
     partial = path.with_name(path.name + ".partial")
+    content = io.BytesIO()
+    torch.save(state, content)
     with partial.open("wb") as file:
-        torch.save(state, file)
+        file.write(content.getbuffer())
+        file.write(hashlib.sha256(content.getbuffer()).digest())
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
 def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved state; SystemExit if its model or text differs from `expected`."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    """Return the saved state; SystemExit if it is damaged, or if its model or text differs from `expected`."""
+    file = memoryview(path.read_bytes())
+    content, checksum = file[:-CHECKSUM_BYTES], file[-CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() != checksum:
+        raise SystemExit(f"{path} is damaged or was saved by another version: its checksum does not match")
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     pairs = [(name, state.get(name), value) for name, value in expected.items()]
     differences = [f"{name} is {saved} there, {value} here" for name, saved, value in pairs if saved != value]
     if differences:

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForMaskGeneration,
     BertConfig,
     BloomConfig,
+    DeepseekV4Config,
     DeepseekV32Config,
     FalconConfig,
     Gemma2Config,
@@ -647,25 +648,45 @@ def test_other_implementations_are_checked_as_before():
             auto.from_config(copy.deepcopy(config), attn_implementation="no_such_attention")
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_sparse_attention(padding):
+SPARSE = {
     # The indices of the keys that a query may see are in the mask for eager and sdpa alone.
+    "deepseek-v3.2": (
+        "sdpa",
+        DeepseekV32Config(
+            **SIZES | dict(num_hidden_layers=1), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+            qk_rope_head_dim=8, v_head_dim=8, index_topk=3, index_n_heads=2, index_head_dim=16, n_routed_experts=2,
+            num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
+        ),
+    ),
+    # The keys of compressed tokens are appended to the mask, hidden by -inf.
+    "deepseek-v4": (
+        "eager",
+        DeepseekV4Config(
+            vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
+            num_attention_heads=4, q_lora_rank=16, o_lora_rank=16, o_groups=2, n_routed_experts=2,
+            num_experts_per_tok=1, layer_types=["compressed_sparse_attention"], mlp_layer_types=["moe"],
+            sliding_window=5, index_n_heads=2, index_head_dim=16, index_topk=2, partial_rotary_factor=1.0,
+            pad_token_id=0, hc_mult=2,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_sparse_attention(case, padding):
+    reference, config = SPARSE[case]
     torch.manual_seed(0)
-    config = DeepseekV32Config(
-        **SIZES | dict(num_hidden_layers=1), q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, index_topk=3, index_n_heads=2, index_head_dim=16, n_routed_experts=2, num_experts_per_tok=1,
-        n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
-    )  # fmt: skip
     model = AutoModel.from_config(config, experts_implementation="eager").eval()
     valid = token_mask(padding)
     where = torch.ones(BATCH, LENGTH, dtype=torch.bool) if valid is None else valid.bool()
-    states = {}
+    states = []
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-        for implementation in ("cupy_fa", "sdpa"):
-            states[implementation] = run(model, implementation, input_ids=tokens(), attention_mask=valid)[0][where]
-    torch.testing.assert_close(states["cupy_fa"], states["sdpa"], rtol=1e-4, atol=1e-4)
+        for implementation in ("cupy_fa", reference):
+            states.append(run(model, implementation, input_ids=tokens(), attention_mask=valid)[0][where])
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_are_given_the_last_queries_alone():

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from ..problem import UnsupportedError
@@ -167,17 +167,25 @@ class LazyMask(torch.Tensor):
         return func(*args, **kwargs)
 
 
+# Models that append a bias, for keys which are not tokens, to their mask: in a boolean one its -inf would become True.
+ADDITIVE = frozenset({"deepseek_v4"})
+
+
 def attention_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **arguments: Any
 ) -> Any:
     """A mask function of transformers: None where queries see all keys, or all up to their own; else a mask.
 
     It is a LazyMask where a LazyMask can say it, and what sdpa_mask gives where not: patterns laid over one another,
-    chunks, several sequences in one row, caches of fixed size, anything under torch.compile.
+    chunks, several sequences in one row, caches of fixed size, anything under torch.compile. Models in `ADDITIVE` get
+    an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
     )  # fmt: skip
+    config = arguments.get("config")
+    if getattr(config, "model_type", None) in ADDITIVE:
+        return eager_mask(**sizes, **arguments)
     pattern = _pattern(**arguments)
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
@@ -186,7 +194,7 @@ def attention_mask(
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
     # Layers that share keys and values (Gemma 4) may be given the last queries alone, and slice the mask of all: None
     # would put these queries first.
-    is_sliced = bool(getattr(arguments.get("config"), "num_kv_shared_layers", 0))
+    is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
     if pattern is None or not is_known:

@@ -41,9 +41,9 @@ constexpr int SHARES = 1;            // backward: warpgroups that share keys
 constexpr bool DQ_IN_ORDER = false;  // each block adds to dQ after those of the keys before it: the same sum every time
 constexpr bool DQ_IN_BULK = false;   // dQ is added to from shared memory, not from registers
 constexpr bool PERSISTENT = false;  // a block for each multiprocessor, which draws tiles of queries one after the other
-constexpr bool TAKE_TURNS = false;  // one warpgroup begins products while others work out probabilities
-#define PAIRED 0                    // two blocks that visit the same keys bring half of each tile of them to both
-#define O_BOXES 0  // O leaves in boxes; else row by row, where a box would reach another sequence's or starts no row
+constexpr bool PINGPONG = false;    // one warpgroup begins products while others work out probabilities
+#define KV_MULTICAST 0              // two blocks that visit the same keys bring half of each tile of them to both
+#define TMA_STORE_O 0               // O leaves in boxes; else row by row, where a box would reach another sequence's
 
 // What a call asks for: the struct of a feature that is absent compiles to nothing.
 constexpr bool PACKED = false;        // sequences of different lengths in one row of tokens

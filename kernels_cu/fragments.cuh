@@ -8,7 +8,7 @@
 //   store_chunk    rounded numbers -> a row of a tensor
 //
 // A warp has M x 16 rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, as ptx.cuh says of
-// `multiply`; those of wgmma are the same.
+// `mma_m16n8k16`; those of wgmma are the same.
 #pragma once
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -30,13 +30,13 @@ __device__ inline float row_sum(float x) {
 }
 
 // Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
-constexpr bool OF_PRODUCT = !MODIFIED;
+constexpr bool SCALE_IN_EXPONENT = !MODIFIED;
 
-__device__ inline float unit_of(float scale) {
-  return OF_PRODUCT ? scale * LOG2_E : LOG2_E;
+__device__ inline float log2_scale_of(float scale) {
+  return SCALE_IN_EXPONENT ? scale * LOG2_E : LOG2_E;
 }
-__device__ inline float unit_of(const Params& p) {
-  return unit_of((float)p.scale);
+__device__ inline float log2_scale_of(const Params& p) {
+  return log2_scale_of((float)p.scale);
 }
 
 // What a query does not see becomes -inf; MODIFIED: products to scores.
@@ -55,9 +55,9 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-          float slope_of_cap;
+          float softcap_slope;
           if constexpr (MODIFIED)
-            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, slope_of_cap) : -infinity();
+            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, softcap_slope) : -infinity();
           else
             S[m][n][e] = seen ? S[m][n][e] : -infinity();
         }
@@ -66,9 +66,10 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
 
 // Whether a maximum of the warp has outgrown its reference: then all move, and `factors` is what they bring along.
 template <int M, int N>
-__device__ bool follow(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4], float unit) {
+__device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
+                           float scale_log2) {
   float largest[M][2];
-  bool outgrown = false;
+  bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -77,13 +78,14 @@ __device__ bool follow(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
 #pragma unroll
       for (int n = 0; n < N; ++n)
         largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
-      outgrown |= softmax[m][half].outgrown(largest[m][half], unit);
+      exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
     }
-  if (!__any_sync(0xFFFFFFFF, outgrown)) return false;
+  if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) factors[m][half] = softmax[m][half].move(row_max(largest[m][half]), unit);
+    for (int half = 0; half < 2; ++half)
+      factors[m][half] = softmax[m][half].update(row_max(largest[m][half]), scale_log2);
   return true;
 }
 
@@ -98,14 +100,14 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
 }
 
 template <int M, int N>
-__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float unit) {
+__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float scale_log2) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], unit);
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
         softmax[m][e / 2].l += S[m][n][e];
       }
 }
@@ -140,8 +142,8 @@ __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      A[m][n / 2][n % 2 * 2] = pack<element>(C[m][n][0], C[m][n][1]);
-      A[m][n / 2][n % 2 * 2 + 1] = pack<element>(C[m][n][2], C[m][n][3]);
+      A[m][n / 2][n % 2 * 2] = cvt_rn_x2<element>(C[m][n][0], C[m][n][1]);
+      A[m][n / 2][n % 2 * 2 + 1] = cvt_rn_x2<element>(C[m][n][2], C[m][n][3]);
     }
 }
 
@@ -157,10 +159,10 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
     for (int half = 0; half < 2; ++half) {
       int i = q_start + row_of(m, 2 * half);
       softmax[m][half].l = row_sum(softmax[m][half].l);
-      Softmax2::Ending ending = softmax[m][half].end(unit_of(scale), OF_PRODUCT ? scale : 1.0f);
+      Softmax2::Ending ending = softmax[m][half].end(log2_scale_of(scale), SCALE_IN_EXPONENT ? scale : 1.0f);
       if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
       factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
-      if (writes_lse && lane_of() % 4 == 0 && i < sequence.q_rows)
+      if (writes_lse && lane_id() % 4 == 0 && i < sequence.q_rows)
         lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
     }
 }

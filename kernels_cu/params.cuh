@@ -37,7 +37,7 @@ struct Params {
   Operand q_descale;  // of fp8 (b, kv head); null: 1
   Operand k_descale;
   Operand v_descale;
-  int* drawn;  // a workspace: how many tiles blocks have drawn (wgmma/work.cuh)
+  int* drawn;  // a workspace: how many tiles blocks have drawn (wgmma/tile_scheduler.cuh)
   Operand dq;
   Operand dk;
   Operand dv;

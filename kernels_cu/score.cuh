@@ -26,14 +26,14 @@ struct Score {
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // The score of query i and key j from their product; `slope_of_cap` is what the gradient of the cap needs.
-  __device__ real apply(real product, int i, int j, real& slope_of_cap) const {
+  // The score of query i and key j from their product; `softcap_slope` is what the gradient of the cap needs.
+  __device__ real apply(real product, int i, int j, real& softcap_slope) const {
     real s = scale * product;
-    slope_of_cap = 1;
+    softcap_slope = 1;
     if constexpr (SOFTCAP) {
       real t = tanh(s / (real)p.softcap);
       s = (real)p.softcap * t;
-      slope_of_cap = 1 - t * t;
+      softcap_slope = 1 - t * t;
     }
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
@@ -41,13 +41,13 @@ struct Score {
       real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
       bool hidden = bias == -infinity();
       s = hidden ? bias : s + bias;
-      if (hidden) slope_of_cap = 0;
+      if (hidden) softcap_slope = 0;
     }
     return s;
   }
 
   // The gradient of scale * q.k from that of the score. The bias's is that of the score itself.
-  __device__ real gradient(real ds, real slope_of_cap) const { return SOFTCAP ? ds * slope_of_cap : ds; }
+  __device__ real gradient(real ds, real softcap_slope) const { return SOFTCAP ? ds * softcap_slope : ds; }
 
   __device__ long long bias_index(const Dense& x, int i, int j) const {
     return batch * x.batch + head * x.head + i * x.row + j * x.column;

@@ -19,20 +19,22 @@ struct Softmax2 {
 
   // A probability may grow to 2^(LARGEST_LOG2 + RESCALE_ABOVE) before the reference moves: the result is the same
   // number, and O is multiplied once or twice in a row, not at every tile. P in fp16 ends at 2^16, in e4m3 at 448.
-  __device__ bool outgrown(float largest, float unit) const { return largest > m + RESCALE_ABOVE / unit; }
+  __device__ bool exceeds_reference(float largest, float scale_log2) const {
+    return largest > m + RESCALE_ABOVE / scale_log2;
+  }
 
   // The reference moves to the largest score of the row; the factor that brings along what was summed so far.
-  __device__ float move(float row_max, float unit) {
+  __device__ float update(float row_max, float scale_log2) {
     float previous = reference;
     bool first = m == -infinity();
     m = max(m, row_max);
-    reference = m == -infinity() ? 0 : m * unit - LARGEST_LOG2;
-    float factor = first ? 0 : exp2_fast(previous - reference);
+    reference = m == -infinity() ? 0 : m * scale_log2 - LARGEST_LOG2;
+    float factor = first ? 0 : ex2_approx(previous - reference);
     l *= factor;
     return factor;
   }
 
-  __device__ float probability(float s, float unit) const { return exp2_fast(s * unit - reference); }
+  __device__ float probability(float s, float scale_log2) const { return ex2_approx(s * scale_log2 - reference); }
 
   // What the row ends with, once `l` is the sum over all its lanes. `scale` is unit / log2(e).
   struct Ending {
@@ -48,9 +50,9 @@ struct Softmax2 {
       lse = top + logf(sum);
     }
   };
-  __device__ Ending end(float unit, float scale) const {
+  __device__ Ending end(float scale_log2, float scale) const {
     if (l == 0) return {-infinity(), 0};
-    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, unit, -LARGEST_LOG2 - reference);
+    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, scale_log2, -LARGEST_LOG2 - reference);
     return {fmaf(m, scale, LN_2 * log2_sum), 1 / l};
   }
 };

@@ -40,8 +40,8 @@ struct Tile {
   // all banks apart are twisted less.
   static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
 
-  __device__ static int twist(int row) { return row / (8 / GROUP) % GROUP; }
-  __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ twist(row)) << 4); }
+  __device__ static int swizzle(int row) { return row / (8 / GROUP) % GROUP; }
+  __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ swizzle(row)) << 4); }
 
   // Bytes from the start of the tile to 16 x 16 numbers of it, as one lane reads them.
   struct Lane {
@@ -50,7 +50,7 @@ struct Tile {
     __device__ Lane(int row, int chunk) {
 #pragma unroll
       for (int n = 0; n < GROUP / 2; ++n)
-        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ twist(row)) + chunk / GROUP * GROUP) << 4);
+        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
     }
     __device__ Lane kept() const {
       Lane lane = *this;
@@ -65,9 +65,9 @@ struct Tile {
   };
 
   // The lane's part of 16 rows of A, of 16 rows of B, and of 16 rows of X in the columns of this warp.
-  __device__ static Lane rows_of_a(int row) { return Lane(row + lane_of() % 16, lane_of() / 16); }
-  __device__ static Lane rows_of_b() { return Lane(lane_of() % 8 + lane_of() / 16 * 8, lane_of() / 8 % 2); }
-  __device__ static Lane rows_of_x() { return Lane(lane_of() % 16, 2 * column_warp() + lane_of() / 16); }
+  __device__ static Lane lane_of_A(int row) { return Lane(row + lane_id() % 16, lane_id() / 16); }
+  __device__ static Lane lane_of_B() { return Lane(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2); }
+  __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
 // Columns of C that a warp has of DIM: blocks of 16, the warps in turn.
@@ -81,12 +81,12 @@ __device__ inline int first_column(int n) {
 
 // Chunk `chunk` of a row that may begin anywhere, number by number, waiting for each.
 template <int DIM>
-__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool wanted) {
+__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool valid) {
   unsigned int words[4] = {};
 #pragma unroll
   for (int n = 0; n < 8; ++n)
-    if (wanted && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
-  store_shared(to, words);
+    if (valid && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
+  st_shared_v4(to, words);
 }
 
 // Brings ROWS rows of a tensor at a time to shared memory, zeros for those that are not asked for, whatever is there.
@@ -131,20 +131,19 @@ struct Loader {
       if (whole) {
 #pragma unroll
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row)
-          copy_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
+          cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
       } else {
 #pragma unroll 1
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row) {
-          bool wanted = read(first + threadIdx.x / T::CHUNKS + n * STEP);
-          copy_async<16>(tile + to + n * STEP * T::ROW, wanted ? next : rows, wanted ? bytes(chunk()) : 0);
+          bool valid = read(first + threadIdx.x / T::CHUNKS + n * STEP);
+          cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows, valid ? bytes(chunk()) : 0);
         }
       }
     } else {
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(first + row) ? bytes(chunk) : 0;
-        copy_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0),
-                       size);
+        cp_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0), size);
       }
     }
   }
@@ -167,22 +166,22 @@ struct Pipeline {
   unsigned int used;     // and to the one that is used next
 
   __device__ Pipeline(unsigned int start) : start(start), loading(0), used(0) {}
-  __device__ static unsigned int after(unsigned int place) {
-    return STAGES == 1 ? 0 : STAGES == 2 ? place ^ BYTES : place == (STAGES - 1) * BYTES ? 0 : place + BYTES;
+  __device__ static unsigned int after(unsigned int slot) {
+    return STAGES == 1 ? 0 : STAGES == 2 ? slot ^ BYTES : slot == (STAGES - 1) * BYTES ? 0 : slot + BYTES;
   }
   __device__ unsigned int next() const { return start + loading; }
   // One place has been asked for, or none was left to ask for.
   __device__ void commit() {
-    end_of_group();
+    cp_async_commit_group();
     loading = after(loading);
   }
   // Until the place that is used next is there; all warps have left the one before.
   __device__ unsigned int wait() {
-    wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+    cp_async_wait_group<(STAGES > 1 ? STAGES - 2 : 0)>();
     __syncthreads();
-    unsigned int place = start + used;
+    unsigned int slot = start + used;
     used = after(used);
-    return place;
+    return slot;
   }
 };
 
@@ -192,18 +191,18 @@ __device__ void load_numbers(unsigned int to, const float* numbers, const Operan
   static_assert(COUNT <= THREADS, "one each");
   int n = threadIdx.x;
   if (n >= COUNT) return;
-  bool wanted = read(first + n);
-  copy_async<4>(to + 4 * n, numbers + (wanted ? (first + n) * x.row : 0), wanted ? 4 : 0);
+  bool valid = read(first + n);
+  cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
 }
 
 // The part of C = A B^T that columns [16 k, 16 k + 16) make; the first begins the sum.
 template <int M, int N, int DIM>
 __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
-                            const typename Tile<DIM>::Lane& of_b, int k) {
+                            const typename Tile<DIM>::Lane& b_lane, int k) {
   unsigned int b[4];
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
-    load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+    ldmatrix_x4(b, B_smem + b_lane.at(8 * n, 2 * k));
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -211,56 +210,56 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
         // Zeros that the compiler knows cost no register and no instruction.
         const float zeros[4] = {};
         if (k == 0)
-          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
+          mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
         else
-          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
+          mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
       }
   }
 }
 
 // C = A B^T, for M x 16 rows of tile A and the N x 8 rows of tile B, and the lane's part of both.
 template <int M, int N, int DIM>
-__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& of_a,
-                       unsigned int B_smem, const typename Tile<DIM>::Lane& of_b) {
+__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
+                       unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
   unsigned int a[M][4];
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) load_matrices(a[m], A_smem + of_a.at(16 * m, 2 * k));
-    add_product<M, N, DIM>(C, a, B_smem, of_b, k);
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
+    add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
   }
 }
 
 // Fragments of A that stay in registers: all DIM columns of M x 16 rows from `row` of a tile.
 template <int M, int DIM>
 __device__ void load_fragments(unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int A_smem, int row) {
-  auto of_a = Tile<DIM>::rows_of_a(row);
+  auto a_lane = Tile<DIM>::lane_of_A(row);
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k)
 #pragma unroll
-    for (int m = 0; m < M; ++m) load_matrices(A[k][m], A_smem + of_a.at(16 * m, 2 * k));
+    for (int m = 0; m < M; ++m) ldmatrix_x4(A[k][m], A_smem + a_lane.at(16 * m, 2 * k));
 }
 template <int M, int N, int DIM>
 __device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int B_smem,
-                       const typename Tile<DIM>::Lane& of_b) {
+                       const typename Tile<DIM>::Lane& b_lane) {
 #pragma unroll
-  for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, of_b, k);
+  for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, b_lane, k);
 }
 
 // P (M x 16 rows, K x 16 columns) times the K x 16 rows of tile X: the columns of this warp.
 template <int M, int K, int DIM>
 __device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem,
-                           const typename Tile<DIM>::Lane& of_x) {
+                           const typename Tile<DIM>::Lane& x_lane) {
   unsigned int b[4];
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
     for (int n = 0; n < fragments_of(DIM); n += 2) {
-      load_transposed(b, X_smem + of_x.at(16 * k, n * COLUMN_WARPS));
+      ldmatrix_x4_trans(b, X_smem + x_lane.at(16 * k, n * COLUMN_WARPS));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply<element>(C[m][n], P[m][k], b[0], b[1], C[m][n]);
-        multiply<element>(C[m][n + 1], P[m][k], b[2], b[3], C[m][n + 1]);
+        mma_m16n8k16<element>(C[m][n], P[m][k], b[0], b[1], C[m][n]);
+        mma_m16n8k16<element>(C[m][n + 1], P[m][k], b[2], b[3], C[m][n + 1]);
       }
     }
 }
@@ -276,8 +275,8 @@ __device__ void store_fragments(unsigned char* smem, const float (&C)[M][fragmen
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float by = factor(m, half);
-        unsigned int at = Tile<DIM>::at(row + row_of(m, 2 * half), first_column(n) / 8) + lane_of() % 4 * 4;
-        *(unsigned int*)(smem + at) = pack<element>(C[m][n][2 * half] * by, C[m][n][2 * half + 1] * by);
+        unsigned int at = Tile<DIM>::at(row + row_of(m, 2 * half), first_column(n) / 8) + lane_id() % 4 * 4;
+        *(unsigned int*)(smem + at) = cvt_rn_x2<element>(C[m][n][2 * half] * by, C[m][n][2 * half + 1] * by);
       }
 }
 

@@ -13,8 +13,8 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      real slope_of_cap;
-      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+      real softcap_slope;
+      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
     }
 }
 

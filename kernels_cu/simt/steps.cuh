@@ -59,8 +59,8 @@ __device__ inline void load_rows(real* lse_smem, real* delta_smem, const Params&
 }
 
 // Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
-// OF_PRODUCT: dS is the gradient of scale * q.k, else that of the score that the softmax saw.
-template <bool MASKED, bool TRANSPOSED, bool OF_PRODUCT, int ROWS, int COLS>
+// QK_GRADIENT: dS is the gradient of scale * q.k, else that of the score that the softmax saw.
+template <bool MASKED, bool TRANSPOSED, bool QK_GRADIENT, int ROWS, int COLS>
 __device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], const Score& score, const Band& band,
                               const Dropout& dropout, const real* lse_smem, const real* delta_smem, int2 start) {
 #pragma unroll
@@ -70,13 +70,13 @@ __device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], con
     for (int c = 0; c < COLS; ++c) {
       int row = row_y() + r * ROW_THREADS, column = lane_x() + c * LANES;
       int query = TRANSPOSED ? column : row, i = start.x + query, j = start.y + (TRANSPOSED ? row : column);
-      real slope_of_cap = 0;
-      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+      real softcap_slope = 0;
+      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
       real probability = exp(s - lse_smem[query]);
       real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
       real ds = probability * (dP[r][c] * factor - delta_smem[query]);
       S[r][c] = probability * factor;
-      dP[r][c] = OF_PRODUCT ? score.gradient(ds, slope_of_cap) : ds;
+      dP[r][c] = QK_GRADIENT ? score.gradient(ds, softcap_slope) : ds;
     }
   }
 }

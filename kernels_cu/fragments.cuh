@@ -1,14 +1,14 @@
-// What a forward does with the fragments of matrix instructions, element by element, whichever instruction made them:
+// Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
-//   modify         products -> scores, -inf where a query does not see a key
-//   follow         the references of the exponents, moved to larger scores
-//   exponentiate   scores -> probabilities, and their sums
-//   drop           probabilities that dropout takes
-//   finish         what each row ends with
-//   store_chunk    rounded numbers -> a row of a tensor
+//   modify          q.k -> scores, -inf where a query does not see a key
+//   update_max      row max and, lazily, the reference of the exponents
+//   exponentiate    scores -> probabilities, and their partial row sums
+//   drop            dropout of probabilities
+//   finish          row sums -> normalisation of O, and lse
+//   store_chunk     eight rounded numbers -> a row of a tensor
 //
-// A warp has M x 16 rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, as ptx.cuh says of
-// `mma_m16n8k16`; those of wgmma are the same.
+// A warp has 16 M rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, laid out as those of
+// mma_m16n8k16 in ptx.cuh. The accumulators of wgmma have the same layout.
 #pragma once
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -29,7 +29,7 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
+// True if the softmax takes the bare q.k, with the scale folded into scale_log2; false if scores are computed first.
 constexpr bool SCALE_IN_EXPONENT = !MODIFIED;
 
 __device__ inline float log2_scale_of(float scale) {
@@ -39,7 +39,7 @@ __device__ inline float log2_scale_of(const Params& p) {
   return log2_scale_of((float)p.scale);
 }
 
-// What a query does not see becomes -inf; MODIFIED: products to scores.
+// Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED, int M, int N>
 __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band, int q_start, int kv_start) {
 #pragma unroll
@@ -64,7 +64,8 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
     }
 }
 
-// Whether a maximum of the warp has outgrown its reference: then all move, and `factors` is what they bring along.
+// Lazy rescaling (FlashAttention-4): true if any row max in the warp grew by more than RESCALE_ABOVE. Then every row
+// updates its reference, and factors = 2^(old - new) rescale O.
 template <int M, int N>
 __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
                            float scale_log2) {
@@ -112,8 +113,8 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
       }
 }
 
-// The 16 random bits of the elements of two fragments side by side, one Philox call for a lane: of the 16 x 16 block
-// that a fragment pair covers, a lane has the eight elements of one counter.
+// The random bits of two fragments side by side, from one Philox call per lane: the eight elements of a lane in a 16 x
+// 16 block share one counter.
 struct Bits {
   Philox bits;
 
@@ -135,7 +136,7 @@ __device__ void drop(float (&P)[M][N][4], const Dropout& dropout, int q_start, i
     }
 }
 
-// C, rounded, as the left factor of the next product.
+// C, rounded, as A fragments of the next mma.
 template <int M, int N>
 __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)[M][N][4]) {
 #pragma unroll
@@ -147,8 +148,8 @@ __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)
     }
 }
 
-// What the rows from q_start end with: `factors` of what was summed, and, of one warp that has them, lse. `scale` is
-// that of the bare q.k.
+// Normalisation factors of the rows from q_start, and lse from one warp of those that share them. `scale` multiplies
+// the bare q.k.
 template <int M>
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
                        const Dropout& dropout, int head, int q_start, bool writes_lse, float scale) {
@@ -172,7 +173,8 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
   finish(factors, softmax, p, sequence, dropout, head, q_start, writes_lse, (float)p.scale);
 }
 
-// Chunk `chunk` of a row of DIM columns: its eight numbers at once where rows are aligned, else those of the row.
+// Stores eight numbers to columns [8 * chunk, 8 * chunk + 8) of a row of DIM columns: as one vector if rows are
+// aligned.
 template <int DIM>
 __device__ void store_chunk(element* row, const Operand& x, int chunk, uint4 numbers) {
   element* to = row + 8 * chunk;

@@ -1,10 +1,10 @@
-// What a backward does with the fragments of matrix instructions, element by element, whichever instruction made them:
-// from two products to the probabilities and the gradients of the scores.
+// Steps of the backward on mma fragments, shared by the mma and the wgmma engine: from q.k and dO V^T to the
+// probabilities and the gradients of the scores.
 #pragma once
 #include "fragments.cuh"
 
-// Transposed, a lane has the elements of two counters, one of each of two columns, and its neighbour the other halves
-// of their words: each makes one, and they exchange.
+// Random bits of a transposed tile. A lane's elements belong to two counters, one per column, and the neighbouring lane
+// needs the other halves of the same words: each lane computes one counter, and they exchange.
 struct TransposedBits {
   Philox own;
   Philox other;
@@ -31,7 +31,7 @@ struct Choice<false, A, B> {
   using type = B;
 };
 
-// What the backward needs of a row that it walks over, by its place in the tile.
+// lse2 and delta of the rows of a tile.
 struct Rows {
   const float* lse2;
   const float* delta;
@@ -41,16 +41,17 @@ struct NoWait {
   __device__ void operator()() const {}
 };
 
-// Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
-// SCORE_GRADIENT: dS is the gradient of the score that the softmax saw, else that of scale * q.k. Not `masked`: every
-// query of the tile sees every key. Who has dO V^T made while probabilities are worked out waits for it in `wait`.
+// Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
+// queries. SCORE_GRADIENT: dS is the gradient of the score, else that of scale * q.k. `masked` is false if every query
+// of the tile sees every key. `wait` runs between the exponentials and the dS pass, so that the caller can overlap dO
+// V^T with them.
 template <bool TRANSPOSED, bool SCORE_GRADIENT, int M, int N, typename Wait = NoWait>
 __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool masked, const Score& score,
                               const Band& band, const Dropout& dropout, float scale_log2, Rows queries, int i0, int j0,
                               Wait wait = {}) {
   using RandomBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
   float keep_scale = dropout.keep_scale;
-  // Of element e of two fragments side by side, from (m, n) on.
+  // Query and key of element e of fragments (m, n) and (m, n + 1).
   auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
   auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };
   auto probabilities = [&](bool masked, int m, int n, float (&softcap_slopes)[8]) {
@@ -81,12 +82,12 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
     }
   };
 
-  // `masked` is known wherever it is asked for, so that half of it is no code.
+  // Each call passes `masked` as a constant, so that the inlined code has one branch only.
   constexpr int PAIRS = M * N / 2;
   float softcap_slopes[8] = {};
   if constexpr (SOFTCAP || DROPOUT || M * N > 8) {
-    // The slope of a cap is known while its score is. Where bits are drawn, or scores are many, registers are for the
-    // gradients of two fragments at a time: compilers spill in the other order.
+    // One pass per two fragments where the soft cap's derivative must live from scores to gradients, and where random
+    // bits or many scores leave few registers: compilers spill in the other order.
     wait();
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {

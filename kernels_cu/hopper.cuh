@@ -1,14 +1,14 @@
-// Hopper's own instructions, one function each: copies of boxes of tensors (TMA), the mbarriers that they report to,
-// and the matrix products of warpgroups (wgmma). Addresses are of shared memory, from smem_address.
+// Hopper's instructions, one function each: TMA, mbarriers, clusters and wgmma. Addresses are 32-bit shared-memory
+// addresses, from smem_address.
 #pragma once
 #include "ptx.cuh"
 
-// What the driver makes of a tensor's address, shape and strides and of a box of it (cupy_flash/tensor_map.py).
+// CUtensorMap, encoded by the driver (cupy_flash/tensor_map.py).
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// One thread of a warp, the same at every call.
+// True in one lane of the warp, the same at every call.
 __device__ inline bool elect_one() {
   unsigned int is;
   asm volatile(
@@ -19,7 +19,7 @@ __device__ inline bool elect_one() {
   return is;
 }
 
-// Registers of every thread of a warpgroup from here on; all its warps pass here.
+// Sets the register count per thread of a warpgroup. All its warps must execute it.
 template <int REGISTERS>
 __device__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -29,20 +29,20 @@ __device__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Until `threads` threads have come to barrier `id`, 1 to 15.
+// Waits at named barrier `id` (1 to 15) until `threads` threads have arrived.
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Comes to a barrier that others wait at.
+// Arrives at a named barrier without waiting.
 __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// An mbarrier of 8 bytes completes a phase when `arrivals` have come and all bytes that were announced.
+// Initialises an mbarrier (8 bytes): a phase completes after `arrivals` arrivals and all expected bytes.
 __device__ inline void mbarrier_init(unsigned int mbarrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
-// Before copies may report to what this thread has initialised.
+// Makes the initialisation by this thread visible to TMA and to the cluster.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -52,7 +52,8 @@ __device__ inline void mbarrier_arrive(unsigned int mbarrier) {
 __device__ inline void mbarrier_arrive_expect_tx(unsigned int mbarrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// Until the phase of this parity is complete: the first is of parity 0, and the one before it, of parity 1, is.
+// Waits until the phase with this parity has completed. Phases start at parity 0; the phase before the first, of parity
+// 1, counts as complete.
 __device__ inline void mbarrier_wait(unsigned int mbarrier, unsigned int parity) {
   asm volatile(
       "{ .reg .pred p;"
@@ -64,8 +65,8 @@ __device__ inline void mbarrier_wait(unsigned int mbarrier, unsigned int parity)
       : "memory");
 }
 
-// Blocks of a cluster: the number of this one, what stands between all of their threads, and an arrival at the mbarrier
-// that another block has in the same place.
+// Clusters: the rank of this block, a barrier of all threads, and an arrival at the mbarrier at the same offset in
+// block `rank`.
 __device__ inline unsigned int cluster_ctarank() {
   unsigned int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -75,8 +76,8 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// It tells that copies and products here are done, which have been waited for: `.release.cluster` would order ordinary
-// accesses too, by a fence of all global memory at every arrival.
+// The default .release.cta is enough: only TMA and wgmma accesses need ordering, and they have been waited for.
+// `.release.cluster` would add a fence of all global memory to every arrival.
 __device__ inline void mbarrier_arrive_cluster(unsigned int mbarrier, unsigned int rank) {
   asm volatile(
       "{ .reg .b32 there;"
@@ -86,16 +87,16 @@ __device__ inline void mbarrier_arrive_cluster(unsigned int mbarrier, unsigned i
       : "memory");
 }
 
-// What this thread did with shared memory comes before what copies and wgmma do with it.
+// Orders this thread's accesses to shared memory before later ones through the async proxy (TMA, wgmma).
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What the second-level cache is to do with what has been read, in the encoding of createpolicy.
+// L2 eviction policies, as createpolicy encodes them.
 constexpr unsigned long long EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000,
                              EVICT_LAST = 0x14F0000000000000;
 
-// Asks for the box of a tensor of four dimensions at (x, y, z, w), the innermost first; zeros where it ends.
+// Loads the box at (x, y, z, w), innermost first, of a 4-dimensional tensor; out-of-bounds elements are zeros.
 __device__ inline void tma_load(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
                                 int w, unsigned long long policy = EVICT_NORMAL) {
   asm volatile(
@@ -105,7 +106,7 @@ __device__ inline void tma_load(unsigned int to, const TensorMap& map, unsigned 
       : "memory");
 }
 
-// The same to the same place of both blocks of a cluster, each of whose mbarriers counts the bytes.
+// Loads the box to the same offset in both blocks of a cluster; the mbarrier of each counts the bytes.
 __device__ inline void tma_load_multicast(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y,
                                           int z, int w, unsigned long long policy) {
   asm volatile(
@@ -115,36 +116,36 @@ __device__ inline void tma_load_multicast(unsigned int to, const TensorMap& map,
       : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers, from where ldmatrix_x4 has them to where it reads them.
+// Stores four 8 x 8 matrices of 16-bit numbers: the inverse of ldmatrix_x4.
 __device__ inline void stmatrix_x4(unsigned int address, const unsigned int (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Asks for a box to be written as tma_load reads one; what lies past the tensor's end is left out.
+// Stores a box; out-of-bounds elements are not written.
 __device__ inline void tma_store(const TensorMap& map, unsigned int from, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
-// Asks for fp32 numbers to be added to those in global memory; both begin at multiples of 16 bytes, as many.
+// Adds `bytes` of fp32 numbers to global memory; both addresses and the size are multiples of 16 bytes.
 __device__ inline void bulk_reduce_add(float* to, unsigned int from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
                : "memory");
 }
-// The stores of this thread since the last end are one group.
+// Commits the bulk stores of this thread since the last call as one group.
 __device__ inline void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until all but its last PENDING groups have read shared memory; when they have written, the end of the kernel tells.
+// Waits until at most PENDING groups still read shared memory. Their writes complete by the end of the kernel.
 template <int PENDING>
 __device__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Around products: registers are as ordinary instructions left them, the products since the last end are one group, and
-// all but the last PENDING groups are done.
+// wgmma_fence orders register accesses before the wgmmas that follow; wgmma_commit_group commits those since the last
+// call as one group; wgmma_wait_group waits until at most PENDING groups are in flight.
 __device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -156,7 +157,8 @@ __device__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The compiler moves no use of these registers across, which it would where an instruction in flight has them.
+// Register fence (CUTLASS's warpgroup_fence_operand): keeps the compiler from moving accesses across an in-flight
+// wgmma.
 template <int N>
 __device__ void fence_operand(float (&x)[1][N][4]) {
 #pragma unroll
@@ -168,36 +170,36 @@ __device__ void fence_operand(unsigned int (&x)[1][N][4]) {
   for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+r"(x[0][n / 4][n % 4])::"memory");
 }
 
-// A matrix in panels of 64 columns: rows of 128 bytes, chunk c of row r at place c ^ r % 8, as copies with the 128-byte
-// swizzle leave them. It starts at a multiple of 1024; what is `panel` bytes further is the next 64 columns, which only
-// the product with transposed B looks for.
+// Shared-memory descriptor of a matrix in panels of 64 columns with the 128-byte swizzle: rows of 128 bytes, chunk c of
+// row r at c ^ r % 8. The address is a multiple of 1024. `panel` is the distance in bytes to the next 64 columns, which
+// only an MN-major operand uses.
 __device__ inline unsigned long long smem_descriptor(unsigned int address, int panel) {
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
          (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
 }
-constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel; of e4m3 the next 32
-constexpr int NEXT_16_ROWS = 2048 >> 4;   // and down its panels
+constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a descriptor: 16 columns to the right within a panel; 32 of e4m3
+constexpr int NEXT_16_ROWS = 2048 >> 4;   // 16 rows down
 
-// How a factor of a product lies in shared memory: rows of the numbers that one sum runs over, or rows across the sums.
+// Layout of an operand: K_MAJOR if the summed dimension is contiguous, MN_MAJOR if the other one is.
 constexpr bool K_MAJOR = false, MN_MAJOR = true;
 
-// The products of 8 N columns, from DEFINE_WGMMA.
+// wgmma with 8 N columns, specialised by DEFINE_WGMMA.
 template <typename T, int N>
 struct Wgmma;
 
-// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += with `adds`; A and B in shared memory. Warp w of the warpgroup has
-// rows [16 w, 16 w + 16) of D, in fragments of 8 columns as `wgmma` of ptx.cuh has them.
+// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += if `adds`; A and B in shared memory. Warp w of the warpgroup has rows
+// [16 w, 16 w + 16) of D, in 16 x 8 fragments laid out like those of mma_m16n8k16.
 template <typename T, bool A_MAJOR = K_MAJOR, bool B_MAJOR = K_MAJOR, int N>
 __device__ void wgmma(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) {
   Wgmma<T, N>::template add<A_MAJOR, B_MAJOR>(d, a, b, adds);
 }
-// D += A B; A in the fragments of `wgmma`, B in shared memory, MN_MAJOR.
+// D += A B; A in registers, as the A fragments of mma_m16n8k16, B in shared memory, MN_MAJOR.
 template <typename T, int N>
 __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {
   Wgmma<T, N>::add(d, a, b);
 }
 
-// The names of the registers of D and what they are, for 8 N = 32, 64 .. columns.
+// The operand list of D for 8 N = 32, 64 .. columns: names, then constraints.
 #define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_8 \
   NAMES_4       \
@@ -264,13 +266,13 @@ __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned 
 DEFINE_WGMMA_SHAPES(half16, "f16")
 DEFINE_WGMMA_SHAPES(bfloat16, "bf16")
 
-// Of e4m3 a product is 32 deep, and both factors have their depth along their rows; of what it sums it keeps 14 bits.
-// A matrix may be in panels of 64 columns, in rows of 64 bytes: chunk c of row r at place c ^ r / 2 % 4.
+// wgmma with e4m3 has a depth of 32, K-major operands, and accumulates with 14 bits of precision. This descriptor is of
+// a matrix in panels of 64 columns with the 64-byte swizzle: rows of 64 bytes, chunk c of row r at c ^ r / 2 % 4.
 __device__ inline unsigned long long smem_descriptor_64b(unsigned int address) {
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(512 >> 4) << 32 | 2ull << 62;
 }
 
-// Four numbers rounded to e4m3, to nearest even; what is larger than 448 becomes 448.
+// Four numbers rounded to e4m3, to nearest even; magnitudes above 448 saturate.
 __device__ inline unsigned int cvt_rn_satfinite_e4m3x4(float x0, float x1, float x2, float x3) {
   unsigned int y;
   asm("{ .reg .b16 low, high;"
@@ -282,8 +284,9 @@ __device__ inline unsigned int cvt_rn_satfinite_e4m3x4(float x0, float x1, float
   return y;
 }
 
-// D (64 x N) = A (64 x 32) B^T, or += with `adds`; A in shared memory, or in registers: a lane has four bytes of rows
-// g, g + 8, g, g + 8 from column 4t on (a[0], a[1]), 16 further (a[2], a[3]), with g = lane / 4 and t = lane % 4.
+// D (64 x 8 N) = A (64 x 32) B^T, or += if `adds`. A in shared memory, or in registers: with g = lane / 4 and t = lane
+// % 4, a lane has four bytes of rows g, g + 8, g, g + 8 from column 4t (a[0], a[1]) and from column 4t + 16 (a[2],
+// a[3]).
 template <int N>
 __device__ void wgmma_e4m3(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
 template <int N>

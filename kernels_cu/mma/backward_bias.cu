@@ -1,22 +1,22 @@
-// Backward, dbias: one block per tile of the bias, over everything that it broadcasts over, in one order. A third
-// recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
-// broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
-// entry.
+// Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
+// scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
+// gradient of the broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts
+// as one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and by columns
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int dS_ROW = BLOCK_KV + 8;  // numbers: pairs that a half-warp writes lie in different banks
+constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], K [BLOCK_KV][HEAD_DIM], V
-  // [BLOCK_KV][HEAD_DIM_V]. At the end dS [BLOCK_Q][BLOCK_KV] takes the place of all.
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], K
+  // [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]. The epilogue reuses all of it for dS [BLOCK_Q][BLOCK_KV].
   unsigned int Q_smem = smem_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
   unsigned int K_smem = lse2_smem + 2 * 4 * BLOCK_Q, V_smem = K_smem + K_BYTES;
   int row = row_warp() * M * 16;

@@ -1,18 +1,18 @@
 // Backward, dK and dV: one block per tile of BLOCK_KV keys of one key/value head, over all queries that see them, head
-// after head of the group, so that every sum has one order. ADD_DQ: its part of dQ is added to the sums of all blocks;
-// else a kernel of its own makes dQ. grid (key tiles, key/value heads, sequences)
+// after head of the GQA group, so that every sum is deterministic. ADD_DQ: the block also adds its part of dQ to the
+// workspace; otherwise backward_q.cu computes dQ. grid (key tiles, key/value heads, sequences)
 #include "../dq_sums.cuh"
 #include "steps.cuh"
 
-constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // rows of fragments of a warp; tiles are transposed: rows are keys
-constexpr int N = BLOCK_Q / 8;                // fragments in a row
+constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // fragments of a warp, by rows; score tiles are transposed: rows are keys
+constexpr int N = BLOCK_Q / 8;                // and by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int STAGE_BYTES = Q_BYTES + dO_BYTES + 2 * 4 * BLOCK_Q;
 
-// dS^T of this warp, for the other warps: [BLOCK_KV][BLOCK_Q].
+// Writes this warp's dS^T to shared memory [BLOCK_KV][BLOCK_Q], for the other warps.
 __device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2][4], int row) {
   if (column_warp() > 0) return;
 #pragma unroll
@@ -25,11 +25,11 @@ __device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2]
             dS[m][n / 2][n % 2 * 2 + half];
 }
 
-// dS K of all keys of the block: squares of 16 queries x 16 columns, the warps in turn.
+// dQ += dS K over all keys of the block, in blocks of 16 queries x 16 columns distributed over the warps.
 __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_smem, int q_start, int q_len) {
   constexpr int ROWS = BLOCK_Q / 16, COLUMNS = DqSums::COLUMNS / 16, WARPS = THREADS / WARP;
   constexpr int SIDE_BY_SIDE = WARPS > ROWS ? WARPS / ROWS : 1, EACH = (COLUMNS + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-  auto dS_lane = Tile<BLOCK_Q>::lane_of_B();  // transposed as they are read
+  auto dS_lane = Tile<BLOCK_Q>::lane_of_B();  // dS^T, transposed by ldmatrix
   auto K_lane = Tile<HEAD_DIM>::lane_of_A(0);
   int warp = threadIdx.x / WARP, column = warp % SIDE_BY_SIDE;
   for (int row = warp / SIDE_BY_SIDE; row < ROWS; row += WARPS / SIDE_BY_SIDE) {
@@ -58,9 +58,9 @@ __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V], then STAGES times Q [BLOCK_Q][HEAD_DIM], dO
-  // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q] and delta [BLOCK_Q]; ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. dK and dV leave
-  // through the places of K and V.
+  // Shared memory: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V], then STAGES x (Q [BLOCK_Q][HEAD_DIM], dO
+  // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q]); ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. The epilogue stages
+  // dK and dV in the space of K and V.
   unsigned int K_smem = smem_address(smem), V_smem = K_smem + K_BYTES;
   unsigned int stages_smem = V_smem + V_BYTES;
   unsigned char* dS_smem = smem + K_BYTES + V_BYTES + STAGES * STAGE_BYTES;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
     Range unmasked_queries = band.seen_by_all(kv_start, kv_start + BLOCK_KV);
     Pipeline<STAGES, STAGE_BYTES> stages(stages_smem);
 
-    // Tiles of queries, the next to load and the next to use: from the first to the last of a head, head after head.
+    // Iterators over query tiles, head after head: `loaded` is the next to load, `step` the next to compute.
     struct Step {
       int head;
       int q_start;
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       }
     }
 
-    cp_async_wait_group<0>();  // of K and V, where there was no query
+    cp_async_wait_group<0>();  // of K and V, if there was no query
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
     store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });

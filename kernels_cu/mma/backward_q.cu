@@ -1,9 +1,10 @@
-// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. A second recomputation of
-// the scores instead of atomic additions: every sum has one order. grid (query tiles, heads, sequences)
+// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. The scores are recomputed a
+// second time instead of adding to dQ atomically, so that every sum is deterministic. grid (query tiles, heads,
+// sequences)
 #include "steps.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and by columns
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
@@ -12,8 +13,8 @@ constexpr int STAGE_BYTES = K_BYTES + BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], then STAGES times K
-  // [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. dQ leaves through the place of Q.
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], then STAGES x (K
+  // [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]). The epilogue stages dQ in the space of Q.
   unsigned int Q_smem = smem_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row_warp() * M * 16, lse2 + BLOCK_Q + row_warp() * M * 16};
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
        KT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto dO_lane = Tile<HEAD_DIM_V>::lane_of_A(row), V_lane = Tile<HEAD_DIM_V>::lane_of_B();
 
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, KT_lane);
     }
 
-    cp_async_wait_group<0>();  // of Q and dO, where there was no key
+    cp_async_wait_group<0>();  // of Q and dO, if there was no key
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
     __syncthreads();

@@ -1,8 +1,8 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "tile.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments of scores in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
@@ -10,8 +10,8 @@ constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], then STAGES times K [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. Where Q lives in
-  // registers, it passes through the place of the first stages. O leaves through the place of all.
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]).
+  // Q_IN_REGISTERS: Q is loaded through the space of the first stages. The epilogue stages O in the same memory.
   unsigned int Q_smem = smem_address(smem);
   unsigned int KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
 
@@ -31,12 +31,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row).kept(), K_lane = Tile<HEAD_DIM>::lane_of_B().kept();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_X().kept();
 
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    // From the last tile of keys, through which a mask cuts, to the first.
+    // From the last tile of keys, which is the one that a causal mask cuts, to the first.
     int kv_first = keep(keys.begin / BLOCK_KV * BLOCK_KV);
     int kv_last = keys.begin < keys.end ? (keys.end - 1) / BLOCK_KV * BLOCK_KV : kv_first - BLOCK_KV;
     Range unmasked_keys = band.sees_all(q_start, q_start + BLOCK_Q);
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
-    cp_async_wait_group<0>();  // of Q, where there was no key
+    cp_async_wait_group<0>();  // of Q, if there was no key
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();

@@ -274,7 +274,7 @@ PLANTED_IN_PAIRS = {
     "half of the keys twice": ("row + half, head", "row, head", AssertionError),
     "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
     "exit before the other block": (
-        "nor say that it has read its own.\n  cluster_sync();", "\n", errors.EarlyExit,
+        "arrive at its mbarriers.\n  cluster_sync();", "\n", errors.EarlyExit,
     ),
 }  # fmt: skip
 BUGS = {

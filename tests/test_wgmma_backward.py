@@ -202,7 +202,7 @@ PLANTED = {
     "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
     "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
     "rows released by one lane for all": (
-        "keys", "__syncwarp();  // every lane has read its rows, not only the one that arrives", "", errors.Race,
+        "keys", "__syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives", "", errors.Race,
     ),
     "rows do not wait for a place": ("keys", "rings.rows.acquire();", "", (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
@@ -250,8 +250,8 @@ PLANTED = {
         errors.PendingCopy,
     ),
     "dK leaves while K is read": (
-        "keys", "products have read K and V.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
-        "products have read K and V.", errors.PendingCopy,
+        "keys", "wgmmas have read K and V.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        "wgmmas have read K and V.", errors.PendingCopy,
     ),
     "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
     "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),

@@ -1,26 +1,26 @@
 // Backward: one block per tile of BLOCK_KV keys of one key/value head, over all queries that see them, head after head
-// of the group. dK and dV stay in registers; the block's part of dQ is added to the sums of all blocks. grid (key
+// of the GQA group. dK and dV accumulate in registers; the block's part of dQ is added to the workspace. grid (key
 // tiles, key/value heads, sequences)
 //
-// The first warpgroup brings tiles: a thread K, V and, one after the other, tiles of Q and dO; a warp lse2 and delta.
-// Tiles of scores are transposed: rows are keys, columns queries. Each of the other warpgroups has 64 keys. SHARES of
-// them have the same ones: each has its part of the queries of the scores, and of the columns of dK and dV.
+// Warp-specialised: in warpgroup 0 one thread issues the TMA loads of K, V, Q_i and dO_i, and one warp loads lse2 and
+// delta. The consumer warpgroups have 64 keys each. Score tiles are transposed: rows are keys, columns are queries.
+// SHARES consumers have the same keys: each computes its part of the queries of S^T, and of the columns of dK and dV.
 #include "../dq_sums.cuh"
 #include "../gradients.cuh"
 #include "tile.cuh"
 
-constexpr int QUERIES = BLOCK_Q / SHARES;  // of one share
-constexpr int N = QUERIES / 8;             // fragments of scores in a row
-// A warpgroup has 64 queries of dQ: where others have the same, a part of the columns.
+constexpr int QUERIES = BLOCK_Q / SHARES;  // of one consumer that shares keys
+constexpr int N = QUERIES / 8;             // score fragments, by columns
+// A consumer computes dQ of 64 queries; consumers with the same queries split its columns.
 constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
 // Columns of tiles: whole panels for every share.
 constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
 constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
-constexpr int N_K = fragments_of(SHARES == 1 ? HEAD_DIM : DIM / SHARES);  // fragments of dK, dV and dQ
+constexpr int N_K = fragments_of(SHARES == 1 ? HEAD_DIM : DIM / SHARES);  // fragments of dK, dV and dQ, by columns
 constexpr int N_V = fragments_of(SHARES == 1 ? HEAD_DIM_V : DIM_V / SHARES);
 constexpr int N_Q = fragments_of(DQ_SHARES == 1 ? HEAD_DIM : DIM / DQ_SHARES);
 
-// The tensors, with the box of each that is one panel of a tile.
+// Tensor maps; the box of each is one panel of a tile.
 struct Maps {
   TensorMap q;
   TensorMap k;
@@ -31,8 +31,8 @@ struct Maps {
 // lse2 and delta of a tile of queries.
 using RowRing = SlotRing<2, 2 * 4 * BLOCK_Q, WARP>;
 
-// In shared memory: K and V, in whose places dK and dV leave; tiles of Q, tiles of dO; two places for dS^T and, where
-// warpgroups share keys, P^T; with DQ_IN_BULK dQ; rows; mbarriers.
+// Shared memory: K and V (reused to stage dK and dV); STAGES x Q; STAGES x dO; two buffers of dS^T and, if consumers
+// share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
 struct Rings {
   static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = SHARES == 1 ? 0 : dS_BYTES;
   static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * 8 * N_Q * DQ_SHARES : 0;
@@ -59,7 +59,7 @@ struct Rings {
   __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
 };
 
-// The tiles of queries that see a tile of keys: from the first to the last of a head, head after head.
+// Iterator over the tiles of queries that see a tile of keys, head after head of the GQA group.
 struct QTiles {
   Range queries;
   int head;
@@ -94,14 +94,14 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
   }
 }
 
-// Rows that see nothing, or belong to nobody, have an lse2 of +inf: no probability is left of them.
+// Rows that see no key, or are outside the sequence, get lse2 +inf, so that their probabilities are 0.
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
                                const Band& band, int kv_head) {
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
     for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
       rings.rows.acquire();
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
-      // One workspace after the other: this warp has few registers. Their numbers lie side by side.
+      // One array after the other, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
         const float* numbers = sequence.queries<float>(x, q_tiles.head);
 #pragma unroll 1
@@ -117,7 +117,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
     }
 }
 
-// Begins dQ = dS K, for 64 queries of tile dS^T and the columns of K from address K.
+// Issues dQ = dS K for 64 queries of tile dS^T, and the columns of K at K_smem.
 __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem) {
   unsigned long long dS = smem_descriptor(dS_smem, BLOCK_KV * PANEL_ROW),
                      K = smem_descriptor(K_smem, BLOCK_KV * PANEL_ROW);
@@ -127,7 +127,7 @@ __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned 
   wgmma_commit_group();
 }
 
-// Begins C += A X, for 64 keys of a tile A and the columns of a tile X of queries from address X.
+// Issues C += A X for 64 keys of tile A, and the columns of a tile X of queries at X_smem.
 template <int N>
 __device__ void accumulate(float (&C)[1][N][4], unsigned int A_smem, unsigned int X_smem) {
   unsigned long long a = smem_descriptor(A_smem, BLOCK_KV * PANEL_ROW),
@@ -139,10 +139,10 @@ __device__ void accumulate(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   wgmma_commit_group();
 }
 
-// This warp's 16 rows of dQ, from column `column`, to the sums.
+// Adds this warp's 16 rows of dQ, from column `column`, to the workspace.
 __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
   if constexpr (DQ_IN_BULK) {
-    // Its squares lie one after the other, there and here.
+    // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
     int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
     if (lane_id() == 0) bulk_wait_group_read<0>();
     __syncwarp();
@@ -167,7 +167,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
   float scale_log2 = log2_scale_of(p);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
   int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP % (WARPGROUP / WARP), 0);
-  // Of this warpgroup: its keys, its queries among those of a tile, its part of dQ.
+  // This consumer's keys, its queries within a tile, and its part of dQ.
   int keys = warpgroup / SHARES * 64, share = warpgroup % SHARES, queries = share * QUERIES;
   int dQ_rows = warpgroup / DQ_SHARES * 64, dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;
@@ -198,7 +198,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       rings.rows.wait(), rings.Q.wait(), rings.dO.wait();
       const float* lse2 = (const float*)(smem + (rings.rows.slot() - rings.K.start));
 
-      // What stands in rows without a probability, which may be no number, is not multiplied with 0.
+      // A probability of 0 does not cancel a NaN or infinity in Q or dO: zero the rows without probabilities.
       bool cleared = false;
 #pragma unroll
       for (int n = 0; n < BLOCK_Q; n += WARP) cleared |= lse2[n + lane_id()] == infinity();
@@ -224,10 +224,10 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       bool masked = i0 < unmasked_queries.begin || i0 + QUERIES > unmasked_queries.end;
       differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, i0, kv_start + row,
                                  wait_dP);
-      __syncwarp();  // every lane has read its rows, not only the one that arrives
+      __syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives
       rings.rows.release();
 
-      // Where nobody shares the keys, P^T and dS^T are multiplied from registers. dS goes to the others for dQ.
+      // SHARES == 1: P^T and dS^T are register operands of dV and dK. dQ needs dS of all consumers, via shared memory.
       unsigned int P_rmem[1][N / 2][4], dS_rmem[1][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       round_fragments(dS_rmem, dP_rmem);
@@ -259,7 +259,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
 
       int i = q_tiles.q_start + dQ_rows + 16 * warp;
       if (i < sequence.q_len) {
-        // A tile's first block is that of the first key that its first query sees.
+        // The first block of a query tile is the one of the first key that the tile's first query sees.
         unsigned int before = DQ_IN_ORDER ? kv_start / BLOCK_KV - band.kv_begin(q_tiles.q_start) / BLOCK_KV : 0;
         DqTurns turns(p, sequence, q_tiles.head);
         if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);
@@ -271,7 +271,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       rings.Q.release();
     }
 
-    // The other warpgroups' products have read K and V.
+    // Wait until all consumers' wgmmas have read K and V.
     named_barrier_sync(COMMON_BARRIER, CONSUMERS);
     const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
     rescale(dK_rmem, scales);

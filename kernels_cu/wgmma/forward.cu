@@ -1,12 +1,12 @@
-// Forward: a block has tiles of BLOCK_Q queries of one head, which and how many says tile_scheduler.cuh. grid (query
-// tiles, heads, sequences), or (multiprocessors)
+// Forward: a block computes tiles of BLOCK_Q queries of one head, assigned by the tile scheduler. grid (query tiles,
+// heads, sequences), or (number of SMs) if PERSISTENT
 //
-// The first warpgroup brings tiles of Q, K and V, a thread of it for all. Each of the others computes 64 queries: while
-// its tensor core multiplies the probabilities of one tile with V, it works out those of the next.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V. Each consumer
+// warpgroup computes 64 queries and overlaps the PV wgmma of one tile with the softmax of the next.
 #include "forward.cuh"
 #include "tile_scheduler.cuh"
 
-// The tensors, with the box of each that is one panel of a tile.
+// Tensor maps; the box of each is one panel of a tile.
 struct Maps {
   TensorMap q;
   TensorMap k;
@@ -16,12 +16,12 @@ struct Maps {
 #endif
 };
 
-// Whether scores take a pass of their own before the softmax, masked or not. It needs the registers of P, so the sums
-// of the tile before are waited for.
+// True if scores need a pass before the softmax, masked or not. That pass needs the registers of P, so PV of the
+// previous tile is waited for first.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK;
 
-// Whether scores, probabilities and sums leave few registers. A sequence that is like all others is then read from the
-// parameters again and again, for which a step takes some instructions more.
+// True if S, P and O leave few registers: the sequence, if it does not depend on the batch entry, is then
+// rematerialised from the kernel's parameters, which costs a few instructions per tile.
 constexpr bool RELOAD_SEQUENCE =
     6 * N + 4 * N_V > (THREADS == 384 ? 180 : 100) && !(PACKED || Q_LENGTHS || KV_LENGTHS || SHARD);
 
@@ -29,7 +29,7 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V, mbarriers, and what Q is of.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V, mbarriers, and the tile record.
 struct Rings {
   static constexpr int Q_BYTES = panels_of(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES;
@@ -46,9 +46,9 @@ struct Rings {
         V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
 };
 
-// Queries are read once, keys by every tile of queries. The first keys of a tile are asked for before its queries,
-// whose place is taken until the last result has left it. What is to be done stands beside the queries: who waits for
-// them finds it.
+// Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
+// stored. The tile record is published by Q's full mbarrier. L2 policy: Q is read once, K and V by every tile of
+// queries.
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, TileScheduler& tile_smem) {
   TileScheduler scheduler(p);
   for (; scheduler.tile >= 0; scheduler.next(p)) {
@@ -93,7 +93,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // S becomes probabilities; whether O must be rescaled by `moved`.
+    // Softmax of one tile: S becomes P; returns whether O must be rescaled by O_scale.
     auto probabilities = [&](int kv_start) {
       if (SCORE_MODIFIED || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
@@ -102,7 +102,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       return rescales;
     };
-    // Both products begin and are waited for elsewhere; in between they use their registers and tiles.
+    // Each wgmma is issued and waited for in separate steps; its registers and slots are in use in between.
     auto issue_QK = [&] {
       rings.K.wait();
       fence_operand(S_rmem);
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     compute(p, maps, rings, smem, tile_smem);
   }
 #if KV_MULTICAST
-  // Until the other block will neither bring keys here nor say that it has read its own.
+  // The other block may still multicast into this one's slots and arrive at its mbarriers.
   cluster_sync();
 #endif
 }

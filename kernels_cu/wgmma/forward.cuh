@@ -1,19 +1,19 @@
-// What a forward does whatever the numbers of Q, K and V:
+// Steps of the forward that do not depend on the dtype of Q, K and V:
 //
-//   KvTiles   the tiles of keys that a tile of queries sees
-//   store_O  O leaves through the place of Q
+//   KvTiles   the tiles of keys that a tile of queries visits
+//   store_O   epilogue: O -> the shared memory of Q -> global memory
 #pragma once
 #include "tile.cuh"
 
-constexpr int N = BLOCK_KV / 8;                // fragments of scores in a row
-constexpr int N_V = fragments_of(HEAD_DIM_V);  // and of O
-// The warpgroup that brings tiles needs few registers: two others share what it gives back, or three.
+constexpr int N = BLOCK_KV / 8;                // score fragments, by columns
+constexpr int N_V = fragments_of(HEAD_DIM_V);  // fragments of O, by columns
+// Registers per thread: the producer gives registers to two or three consumer warpgroups.
 constexpr int PRODUCER_REGISTERS = THREADS == 384 ? 24 : 32, CONSUMER_REGISTERS = THREADS == 384 ? 240 : 160;
 
-// From the last, through which a mask cuts, to the first.
+// From the last tile of keys, which is the one that a causal mask cuts, to the first.
 struct KvTiles {
   int first;
-  int last;  // before the first: none
+  int last;  // below `first`: no tile
 
   __device__ KvTiles(const Band& band, int q_start) {
     int q_stop = min(q_start + BLOCK_Q, band.q_len);
@@ -23,8 +23,8 @@ struct KvTiles {
   }
 };
 
-// All DIM columns in boxes of 16 rows, which nothing but the end of the tensor may cut. One thread asks for them, and
-// waits until they have been read from the tile.
+// Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
+// the stores and waits until they have read the tile.
 template <int ROWS, int DIM, int K>
 __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
                                int first, int head, int batch) {
@@ -40,8 +40,8 @@ __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const un
   }
 }
 
-// The 16 rows of this warp from row `row` of a tile, row `first` of the sequence, multiplied by `factors` and rounded.
-// Then nothing reads or writes their place any more.
+// Normalises and rounds this warp's 16 rows, from row `row` of the tile and row `first` of the sequence, and stores
+// them. When it returns, the warp's shared memory may be reused.
 template <typename Maps>
 __device__ void store_O(float (&O)[1][N_V][4], const float (&factors)[1][2], const Params& p, const Maps& maps,
                         unsigned char* tile, const Sequence& sequence, int head, int row, int first) {

@@ -1,11 +1,11 @@
 // Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 //
-// The first warpgroup brings tiles of Q, K and V^T, a thread of it for all. Each of the others computes 64 queries,
-// tile after tile: while one works out probabilities, the tensor core multiplies for the rest.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T. Each consumer
+// warpgroup computes 64 queries; the softmax of one overlaps the wgmmas of the others.
 #include "forward.cuh"
 #include "fp8.cuh"
 
-// The tensors, with the box of each that is one panel of a tile.
+// Tensor maps; the box of each is one panel of a tile.
 struct Maps {
   TensorMap q;
   TensorMap k;
@@ -19,7 +19,7 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V^T, mbarriers.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
   static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();

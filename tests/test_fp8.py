@@ -247,7 +247,9 @@ PLANTED = {
     "sums not waited for": (
         "wgmma_wait_group<0>();\n    fence_operand(sums)", "fence_operand(sums)", errors.PendingRegister,
     ),
-    "sums not begun anew": ("NEXT_16_COLUMNS, k > 0);\n    end", "NEXT_16_COLUMNS, true);\n    end", AssertionError),
+    "sums not begun anew": (
+        "NEXT_16_COLUMNS, k > 0);\n    wgmma_commit", "NEXT_16_COLUMNS, true);\n    wgmma_commit", AssertionError,
+    ),
     "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),
     "keys past the last": ("j < sequence.kv_len ?", "true ?", (AssertionError, errors.OutOfBounds)),
     "a part of V^T": ("smem_descriptor_64b(X_smem) + 8 * n * ROW", "smem_descriptor_64b(X_smem)", AssertionError),

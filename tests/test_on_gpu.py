@@ -344,7 +344,9 @@ def test_sanitized_calls_start_every_kernel():
     folder = ROOT / "kernels_cu"
     every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
     assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
-    assert {(name, True) for name in ("PERSISTENT", "TAKE_TURNS", "PAIRED", "DQ_IN_BULK", "DQ_IN_ORDER")} <= constants
+    assert {
+        (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
+    } <= constants
     assert set(sanitize.FP8) <= set(test_fp8.OPTIONS)
 
 

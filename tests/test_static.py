@@ -92,7 +92,7 @@ def fences_of_all_memory(kernel, **constants):
 def test_who_waits_for_all_memory():
     """Such a fence takes as long as a read from there. Of a pair, blocks wait for each other's end, but tell each other
     at every step that a place is empty, without; where blocks add in one order, one releases each turn."""
-    assert fences_of_all_memory("wgmma/forward", PAIRED=True, PERSISTENT=False, TAKE_TURNS=False) == 1
+    assert fences_of_all_memory("wgmma/forward", KV_MULTICAST=True, PERSISTENT=False, PINGPONG=False) == 1
     assert fences_of_all_memory("wgmma/backward", DQ_IN_ORDER=True, DQ_IN_BULK=False) == 1
 
 

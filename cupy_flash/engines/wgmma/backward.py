@@ -117,7 +117,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "SHARES": tile.shares,
         "DQ_IN_ORDER": problem.deterministic,
         "DQ_IN_BULK": tile.dq_in_bulk,
-        "TAKE_TURNS": False,
+        "PINGPONG": False,
     }
     kernel = "wgmma/backward"
     of_q, of_kv = (tile.block_q, PANEL), (tile.block_kv, PANEL)

@@ -38,7 +38,7 @@ from .hopper import (
 # registers: of blocks of one tile; of those that draw tiles or whose warpgroups take turns; and with options that ask
 # for registers. Up to here the static gate finds no spill.
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
-WORK_BYTES = 48  # of work.cuh's struct, in whole 16
+WORK_BYTES = 48  # of tile_scheduler.cuh's struct, in whole 16
 
 
 class Tile(NamedTuple):
@@ -111,9 +111,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PERSISTENT": tile.persistent,
-        "TAKE_TURNS": tile.takes_turns,
-        "PAIRED": tile.paired,
-        "O_BOXES": _is_stored_in_boxes(problem),
+        "PINGPONG": tile.takes_turns,
+        "KV_MULTICAST": tile.paired,
+        "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
     kernel = "wgmma/forward"
     keys = tile.block_kv // (1 + tile.paired)

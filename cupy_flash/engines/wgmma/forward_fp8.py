@@ -115,11 +115,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
-        "TAKE_TURNS": False,
+        "PINGPONG": False,
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,
-        "O_BOXES": problem.layout != "thd",  # a packed batch's last would reach into the next sequence
+        "TMA_STORE_O": problem.layout != "thd",  # a packed batch's last would reach into the next sequence
     }
     turn, kernel = "wgmma/vt", "wgmma/forward_fp8"
     key_tiles = max(-(-problem.kv_len // tile.block_kv), 1)

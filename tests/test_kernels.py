@@ -140,8 +140,14 @@ def test_any_tiles(case, tile):
     check(case, run_kernels(case, tile=tile))
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [
+        *(("float32", "sm_80"), ("float64", "sm_75")),
+        *(exhaustive("float32", "sm_75"), exhaustive("float64", "sm_80")),
+        *(exhaustive("bfloat16", "sm_75"), exhaustive("bfloat16", "sm_80")),
+    ],
+)
 def test_the_tiles_of_a_plan(dtype, arch):
     case = Case(
         q_len=70, kv_len=133, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype=dtype, causal=True

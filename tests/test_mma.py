@@ -11,6 +11,7 @@ import test_varlen
 from cases import (
     OPTIONS,
     SCORES,
+    SCORES_AGAIN,
     Case,
     Result,
     assert_bitwise_equal,
@@ -98,7 +99,9 @@ def half_rows(rows, *archs, default=None, **dtypes):
 OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
 
 
-@half_rows(HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING})
+@half_rows(
+    HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING, "sm_80": HALF_OPTIONS.keys() - set(SCORES_AGAIN)}
+)
 def test_every_option(case, arch, small_tile):
     check(case, run_mma(case, arch))
 

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     return out
 
 
+@pytest.mark.exhaustive
 def test_memory_per_rank(folder):
     two, four = json.loads((folder / "ring.json").read_text())["ring"]["cases"]
     assert (two["ranks"], four["ranks"]) == (2, 4)

@@ -36,6 +36,7 @@ def test_memory_per_rank(folder):
         assert len(record["seconds"]) == 1 and record["seconds"][0] > 0
 
 
+@pytest.mark.exhaustive
 def test_tables(folder):
     text = block("ring", folder)
     assert "--ranks 2,4 --repeats 1" in text

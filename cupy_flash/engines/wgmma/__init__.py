@@ -1,5 +1,7 @@
-"""The engine of Hopper (sm_90a): warpgroups multiply tiles that another one brings, both while scores become
-probabilities. fp16 and bf16, a module for each step."""
+"""The Hopper engine (sm_90a): warp-specialised kernels, TMA producers and wgmma consumer warpgroups.
+
+fp16 and bf16 forward and backward, fp8 (e4m3) forward; one module each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MEASURED: str | None = None
 
 
 def step(problem: Problem) -> ModuleType:
-    """The module that has a problem's tiles, costs and launches."""
+    """The module with the problem's tiles, cost model and launches."""
     if problem.dtype.name == FP8:
         return forward_fp8
     return backward if problem.backward else forward
@@ -61,7 +63,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
 
 
 def alike(tile: Any) -> object:
-    # By their cost, turns and pairs are worth nothing at any length.
+    # The cost model gives ping-pong and multicast pairs no benefit at any length.
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 

@@ -310,8 +310,8 @@ def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _multiply_in_14_bits(a: Array, b: Array) -> Array:
-    """a @ b in Hopper's fp8 arithmetic: 32 products and the accumulator are aligned to the largest of them, truncated to
-    14 bits and added; their sum is truncated to 14 bits."""
+    """a @ b in Hopper's fp8 arithmetic: 32 products and the accumulator are aligned to the largest of them, truncated
+    to 14 bits and added; their sum is truncated to 14 bits."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for first in range(0, a.shape[-1], 32):
         columns = range(first, min(first + 32, a.shape[-1]))

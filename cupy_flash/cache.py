@@ -264,7 +264,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def writable_mode(folder: Path) -> int:
-    """The mode of a folder; PermissionError if it is read-only, even to root, whom the system would let write."""
+    """The mode of a folder; PermissionError if its owner may not write, which the system itself would not deny root."""
     mode = os.lstat(folder).st_mode
     if has_owners() and not mode & stat.S_IWUSR:
         raise PermissionError(f"{folder} is read-only")

@@ -59,19 +59,19 @@ KEPT = {
 
 def _not_whole(sizes: dict[str, Any]) -> list[str]:
     """Error messages for sizes that are not integers, as a config.json may contain."""
-    wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
-    return [f"{name} must be a whole number, not {size!r}" for name, size in wrong.items()]
+    invalid = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
+    return [f"{name} must be a whole number, not {size!r}" for name, size in invalid.items()]
 
 
 def _out_of_range(sizes: dict[str, int]) -> list[str]:
     """Error messages for integers that are not positive or not below 2**63."""
-    wrong = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
-    return wrong + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
+    reasons = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
+    return reasons + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
 
 
-def _refuse(where: str, wrong: list[str]) -> None:
-    if wrong:
-        raise ValueError(f"{where}: {'; '.join(wrong)}")
+def _refuse(where: str, reasons: list[str]) -> None:
+    if reasons:
+        raise ValueError(f"{where}: {'; '.join(reasons)}")
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Transformer:
         }.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        wrong = _out_of_range({name: getattr(self, name) for name in names})
-        if not wrong and self.heads % self.kv_heads:
-            wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        reasons = _out_of_range({name: getattr(self, name) for name in names})
+        if not reasons and self.heads % self.kv_heads:
+            reasons.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.activation not in ACTIVATIONS:
-            wrong.append(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}")
-        _refuse("Transformer", wrong)
+            reasons.append(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}")
+        _refuse("Transformer", reasons)
 
     @property
     def block_parameters(self) -> int:
@@ -225,13 +225,13 @@ class Training:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen", "fsdp", "tensor", "ring")}
         _refuse("Training", _not_whole(sizes))
-        wrong = _out_of_range(sizes)
+        reasons = _out_of_range(sizes)
         for name, known in (("attention", ATTENTIONS), ("checkpoint", tuple(KEPT)), ("precision", tuple(ITEMSIZE))):
             if getattr(self, name) not in known:
-                wrong.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+                reasons.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.ring > 1 and self.attention == "standard":
-            wrong.append(f"ring {self.ring} needs flash attention: standard attention needs all keys on one GPU")
-        _refuse("Training", wrong)
+            reasons.append(f"ring {self.ring} needs flash attention: standard attention needs all keys on one GPU")
+        _refuse("Training", reasons)
 
 
 class Saved(NamedTuple):
@@ -309,12 +309,14 @@ def coefficients(model: Transformer, training: Training) -> Coefficients:
     >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
     Coefficients(alpha=34.0, beta=5.0, gamma=16.0)
     """
-    kept = dict.fromkeys(KEPT["none"], 0)
+    saved = dict.fromkeys(KEPT["none"], 0)
     for tensor in saved_by_block(model, training):
-        kept[tensor.kind] += tensor.bytes if tensor.kind in KEPT[training.checkpoint] else 0
+        saved[tensor.kind] += tensor.bytes if tensor.kind in KEPT[training.checkpoint] else 0
     b, s, d, h = training.batch, training.seqlen, model.embed_dim, model.heads
     return Coefficients(
-        (kept["input"] + kept["channels"]) / (b * s * d), kept["scores"] / (b * h * s**2), kept["statistics"] / (b * s)
+        (saved["input"] + saved["channels"]) / (b * s * d),
+        saved["scores"] / (b * h * s**2),
+        saved["statistics"] / (b * s),
     )
 
 
@@ -374,7 +376,7 @@ def estimate(model: Transformer, training: Training) -> Memory:
     """
     saved = saved_by_block(model, training)
     block = sum(tensor.bytes for tensor in saved)
-    kept = sum(tensor.bytes for tensor in saved if tensor.kind in KEPT[training.checkpoint])
+    checkpointed = sum(tensor.bytes for tensor in saved if tensor.kind in KEPT[training.checkpoint])
 
     size, t = ITEMSIZE[training.precision], training.tensor
     tokens, rows = _tokens(training)
@@ -383,18 +385,18 @@ def estimate(model: Transformer, training: Training) -> Memory:
     head = 2 * size * width + 4 * rows * (2 if model.layer_norm else 1) + 8 * tokens
     logits = 4 * tokens * -(-model.vocab_size // t)
 
-    own = -(-model.parameters // (t * training.fsdp))
+    shard = -(-model.parameters // (t * training.fsdp))
     if training.fsdp > 1:
         working = size * (2 * model.end_parameters + 3 * model.block_parameters) // t
     else:
-        working = 2 * own if training.precision == "mixed" else 0
+        working = 2 * shard if training.precision == "mixed" else 0
     return Memory(
-        parameters=4 * own,
+        parameters=4 * shard,
         working=working,
-        gradients=4 * own,
-        optimizer=8 * own,
-        blocks=model.layers * kept,
-        recomputed=block - kept,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        blocks=model.layers * checkpointed,
+        recomputed=block - checkpointed,
         ends=embedding + head + logits,
     )
 
@@ -429,13 +431,13 @@ def _tokens(training: Training) -> tuple[int, int]:
 
 
 def _check_shares(model: Transformer, training: Training) -> None:
-    t, wrong = training.tensor, []
+    t, reasons = training.tensor, []
     for name in ("heads", "mlp_dim"):
         if getattr(model, name) % t:
-            wrong.append(f"{name} {getattr(model, name)} must be a multiple of tensor {t}")
+            reasons.append(f"{name} {getattr(model, name)} must be a multiple of tensor {t}")
     if model.kv_heads % t and t % model.kv_heads:
-        wrong.append(f"kv_heads {model.kv_heads} must be a multiple or a divisor of tensor {t}")
-    _refuse("estimate", wrong)
+        reasons.append(f"kv_heads {model.kv_heads} must be a multiple or a divisor of tensor {t}")
+    _refuse("estimate", reasons)
 
 
 def measure(model: Any, batch: Any) -> dict[str, int]:

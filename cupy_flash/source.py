@@ -60,7 +60,7 @@ def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
 
 
 def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict[str, bool]]:
-    """(config.cuh with `constants` in place of its defaults, the values of its `#define` switches)."""
+    """(config.cuh with `constants` replacing its defaults, the values of its `#define` switches)."""
     lines = []
     names = []
     switches = {}
@@ -110,7 +110,7 @@ class Text:
         self.inlined: set[str] = set()
 
     def inline(self, name: str, chain: tuple[str, ...]) -> None:
-        """Append the file `name`, a path inside kernels_cu, with its headers inlined; `chain` holds the including files."""
+        """Append the file `name`, a path inside kernels_cu, with its headers inlined; `chain` is the include stack."""
         if name in chain:
             raise ValueError(f"include cycle: {' -> '.join((*chain, name))}")
         if name in self.inlined:
@@ -122,10 +122,10 @@ class Text:
         for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
             directive = DIRECTIVE.fullmatch(line)
             if directive and directive["word"] == "include":
-                place = f"{' -> '.join(chain)}:{number}"
+                location = f"{' -> '.join(chain)}:{number}"
                 if not certain:
-                    raise ValueError(f"{place}: an #include can only depend on a #define of {CONFIG}")
-                self.inline(self.header(directive["rest"], name, place), chain)
+                    raise ValueError(f"{location}: an #include can only depend on a #define of {CONFIG}")
+                self.inline(self.header(directive["rest"], name, location), chain)
             elif counted == number:
                 self.lines.append(line)
                 counted += 1
@@ -133,20 +133,20 @@ class Text:
                 self.lines += [f'#line {number} "{name}"', line]
                 counted = number + 1
 
-    def header(self, operand: str, including: str, place: str) -> str:
+    def header(self, operand: str, including: str, location: str) -> str:
         """The path inside kernels_cu of `#include operand`, relative to the file `including` or to the root."""
         if not re.fullmatch(r'"[\w./]+"', operand) or operand.startswith('"/'):
-            raise ValueError(f'{place}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
+            raise ValueError(f'{location}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
         for base in (posixpath.dirname(including), ""):
             path = posixpath.normpath(posixpath.join(base, operand.strip('"')))
             # Do not follow paths or links out of the folder.
             file = (self.folder / path).resolve()
             if file.is_file() and file.is_relative_to(self.folder):
                 return path
-        raise FileNotFoundError(f"{place}: {operand} is not a file of kernels_cu")
+        raise FileNotFoundError(f"{location}: {operand} is not a file of kernels_cu")
 
 
-def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterator[tuple[int, str, bool]]:
+def chosen_lines(text: str, switches: Mapping[str, bool], location: str) -> Iterator[tuple[int, str, bool]]:
     """(number, line, unconditional) of the lines that remain after resolving `#if` on switches.
 
     `unconditional` is False inside an #if that is left to the compiler.
@@ -163,10 +163,10 @@ def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterato
             branches.append(None)
         elif word in ("elif", "else", "endif"):
             if not branches:
-                raise ValueError(f"{place}:{number}: #{word} without #if")
+                raise ValueError(f"{location}:{number}: #{word} without #if")
             if branches[-1] is not None and word == "elif":
                 raise ValueError(
-                    f"{place}:{number}: #elif cannot follow #if on a #define of {CONFIG}; nest the second #if"
+                    f"{location}:{number}: #elif cannot follow #if on a #define of {CONFIG}; nest the second #if"
                 )
             branch = branches.pop()
             if word != "endif":
@@ -178,4 +178,4 @@ def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterato
         if False not in branches:
             yield number, line, None not in branches
     if branches:
-        raise ValueError(f"{place}: #if without #endif")
+        raise ValueError(f"{location}: #if without #endif")

@@ -18,18 +18,22 @@ from . import kernels
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Launch the forward on the current stream; returns (out, lse)."""
     return kernels.forward(plan, operands, _start)
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Launch the backward on the current stream; returns the gradients."""
     return kernels.backward(plan, operands, _start)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
+    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
     return kernels.merge(parts, layout, arch, _start)
 
 
 def _start(work: kernels.Work) -> None:
+    """Launch the kernels of `work` in order, loading them if necessary."""
     import cupy
 
     like = next(iter(work.inputs.values()))

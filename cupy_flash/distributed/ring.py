@@ -144,10 +144,10 @@ def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict
     return request
 
 
-def whole_lengths(function: str, seqlen: Any, here: tuple[int, int], ranks: int) -> tuple[int, int]:
+def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int) -> tuple[int, int]:
     """(Sq, Sk) of the whole sequence; without seqlen, `ranks` times the local lengths."""
     if seqlen is None:
-        return here[0] * ranks, here[1] * ranks
+        return local[0] * ranks, local[1] * ranks
     try:
         q_length, kv_length = seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, seqlen)
         return operator.index(q_length), operator.index(kv_length)

@@ -65,15 +65,15 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a problem's kernels: `of_q` of the forward or dQ kernel, `of_kv` of the dK/dV kernel.
+    """Tiles of a problem's kernels: `q_tile` of the forward or dQ kernel, `kv_tile` of the dK/dV kernel.
 
-    `of_q` is None where the dK/dV kernel also accumulates dQ.
+    `q_tile` is None where the dK/dV kernel also accumulates dQ.
     """
 
     block_q: int
     block_kv: int
-    of_q: Tile | None
-    of_kv: Tile | None
+    q_tile: Tile | None
+    kv_tile: Tile | None
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -115,17 +115,17 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     """Waves of blocks times the time of one block, summed over the tile kernels."""
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
-    if tile.of_q is not None:
+    if tile.q_tile is not None:
         kernel = "backward_q" if problem.backward else "forward"
-        total += _seconds(kernel, problem, device, tile.of_q, heads, problem.q_len, pairs)
-    if tile.of_kv is not None:
+        total += _seconds(kernel, problem, device, tile.q_tile, heads, problem.q_len, pairs)
+    if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
-        total += _seconds("backward_kv", problem, device, tile.of_kv, kv_heads, problem.kv_len, group_pairs)
+        total += _seconds("backward_kv", problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
     return total
 
 
 def threads(device: Device, tile: Tiles, cost: float) -> int:
-    kernel_tile = tile.of_q or tile.of_kv
+    kernel_tile = tile.q_tile or tile.kv_tile
     assert kernel_tile is not None
     return kernel_tile.threads
 
@@ -133,22 +133,22 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
 def workspaces(problem: Problem, tile: Tiles) -> tuple[str, ...]:
     if not problem.backward:
         return ()
-    return ("delta", "lse2") if tile.of_q is not None else ("delta", "lse2", "dq_sums")
+    return ("delta", "lse2") if tile.q_tile is not None else ("delta", "lse2", "dq_sums")
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
-    of_q, of_kv = tile.of_q, tile.of_kv
-    if of_kv is None:
-        assert of_q is not None
-        return of_something([_launch("mma/forward", problem, of_q, q_grid(of_q))])
-    kv_grid = max(-(-problem.kv_len // of_kv.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch("mma/backward_kv", problem, of_kv, kv_grid)]
-    if of_q is not None:
-        backward.append(_launch("mma/backward_q", problem, of_q, q_grid(of_q)))
-    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=of_kv.add_dq)
+    q_tile, kv_tile = tile.q_tile, tile.kv_tile
+    if kv_tile is None:
+        assert q_tile is not None
+        return of_something([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
+    kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
+    backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
+    if q_tile is not None:
+        backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
+    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=kv_tile.add_dq)
 
 
 def bias_launches(problem: Problem, device: Device) -> list[Launch]:

@@ -122,11 +122,11 @@ def scaled_dot_product_attention(
         if attn_mask is not None:
             raise UnsupportedError("scaled_dot_product_attention: attn_mask is not supported with nested tensors")
         return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-    own = 3 if enable_gqa else 2
-    _require_dimensions((query, key, value), own)
+    trailing = 3 if enable_gqa else 2
+    _require_dimensions((query, key, value), trailing)
     if 0 in (value.shape[-1], *(heads for x in (query, key, value) for heads in x.shape[-3:-2])):
         return _zeros(query, key, value)
-    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own)
+    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, trailing)
     drops_all = isinstance(dropout_p, (int, float)) and dropout_p == 1
     options = Options(causal="top_left" if is_causal else False, scale=scale)
     options.dropout = 0.0 if drops_all else dropout_p
@@ -216,11 +216,12 @@ def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-def _require_dimensions(tensors: tuple[Any, Any, Any], own: int) -> None:
-    if any(not isinstance(x, torch.Tensor) or x.dim() < own for x in tensors):
+def _require_dimensions(tensors: tuple[Any, Any, Any], trailing: int) -> None:
+    if any(not isinstance(x, torch.Tensor) or x.dim() < trailing for x in tensors):
         given = ", ".join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else str(type(x)) for x in tensors)
         raise TypeError(
-            f"scaled_dot_product_attention: query, key, value must be tensors of at least {own} dimensions, not {given}"
+            f"scaled_dot_product_attention: query, key, value must be tensors of at least {trailing} "
+            f"dimensions, not {given}"
         )
 
 
@@ -230,16 +231,16 @@ def _zeros(query: Any, key: Any, value: Any) -> Any:
     return zeros + sum(x[..., :0].sum() for x in (query, key, value))
 
 
-def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:
-    """Expand query, key, value (views) to equal leading dimensions, all but the last `own`, and attn_mask with them."""
+def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, trailing: int) -> tuple[Any, Any, Any, Any]:
+    """Expand query, key, value (views) and attn_mask to equal leading dimensions, all but the last `trailing`."""
     try:
-        leading = torch.broadcast_shapes(*(x.shape[:-own] for x in tensors))
-        query, key, value = (x.expand(*leading, *x.shape[-own:]) for x in tensors)
+        leading = torch.broadcast_shapes(*(x.shape[:-trailing] for x in tensors))
+        query, key, value = (x.expand(*leading, *x.shape[-trailing:]) for x in tensors)
         if isinstance(attn_mask, torch.Tensor) and query.dim() > 4 and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in (*tensors, attn_mask) if x is not None)
-        hint = "" if own == 3 else "; fewer key/value heads than query heads need enable_gqa=True"
+        hint = "" if trailing == 3 else "; fewer key/value heads than query heads need enable_gqa=True"
         raise ValueError(
             f"scaled_dot_product_attention: the leading dimensions of {shapes} do not broadcast{hint}"
         ) from error

@@ -29,20 +29,20 @@ def step(problem: Problem) -> ModuleType:
 def refusals(problem: Problem, device: Device) -> list[str]:
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
-    if problem.engine != "wgmma" and not fp8:  # which no other engine serves
-        reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
+    if problem.engine != "wgmma" and not fp8:  # no other engine serves fp8
+        reasons.append('not measured on a GPU yet, so it runs only on request: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
-        reasons.append(f"{device.arch} has not the instructions of {ARCH}")
+        reasons.append(f"{device.arch} lacks the instructions of {ARCH}")
     if fp8:
         reasons += forward_fp8.refusals(problem)
     elif problem.dtype.name not in ("float16", "bfloat16"):
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
-        reasons.append("a tensor without elements has no boxes to copy")
+        reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
         reasons.append(
             "not every row of q, k and v starts at a multiple of 16 bytes"
-            + (": only mma and simt read such" if not fp8 else "")
+            + (": only mma and simt read unaligned rows" if not fp8 else "")
         )
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")

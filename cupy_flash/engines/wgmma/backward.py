@@ -85,14 +85,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     sums = (columns(problem.head_dim) if tile.shares == 1 else k) + (
         columns(problem.head_dim_v) if tile.shares == 1 else v
     )
-    of_scores = problem.head_dim + problem.head_dim_v
+    score_dims = problem.head_dim + problem.head_dim_v
     elements = tile.block_q * tile.block_kv
-    products = elements * (of_scores + sums + k) / MULTIPLY_ADDS
+    products = elements * (score_dims + sums + k) / MULTIPLY_ADDS
     work = elements * (1 / EXPONENTIALS + INSTRUCTIONS / LANES)
     loaded = 2 * tile.block_q * (k + v)
     # Shared-memory reads per warpgroup: both operands of S and dP, of dQ, and of dK and dV; the left operand of the
     # last two is in registers unless keys are shared.
-    read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * of_scores
+    read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * score_dims
     read += 2 * tile.block_kv * (WARPGROUP_ROWS + k // tile.dq_shares)
     read += 2 * tile.block_q * (sums // tile.shares + (2 * WARPGROUP_ROWS if tile.shares > 1 else 0))
     added = 4 * tile.block_q * problem.head_dim
@@ -142,11 +142,11 @@ def _live(problem: Problem, tile: Tile) -> int:
     )
     scores = tile.block_q // tile.shares // 2
     passes = is_modified(problem), problem.dense_mask is not None
-    of_options = LIVE_OF_SCORES if any(passes) else 0
-    of_options += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
-    of_options += scores if problem.softcap is not None else 0  # softcap slopes
-    of_options += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
-    return sum(sums) // 2 + 2 * scores + of_options
+    option_registers = LIVE_OF_SCORES if any(passes) else 0
+    option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
+    option_registers += scores if problem.softcap is not None else 0  # softcap slopes
+    option_registers += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
+    return sum(sums) // 2 + 2 * scores + option_registers
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:

@@ -30,12 +30,12 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
-    asks_for_registers,
     columns,
+    needs_registers,
 )
 
 # Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong; with options
-# that need registers (asks_for_registers). The static gate finds no spill up to it.
+# that need registers (needs_registers). The static gate finds no spill up to it.
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
 WORK_BYTES = 48  # the tile record of the tile scheduler (work.cuh), rounded up to 16
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
     legal = []
-    options = asks_for_registers(problem)
+    options = needs_registers(problem)
     ways = product(LIVE.items(), (128, 96, 80, 64), (False, True), (False, True), (False, True))
     for (warpgroups, limits), block_kv, persistent, takes_turns, paired in ways:
         block_q = WARPGROUP_ROWS * warpgroups

@@ -26,15 +26,15 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
-    asks_for_registers,
     columns,
+    needs_registers,
 )
 
 WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of a TMA box of Q and K, and of V^T: fp8.cuh
 ROW = 16  # head dimensions are a multiple: TMA needs rows aligned to 16 bytes
 
 # Limit of registers per thread, by consumer warpgroups: through S and softmax, without and with options that need
-# registers (asks_for_registers); and through P V. The static gate finds no spill up to it.
+# registers (needs_registers); and through P V. The static gate finds no spill up to it.
 LIVE = {2: (232, 200), 3: (144, 120)}
 LIVE_IN_SUMS = {2: 200, 3: 120}
 # e4m3 ends at 448 = 2^8.8 and is subnormal below 2^-6, so P is scaled up to 2^8 at the row max; lazy rescaling lets it
@@ -70,7 +70,7 @@ def refusals(problem: Problem) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
     legal = []
-    options = asks_for_registers(problem)
+    options = needs_registers(problem)
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
         for block_kv in (192, 128, 64):

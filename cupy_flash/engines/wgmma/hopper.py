@@ -22,10 +22,10 @@ CLOCK = 1.5e9
 CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
-def asks_for_registers(problem: Problem) -> bool:
+def needs_registers(problem: Problem) -> bool:
     """Whether lengths, a score modification, a mask, a left window or dropout raise the forward's register need."""
-    of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
-    return problem.has_lengths or of_scores or problem.dropout > 0
+    modifies_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
+    return problem.has_lengths or modifies_scores or problem.dropout > 0
 
 
 def columns(dim: int) -> int:

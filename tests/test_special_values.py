@@ -119,3 +119,19 @@ def test_float64_has_a_range_of_its_own():
     assert "softcap" in cupy_flash.explain(q, k, v, **large)
     expected = cupy_flash.attention(q, k, v, **options | dict(scale=1.0))
     np.testing.assert_allclose(cupy_flash.attention(1e-39 * q, k, v, **large), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("q", "k", "scale"), [(3e38, 1.2e-38, 1.5), (-3e38, 1.2e-38, -1.5), (1e38, 1e-38, 10.0)])
+def test_a_scale_overflows_where_the_scores_do(q, k, scale):
+    """Where q times the scale is beyond the range, but no score is."""
+    rng = np.random.default_rng(0)
+    shape = (1, 40, 2, 1)
+    q, k = (x * rng.uniform(0.9, 1, shape).astype(np.float32) for x in (np.float32(q), np.float32(k)))
+    v, dout = rng.normal(size=(2, *shape)).astype(np.float32)
+    out, vjp = cupy_flash.attention_vjp(q, k, v, scale=scale, causal=True)
+    # The same scores from arrays of moderate size.
+    fold = 2.0**100
+    expected, same = cupy_flash.attention_vjp(q / fold, k * fold, v, scale=scale, causal=True)
+    # A row's sum of values of about 1 cancels in part.
+    for actual, wanted in ((out, expected), (vjp(dout).dv, same(dout).dv)):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=4e-6 * np.abs(wanted).max())

@@ -108,9 +108,7 @@ def test_use_of_a_block_that_has_exited(what, order):
 
 def test_deadlock_at_the_clusters_barrier_names_who_is_missing():
     body = f"setp.eq.u32 %q0, %block, 0; @%q0 bra MEET; bar.sync 1, 256; MEET: {BARRIER}"
-    with pytest.raises(
-        errors.Deadlock, match=r"wait at the cluster barrier for warp 0 of block 1, warp 1 of block 1"
-    ):
+    with pytest.raises(errors.Deadlock, match=r"wait at the cluster barrier for warp 0 of block 1, warp 1 of block 1"):
         run(body, threads=64, **PAIR)
 
 

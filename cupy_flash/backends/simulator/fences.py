@@ -3,17 +3,20 @@ see, checks.py; release and acquire in global memory, grid_order.py)."""
 
 from __future__ import annotations
 
+from .checks import Checks
 from .closures import Compiler, unsupported
 from .lanes import Context, Group, Step
+from .mbarriers import Mbarriers
 from .ptx import Instruction
 
 
 def _fence(instruction: Instruction, context: Context) -> Step:
     modifiers = instruction.modifiers
+    checks, mbarriers = context.find(Checks), context.unit(Mbarriers)
     if modifiers[0] == "mbarrier_init":
-        return context.mbarriers.fence
+        return mbarriers.fence
     if modifiers[0] != "proxy":
-        order = None if context.checks is None else context.checks.order
+        order = None if checks is None else checks.order
         return (lambda group: None) if order is None else order.fence(instruction)
     if modifiers[1:] not in (("async",), ("async", "shared::cta"), ("async", "shared::cluster"), ("async", "global")):
         raise unsupported(instruction)
@@ -21,9 +24,9 @@ def _fence(instruction: Instruction, context: Context) -> Step:
         return lambda group: None
 
     def step(group: Group) -> None:
-        context.mbarriers.fence(group)
-        if context.checks is not None and context.program.asynchronous:
-            context.checks.fence_proxy(group)
+        mbarriers.fence(group)
+        if checks is not None and context.program.asynchronous:
+            checks.fence_proxy(group)
 
     return step
 

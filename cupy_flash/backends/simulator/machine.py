@@ -9,6 +9,7 @@ import numpy as np
 
 from ...device import GPUS
 from .access import access_bytes
+from .barriers import Barriers
 from .bulk import BulkCopies
 from .checks import Checks, tracked_unit
 from .clusters import ClusterBarrier
@@ -87,17 +88,19 @@ def launch(
         context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
         if checks:
-            context.checks = Checks(context, unit, order_of_grid)
+            Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
             context.first_elected = int(np.random.default_rng(seed).integers(32))
-        context.copies = Copies(context, order)
-        context.mbarriers = Mbarriers(context)
-        context.cluster_barrier = ClusterBarrier(context)
-        context.registers = Registers(context)
-        context.exits = Exits(context)
-        context.bulk = BulkCopies(context, order)
-        context.wgmma = WgmmaQueue(context, order)
+        # A unit registers itself with the context; it comes after the units that it uses.
+        Barriers(context)
+        ClusterBarrier(context)
+        Exits(context)
+        Mbarriers(context)
+        Registers(context)
+        Copies(context, order)
+        BulkCopies(context, order)
+        WgmmaQueue(context, order)
         Scheduler(context).run()
     return counters
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Checks
-from .closures import Compiler, computed, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step, Unit
-from .ptx import Instruction
-from .shared_addresses import RANK_BITS
+from ..errors import BarrierMisuse
+from ..instructions.closures import Compiler, computed, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import RANK_BITS
 
 _WINDOW = np.uint32((1 << RANK_BITS) - 1)
 

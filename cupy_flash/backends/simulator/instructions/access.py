@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Checks
+from ..errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
+from ..machine.context import DTYPES, Array, Context, Group, Step
+from ..machine.ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
+from ..memory.checks import Checks
+from ..memory.grid_order import STRONG
+from ..memory.store import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
 from .closures import Compiler
 from .convert import FORMATS, add_flushed, decode, encode, may_flush, sum_to_odd
-from .errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
-from .grid_order import STRONG
-from .lanes import DTYPES, Array, Context, Group, Step
-from .memory import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
-from .ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
 
 Indices = npt.NDArray[np.int64]
 _SPACES = {"global", "shared", "local", "param", "const"}

@@ -8,30 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import (
-    access,
-    bulk,
-    clusters,
-    collectives,
-    copies,
-    fences,
-    floating,
-    integer,
-    matrix,
-    mbarriers,
-    moves,
-    registers,
-    selection,
-    wgmma,
-)
-from .barriers import Barriers
-from .bulk import BulkCopies
-from .closures import Compiler
-from .clusters import ClusterBarrier
-from .errors import BarrierMisuse, Deadlock, Trap, Unsupported
-from .exits import Exits
-from .lanes import Context, Group, Mask, Step
-from .mbarriers import Mbarriers
+from ..asynchrony import bulk, clusters, copies, fences, mbarriers, registers, wgmma
+from ..asynchrony.barriers import Barriers
+from ..asynchrony.bulk import BulkCopies
+from ..asynchrony.clusters import ClusterBarrier
+from ..asynchrony.exits import Exits
+from ..asynchrony.mbarriers import Mbarriers
+from ..asynchrony.registers import Registers
+from ..asynchrony.wgmma import WgmmaQueue
+from ..errors import BarrierMisuse, Deadlock, Trap, Unsupported
+from ..instructions import access, collectives, floating, integer, matrix, moves, selection
+from ..instructions.closures import Compiler
+from .context import Context, Group, Mask, Step
 from .program import (
     JUMPS,
     WARPGROUP,
@@ -43,8 +31,6 @@ from .program import (
     is_warp_barrier,
 )
 from .ptx import Instruction, Symbol
-from .registers import Registers
-from .wgmma import WgmmaQueue
 
 COMPILERS: dict[str, Compiler] = {
     **integer.COMPILERS,

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .access import addresses
-from .checks import Checks
-from .closures import Compiler, unsupported
-from .errors import BarrierMisuse, MissingFence, Race, Uninitialised
+from ..errors import BarrierMisuse, MissingFence, Race, Uninitialised
+from ..instructions.access import addresses
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Immediate, Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import SharedAddresses, shared_addresses
 from .exits import Exits
-from .lanes import Context, Group, Mask, Step, Unit
-from .ptx import Immediate, Instruction
-from .shared_addresses import SharedAddresses, shared_addresses
 
 Indices = npt.NDArray[np.int64]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Checks
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Unit
-from .ptx import Instruction
+from ..errors import BarrierMisuse
+from ..machine.context import Context, Group, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
 
 BARRIERS = 16
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .closures import Compiler, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step, Unit
-from .ptx import Immediate, Instruction
+from ..errors import BarrierMisuse
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Immediate, Instruction
 
 REGISTERS_PER_SM = 65536
 _MAX_REGISTERS = 256  # upper limit of the setmaxnreg operand

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .access import ATOMIC, addresses, atomic_function
+from ..errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
+from ..instructions.access import ATOMIC, addresses, atomic_function
+from ..instructions.closures import Compiler, unsupported
+from ..instructions.convert import add_flushed
+from ..machine.context import DTYPES, Context, Group, Step, Unit
+from ..machine.ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
+from ..memory.checks import Checks, Issue
+from ..memory.shared_addresses import SharedAddresses, shared_addresses
 from .boxes import Pieces, box_pieces, range_pieces, tensor_map_at
-from .checks import Checks, Issue
-from .closures import Compiler, unsupported
-from .convert import add_flushed
 from .copies import Order
-from .errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
 from .exits import Exits
-from .lanes import DTYPES, Context, Group, Step, Unit
 from .mbarriers import Mbarriers
-from .ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
-from .shared_addresses import SharedAddresses, shared_addresses
 
 Indices = npt.NDArray[np.int64]
 # At most this many stores that have read their source wait to write global memory.

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Checks
+from ..errors import BarrierMisuse
+from ..machine.context import Context, Group, Mask, Step
+from ..machine.program import is_warp_barrier
+from ..machine.ptx import Instruction, Pair
+from ..memory.checks import Checks
 from .closures import Compiler, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step
-from .program import is_warp_barrier
-from .ptx import Instruction, Pair
 
 _LANES = np.arange(32)
 _WEIGHTS = np.uint32(1) << np.arange(32, dtype=np.uint32)

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import MissingFence, PendingCopy, Race, Uninitialised
+from ..machine.context import Context, Group, Unit
+from ..machine.ptx import Instruction
 from .clocks import AGENTS, Agent, Clocks
-from .errors import MissingFence, PendingCopy, Race, Uninitialised
 from .grid_order import GridOrder
-from .lanes import Context, Group, Unit
-from .memory import Store
-from .ptx import Instruction
+from .store import Store
 
 Indices = npt.NDArray[np.int64]
 

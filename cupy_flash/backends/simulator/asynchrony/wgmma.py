@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Checks, Issue
-from .closures import Compiler, unsupported
-from .convert import decode
+from ..errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
+from ..instructions.closures import Compiler, unsupported
+from ..instructions.convert import decode
+from ..machine.context import Array, Context, Group, Mask, Step, Unit
+from ..machine.program import registers_of
+from ..machine.ptx import Immediate, Instruction, Vector
+from ..memory.checks import Checks, Issue
+from ..memory.store import SHARED_START, swizzled
 from .copies import Order
-from .errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
-from .lanes import Array, Context, Group, Mask, Step, Unit
-from .memory import SHARED_START, swizzled
-from .program import registers_of
-from .ptx import Immediate, Instruction, Vector
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .counters import Counters
-from .errors import Unsupported
-from .memory import POISON, SHARED_START, Memory, Store
+from ..counters import Counters
+from ..errors import Unsupported
+from ..memory.store import POISON, SHARED_START, Memory, Store
 from .program import Program
 from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register, Special, Symbol, constant_bits
 

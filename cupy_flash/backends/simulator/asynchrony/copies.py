@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .access import Access, addresses, check, count_access, pieces
-from .checks import Checks
-from .closures import Compiler, unsupported
-from .lanes import Context, Group, Mask, Step, Unit
-from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register
+from ..instructions.access import Access, addresses, check, count_access, pieces
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register
+from ..memory.checks import Checks
 
 Indices = npt.NDArray[np.int64]
 Order = Literal["early", "late", "random"]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import Misaligned, OutOfBounds
-from .lanes import Context, Group
-from .memory import SHARED_START
-from .ptx import Instruction
+from ..errors import Misaligned, OutOfBounds
+from ..machine.context import Context, Group
+from ..machine.ptx import Instruction
+from .store import SHARED_START
 
 Indices = npt.NDArray[np.int64]
 

@@ -7,26 +7,26 @@ import math
 
 import numpy as np
 
-from ...device import GPUS
-from .access import access_bytes
-from .barriers import Barriers
-from .bulk import BulkCopies
-from .checks import Checks, tracked_unit
-from .clusters import ClusterBarrier
-from .copies import Copies, Order
-from .counters import Counters
-from .errors import LaunchRefused, SimulationError
-from .exits import Exits
-from .grid_order import GridOrder
-from .lanes import Context
-from .mbarriers import Mbarriers
-from .memory import SHARED_START, Memory
+from ....device import GPUS
+from ..asynchrony.barriers import Barriers
+from ..asynchrony.bulk import BulkCopies
+from ..asynchrony.clusters import ClusterBarrier
+from ..asynchrony.copies import Copies, Order
+from ..asynchrony.exits import Exits
+from ..asynchrony.mbarriers import Mbarriers
+from ..asynchrony.registers import REGISTERS_PER_SM, Registers
+from ..asynchrony.wgmma import WgmmaQueue
+from ..counters import Counters
+from ..errors import LaunchRefused, SimulationError
+from ..instructions.access import access_bytes
+from ..memory.checks import Checks, tracked_unit
+from ..memory.grid_order import GridOrder
+from ..memory.store import SHARED_START, Memory
+from .context import Context
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .registers import REGISTERS_PER_SM, Registers
 from .scheduler import Scheduler
-from .wgmma import WgmmaQueue
 
 # Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
 _RESIDENT_LANES = 1 << 13

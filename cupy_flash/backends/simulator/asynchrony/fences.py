@@ -3,11 +3,11 @@ see, checks.py; release and acquire in global memory, grid_order.py)."""
 
 from __future__ import annotations
 
-from .checks import Checks
-from .closures import Compiler, unsupported
-from .lanes import Context, Group, Step
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Step
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
 from .mbarriers import Mbarriers
-from .ptx import Instruction
 
 
 def _fence(instruction: Instruction, context: Context) -> Step:

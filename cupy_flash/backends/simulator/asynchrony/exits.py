@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Checks
+from ..errors import EarlyExit, PendingCopy
+from ..machine.context import Context, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import SharedAddresses
 from .clusters import ClusterBarrier
-from .errors import EarlyExit, PendingCopy
-from .lanes import Context, Unit
-from .ptx import Instruction
-from .shared_addresses import SharedAddresses
 
 Indices = npt.NDArray[np.int64]
 

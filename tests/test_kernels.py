@@ -16,7 +16,7 @@ from tiers import exhaustive
 
 from cupy_flash import backends, nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
-from cupy_flash.backends.simulator.scheduler import OPCODES
+from cupy_flash.backends.simulator.machine.scheduler import OPCODES
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import simt
 from cupy_flash.params import dtypes

@@ -665,7 +665,7 @@ def test_blocks_that_take_turns_round_in_their_order(order):
 def test_blocks_start_in_any_order(monkeypatch):
     """Random order starts clusters in another order, for each seed its own, and each block once: numbers drawn by
     blocks of which one cluster at a time is resident."""
-    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 64)
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 64)
     body = """
         atom.global.add.u32 %r0, [%p0], 1;
         mad.wide.u32 %d0, %block, 4, %p1;
@@ -683,10 +683,10 @@ def test_blocks_start_in_any_order(monkeypatch):
 
 def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
     """Where not all blocks are resident: kernels_cu/dq_sums.cuh says so."""
-    monkeypatch.setattr("cupy_flash.backends.simulator.machine._RESIDENT_LANES", 32 * 32)
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 32 * 32)
     case, out = launched("turns")
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
-    monkeypatch.setattr("cupy_flash.backends.simulator.scheduler._LIMIT", 2000)
+    monkeypatch.setattr("cupy_flash.backends.simulator.machine.scheduler._LIMIT", 2000)
     with pytest.raises(errors.Deadlock, match="no end after 2000 basic blocks"):
         launched("turns", order="random")
 

@@ -19,12 +19,12 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import Race, Unsupported
+from ..machine.context import Context, Group, Step
+from ..machine.program import Program
+from ..machine.ptx import TYPE_BYTES, Instruction
 from .clocks import AGENTS, Clocks
-from .errors import Race, Unsupported
-from .lanes import Context, Group, Step
-from .memory import Store
-from .program import Program
-from .ptx import TYPE_BYTES, Instruction
+from .store import Store
 
 Indices = npt.NDArray[np.int64]
 Tags = npt.NDArray[np.uint64]

@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from .closures import Compiler, computed, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step
-from .mbarriers import RANK_BITS
-from .ptx import Instruction
+from ..errors import BarrierMisuse
+from ..instructions.closures import Compiler, computed, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import RANK_BITS
 
 _WINDOW = np.uint32((1 << RANK_BITS) - 1)
 
 
-class ClusterBarrier:
+class ClusterBarrier(Unit):
     """barrier.cluster: a warp's wait ends when every live warp of its cluster has arrived as often as it has."""
 
     def __init__(self, context: Context):
-        self.context = context
+        super().__init__(context)
+        self.checks = context.find(Checks)
         self.arrivals = np.zeros(context.warps, np.int64)
         self.waited = np.zeros(context.warps, np.int64)
 
@@ -32,14 +34,14 @@ class ClusterBarrier:
             raise BarrierMisuse(f"{name} arrives again at the cluster barrier without a wait: {instruction.where}")
         self.arrivals[rows] += 1
         context.events += 1
-        if release and context.checks is not None:
+        if release and self.checks is not None:
             # Published at the cluster's first block, in two alternating entries: a warp may arrive for the next phase
             # before others have left this one.
             for phase in np.unique(self.arrivals[rows]):
                 mine = rows[self.arrivals[rows] == phase]
                 blocks = context.cluster_of_row[mine] * context.cluster
-                context.checks.clocks.publish(("cluster", int(phase) % 2), mine, blocks)
-                context.checks.converge(mine)
+                self.checks.clocks.publish(("cluster", int(phase) % 2), mine, blocks)
+                self.checks.converge(mine)
 
     def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """(n,): whether the barrier phase that each warp waits for is complete."""
@@ -56,11 +58,11 @@ class ClusterBarrier:
             name = context.thread_name(int(rows[np.flatnonzero(never)[0]]), 0)
             raise BarrierMisuse(f"{name} waits at the cluster barrier without having arrived: {instruction.where}")
         self.waited[rows] = self.arrivals[rows]
-        if context.checks is not None:
+        if self.checks is not None:
             for phase in np.unique(self.arrivals[rows]):
                 mine = rows[self.arrivals[rows] == phase]
                 blocks = context.cluster_of_row[mine] * context.cluster
-                context.checks.clocks.acquire(("cluster", int(phase) % 2), mine, blocks)
+                self.checks.clocks.acquire(("cluster", int(phase) % 2), mine, blocks)
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
         """One line per cluster: the waiting warps and the warps that have not arrived."""
@@ -77,15 +79,17 @@ class ClusterBarrier:
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
     """A function from a group to its lanes (rows, 32) whose wait is over."""
-    return lambda group: group.lanes() & context.cluster_barrier.passed(group.rows)[:, None]
+    barrier = context.unit(ClusterBarrier)
+    return lambda group: group.lanes() & barrier.passed(group.rows)[:, None]
 
 
 def _barrier(instruction: Instruction, context: Context) -> Step:
     """barrier.cluster.arrive{.release|.relaxed}{.aligned}, barrier.cluster.wait{.acquire}{.aligned}"""
+    barrier = context.unit(ClusterBarrier)
     if instruction.modifiers[1] == "wait":
-        return lambda group: context.cluster_barrier.wait(group.rows, instruction)
+        return lambda group: barrier.wait(group.rows, instruction)
     release = "relaxed" not in instruction.modifiers
-    return lambda group: context.cluster_barrier.arrive(group.rows, instruction, release=release)
+    return lambda group: barrier.arrive(group.rows, instruction, release=release)
 
 
 def _map_address(instruction: Instruction, context: Context) -> Step:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
+from ..machine.context import DTYPES, Array, Context, Group, Step
+from ..machine.ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
+from ..memory.checks import Checks
+from ..memory.grid_order import STRONG
+from ..memory.store import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
 from .closures import Compiler
 from .convert import FORMATS, add_flushed, decode, encode, may_flush, sum_to_odd
-from .errors import Misaligned, OutOfBounds, ReadOnly, Unsupported
-from .grid_order import STRONG
-from .lanes import DTYPES, Array, Context, Group, Step
-from .memory import LOCAL, PARAM, SHARED, SHARED_START, WINDOW_BITS, Allocation, Store
-from .ptx import TYPE_BYTES, Address, Immediate, Instruction, Operand, Register, Symbol, Vector
 
 Indices = npt.NDArray[np.int64]
 _SPACES = {"global", "shared", "local", "param", "const"}
@@ -198,7 +199,7 @@ def check(
     access: Access, space: str, context: Context, group: Group, piece: Piece, *, strong: bool, reads: bool
 ) -> None:
     """Check one piece of an access: races in shared and global memory, then reads of uninitialised bytes."""
-    checks = context.checks
+    checks = context.find(Checks)
     if checks is None:
         return
     store, index, selection, name = piece
@@ -295,6 +296,7 @@ def _store(instruction: Instruction, context: Context) -> Step:
     sources = [context.source(item, access.type, instruction) for item in _components(value, access)]
     address_of = addresses(target, context, instruction)
     strong = bool(STRONG & set(instruction.modifiers))
+    checks = context.find(Checks)
     if access.space == "param":
         access = replace(access, space="local")
 
@@ -307,13 +309,13 @@ def _store(instruction: Instruction, context: Context) -> Step:
                 check(access, space, context, lanes, piece, strong=strong, reads=False)
                 mine = values if selection is None else values[selection]
                 store.scatter(index, access.width, mine)
-                if context.checks is not None and space != "local":
+                if checks is not None and space != "local":
                     kept = store.gather(index, access.width)
                     if not np.array_equal(kept, mine):
                         differing = kept != mine
                         lane = int(np.flatnonzero(differing.any(-1) if differing.ndim > 1 else differing)[0])
                         lane = lane if selection is None else int(selection[lane])
-                        context.checks.conflicting_stores(lanes, lane, name, instruction)
+                        checks.conflicting_stores(lanes, lane, name, instruction)
 
     return step
 

@@ -11,8 +11,8 @@ import re
 import struct
 from dataclasses import replace
 
+from ..errors import PtxError
 from .calls import flatten, inline
-from .errors import PtxError
 from .ptx import (
     TYPE_BYTES,
     Address,

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..machine.context import Array, Context, Group, Step
+from ..machine.ptx import Instruction, Operand, Vector
 from .access import Access, addresses, check, count_access, pieces, split_by_space
 from .closures import Compiler, unsupported
 from .convert import decode, to_bits
-from .lanes import Array, Context, Group, Step
-from .ptx import Instruction, Operand, Vector
 
 Indices = npt.NDArray[np.int64]
 _LANE = np.arange(32)[:, None]

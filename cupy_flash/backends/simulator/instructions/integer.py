@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..machine.context import DTYPES, Array, Context, Group, Step, operand_type
+from ..machine.ptx import TYPE_BYTES, Instruction
 from .closures import Compiler, computed, registrar, typed_sources, ufunc, unsupported
-from .lanes import DTYPES, Array, Context, Group, Step, operand_type
-from .ptx import TYPE_BYTES, Instruction
 
 COMPILERS: dict[str, Compiler] = {}
 compiles = registrar(COMPILERS)

@@ -8,28 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import (
-    access,
-    bulk,
-    clusters,
-    collectives,
-    copies,
-    fences,
-    floating,
-    integer,
-    matrix,
-    mbarriers,
-    moves,
-    registers,
-    selection,
-    wgmma,
-)
-from .barriers import Barriers
-from .closures import Compiler
-from .clusters import ClusterBarrier
-from .errors import BarrierMisuse, Deadlock, Trap, Unsupported
-from .lanes import Context, Group, Mask, Step
-from .mbarriers import Mbarriers
+from ..asynchrony import bulk, clusters, copies, fences, mbarriers, registers, wgmma
+from ..asynchrony.barriers import Barriers
+from ..asynchrony.bulk import BulkCopies
+from ..asynchrony.clusters import ClusterBarrier
+from ..asynchrony.exits import Exits
+from ..asynchrony.mbarriers import Mbarriers
+from ..asynchrony.registers import Registers
+from ..asynchrony.wgmma import WgmmaQueue
+from ..errors import BarrierMisuse, Deadlock, Trap, Unsupported
+from ..instructions import access, collectives, floating, integer, matrix, moves, selection
+from ..instructions.closures import Compiler
+from .context import Context, Group, Mask, Step
 from .program import (
     JUMPS,
     WARPGROUP,
@@ -41,7 +31,6 @@ from .program import (
     is_warp_barrier,
 )
 from .ptx import Instruction, Symbol
-from .registers import Registers
 
 COMPILERS: dict[str, Compiler] = {
     **integer.COMPILERS,
@@ -91,14 +80,15 @@ class Scheduler:
     def __init__(self, context: Context):
         self.context, self.program = context, context.program
         self.code = context.program.function.instructions
-        self.barriers = Barriers(context)
+        self.barriers, self.mbarriers = context.unit(Barriers), context.unit(Mbarriers)
+        self.bulk, self.wgmma, self.exits = context.unit(BulkCopies), context.unit(WgmmaQueue), context.unit(Exits)
         self.ready: dict[int, list[Group]] = {}
         self.parked: dict[int, Group] = {}  # lanes at a collective, waiting for other lanes of their warps
         self.waiting: dict[int, Group] = {}  # lanes waiting at an mbarrier, a cluster barrier or setmaxnreg.inc
         self._waits: dict[str, Mbarriers | ClusterBarrier | Registers] = {
-            "mbarrier": context.mbarriers,
-            "barrier": context.cluster_barrier,
-            "setmaxnreg": context.registers,
+            "mbarrier": self.mbarriers,
+            "barrier": context.unit(ClusterBarrier),
+            "setmaxnreg": context.unit(Registers),
         }
         self._events = 0
         self._after_barrier: dict[int, Callable[[Group, npt.NDArray[np.int64]], None]] = {}
@@ -148,7 +138,7 @@ class Scheduler:
             raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
         step = COMPILERS[key](instruction, self.context)
         if id(instruction) in self.program.watched:
-            step = self.context.wgmma.watched(step, instruction)
+            step = self.wgmma.watched(step, instruction)
         if instruction.guard is None:
             return step
         return _guarded(step, self.context.predicate(instruction.guard, instruction))
@@ -219,7 +209,7 @@ class Scheduler:
 
     def _exit(self, group: Group) -> None:
         self.context.live[group.rows] &= ~group.lanes()
-        self.context.exits.check_exited()
+        self.exits.check_exited()
         self.context.events += 1
         # Collectives no longer wait for these lanes.
         for block, parked in self.parked.items():
@@ -354,18 +344,18 @@ class Scheduler:
                     turn += 1
                     self._advance(self._pick(turn))
                     if context.random is not None and context.random.random() < _LANDING:
-                        context.bulk.land()
+                        self.bulk.land()
                     elif self._patience < _PATIENCE and turn % _SHORT_TURN == 0:
                         # A spinning group may depend on a warp that waits for a bulk load.
-                        context.bulk.land(self._awaited_mbarriers())
+                        self.bulk.land(self._awaited_mbarriers())
                     self._wake()
-                if not context.bulk.land(self._awaited_mbarriers()) and not self._time_out_waits():
+                if not self.bulk.land(self._awaited_mbarriers()) and not self._time_out_waits():
                     break
                 self._wake()
             if self.parked or self.waiting or self.barriers.waiting.any():
                 self._raise_deadlock()
-            context.bulk.finish()
-            context.wgmma.finish()
+            self.bulk.finish()
+            self.wgmma.finish()
 
     def _wake(self) -> None:
         """Make waiting lanes ready, to check again, if any event has happened."""
@@ -380,7 +370,7 @@ class Scheduler:
         """(offset in shared memory, block) of the mbarriers that lanes wait for."""
         awaited: set[tuple[int, int]] = set()
         for block, group in self.waiting.items():
-            mbarriers_of = self.context.mbarriers.waits.get(self.blocks[block].start)
+            mbarriers_of = self.mbarriers.waits.get(self.blocks[block].start)
             if mbarriers_of is not None:
                 targets = mbarriers_of(group)[0]
                 awaited |= {(int(o), int(b)) for o, b in zip(targets.offsets, targets.blocks, strict=True)}
@@ -393,7 +383,7 @@ class Scheduler:
         if self._time_outs > _MAX_TIME_OUTS or not waiting:
             return False
         for block in waiting:
-            self.context.mbarriers.time_out = True
+            self.mbarriers.time_out = True
             self._advance(self.waiting.pop(block))
         return True
 
@@ -435,7 +425,7 @@ class Scheduler:
             if group is None:
                 return
             jumps += group.block <= place
-            if jumps > _PATIENCE and not self.ready and self.context.bulk.loads:
+            if jumps > _PATIENCE and not self.ready and self.bulk.loads:
                 # The group may be spinning on a warp that waits for a bulk load.
                 self._patience = _SHORT_TURN
                 self._enqueue(group.block, group.rows, group.mask)
@@ -483,7 +473,7 @@ class Scheduler:
     def _split_ready(self, ready: Callable[[Group], Mask], group: Group) -> Group | None:
         """The lanes whose wait is over, or None; the others are put into `waiting`."""
         mask, lanes = ready(group), group.lanes()
-        self.context.mbarriers.time_out = False
+        self.mbarriers.time_out = False
         staying = lanes & ~mask
         if not staying.any():
             return group

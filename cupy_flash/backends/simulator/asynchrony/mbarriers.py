@@ -7,64 +7,32 @@ or, in random order, at random times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .access import addresses
-from .closures import Compiler, unsupported
-from .errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, Race, Uninitialised
-from .lanes import Context, Group, Mask, Step
-from .memory import SHARED_START
-from .ptx import Immediate, Instruction
+from ..errors import BarrierMisuse, MissingFence, Race, Uninitialised
+from ..instructions.access import addresses
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Immediate, Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import SharedAddresses, shared_addresses
+from .exits import Exits
 
 Indices = npt.NDArray[np.int64]
 
-# A shared::cluster address is a shared::cta address plus, from this bit on, the block's rank + 1 (0: the own block).
-RANK_BITS = 24
 _MORE = 16
 _TIMED_OUT = 0.1  # probability that a wait returns false at each check, in random order
 
 
-class SharedAddresses(NamedTuple):
-    """Shared-memory addresses of a group's active lanes, each (n,): the lane's row and lane, and block and offset."""
-
-    rows: Indices
-    lanes: Indices
-    blocks: Indices
-    offsets: Indices
-
-
-def shared_addresses(
-    instruction: Instruction, context: Context, group: Group, address: Indices, size: int
-) -> SharedAddresses:
-    """The shared-memory addresses of lanes within their cluster, checked for bounds and alignment to `size`."""
-    flat = group.active(address)
-    rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
-    lanes = group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))
-    rank, offsets = flat >> RANK_BITS, (flat & ((1 << RANK_BITS) - 1)) - SHARED_START
-    own = context.block_of_row[rows]
-    blocks = np.where(rank == 0, own, own - context.rank_of_row[rows] + rank - 1)
-    for wrong, error, what in (
-        ((offsets < 0) | (offsets + size > context.shared_bytes), OutOfBounds, "is outside the block's shared memory"),
-        ((rank < 0) | (rank > context.cluster), OutOfBounds, "names no block of the cluster"),
-        (offsets % size != 0, Misaligned, f"is not aligned to {size} bytes"),
-    ):
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            raise error(
-                f"shared address {int(flat[i]):#x} {what}\n  {context.thread_name(int(rows[i]), int(lanes[i]))}: "
-                f"{instruction.where}"
-            )
-    return SharedAddresses(rows, lanes, blocks, offsets)
-
-
-class Mbarriers:
+class Mbarriers(Unit):
     """The mbarrier objects of one set of resident blocks: arrays (objects, blocks), one object per offset in use."""
 
     def __init__(self, context: Context):
-        self.context = context
+        super().__init__(context)
+        self.checks, self.exits = context.find(Checks), context.unit(Exits)
         self.number: dict[int, int] = {}  # offset in shared memory -> index
         shape = (_MORE, context.blocks)
         self.expected = np.zeros(shape, np.int64)  # expected arrivals per phase; 0: not initialised
@@ -93,9 +61,9 @@ class Mbarriers:
             raise Uninitialised(
                 f"no mbarrier.init of {self._name(targets, i)}\n  {self._thread(targets, i)}: {instruction.where}"
             )
-        if context.checks is not None:
+        if self.checks is not None:
             warp = context.warp_in_cluster[self._initialised_by[index, targets.blocks]]
-            known = context.checks.clocks.known_of(targets.rows, targets.lanes, warp[:, None])[:, 0]
+            known = self.checks.clocks.known_of(targets.rows, targets.lanes, warp[:, None])[:, 0]
             late = self._initialised_at[index, targets.blocks] > known
             if late.any():
                 i = int(np.flatnonzero(late)[0])
@@ -131,10 +99,10 @@ class Mbarriers:
                 f"{self._thread(targets, i)}: {instruction.where}"
             )
         index = targets.blocks * context.shared_stride + targets.offsets
-        if context.checks is not None:
-            context.checks.shared_write(group, index, 8, context.number_of[id(instruction)])
+        if self.checks is not None:
+            self.checks.shared_write(group, index, 8, context.number_of[id(instruction)])
             self._initialised_by[at] = targets.rows
-            self._initialised_at[at] = context.checks.clocks.own(targets.rows)
+            self._initialised_at[at] = self.checks.clocks.own(targets.rows)
         context.shared.scatter(index, 8, np.zeros(len(index), np.uint64))  # opaque value
         self.expected[at] = self.pending[at] = counts
         self.tx_count[at] = self.phase[at] = self._copies[at] = 0
@@ -151,18 +119,18 @@ class Mbarriers:
         context = self.context
         at = self.lookup(targets, instruction), targets.blocks
         before = self.phase[at]
-        context.exits.record(targets, before, instruction, arrives=True)
-        if release and context.checks is not None:
+        self.exits.record(targets, before, instruction, arrives=True)
+        if release and self.checks is not None:
             for offset in np.unique(targets.offsets):
                 mine = targets.offsets == offset
                 arrived = self._arrived.setdefault(
-                    int(offset), np.zeros((context.blocks, context.checks.clocks.warps, 32), bool)
+                    int(offset), np.zeros((context.blocks, self.checks.clocks.warps, 32), bool)
                 )
                 arrived[targets.blocks[mine], context.warp_in_cluster[targets.rows[mine]], targets.lanes[mine]] = True
                 rows, blocks = np.unique(np.stack([targets.rows[mine], targets.blocks[mine]]), axis=1)
                 lanes = arrived[blocks, context.warp_in_cluster[rows]]
-                known = context.checks.publishable(rows, lanes)
-                context.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, lanes, known)
+                known = self.checks.publishable(rows, lanes)
+                self.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, lanes, known)
         np.add.at(self.tx_count, at, amounts)
         np.subtract.at(self.pending, at, counts)
         if (self.pending[at] < 0).any():
@@ -177,7 +145,7 @@ class Mbarriers:
     def begin_copy(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
         """Bulk copies that signal these mbarriers are issued; returns the phases that they belong to."""
         at = self.lookup(targets, instruction), targets.blocks
-        if self.context.checks is not None and not self._fenced[at].all():
+        if self.checks is not None and not self._fenced[at].all():
             i = int(np.flatnonzero(~self._fenced[at])[0])
             raise MissingFence(
                 f"no fence.mbarrier_init or fence.proxy.async between the mbarrier.init of {self._name(targets, i)} "
@@ -209,18 +177,18 @@ class Mbarriers:
             blocks = np.unique(at[1][done & (at[0] == k)])
             self.phase[k, blocks] += 1
             self.pending[k, blocks] = self.expected[k, blocks]
-            if self.context.checks is not None:
+            if self.checks is not None:
                 offset = int(targets.offsets[np.flatnonzero(at[0] == k)[0]])
-                self.context.checks.clocks.transfer(("arrivals", offset), ("phase", offset), blocks)
+                self.checks.clocks.transfer(("arrivals", offset), ("phase", offset), blocks)
                 if offset in self._arrived:
                     self._arrived[offset][blocks] = False
 
     def acquire(self, targets: SharedAddresses, instruction: Instruction) -> None:
         """Lanes that have waited for a phase join the clocks of its arrivals and copies."""
         context = self.context
-        if context.checks is None or not len(targets.rows):
+        if self.checks is None or not len(targets.rows):
             return
-        clocks, phases = context.checks.clocks, self.phase[self.lookup(targets, instruction), targets.blocks]
+        clocks, phases = self.checks.clocks, self.phase[self.lookup(targets, instruction), targets.blocks]
         rank = targets.blocks % context.cluster
         for offset, r in {(int(o), int(r)) for o, r in zip(targets.offsets, rank, strict=True)}:
             mine = np.flatnonzero((targets.offsets == offset) & (rank == r))
@@ -272,10 +240,11 @@ def _lane_values(group: Group, source: Any) -> Indices:
 def _init(instruction: Instruction, context: Context) -> Step:
     address_of = addresses(instruction.operands[0], context, instruction)
     count = context.source(instruction.operands[1], "u32", instruction)
+    mbarriers = context.unit(Mbarriers)
 
     def step(group: Group) -> None:
         targets = shared_addresses(instruction, context, group, address_of(group), 8)
-        context.mbarriers.initialise(group, targets, _lane_values(group, count), instruction)
+        mbarriers.initialise(group, targets, _lane_values(group, count), instruction)
 
     return step
 
@@ -288,13 +257,14 @@ def _arrive(instruction: Instruction, context: Context) -> Step:
     address_of = addresses(operands[0], context, instruction)
     number = operands[1] if len(operands) > 1 else Immediate(1, "int")
     value = context.source(number, "u32", instruction)
+    mbarriers = context.unit(Mbarriers)
     expects_tx, release = "expect_tx" in modifiers, arrives and "relaxed" not in modifiers
 
     def step(group: Group) -> None:
         targets = shared_addresses(instruction, context, group, address_of(group), 8)
         values = _lane_values(group, value)
         counts, amounts = (int(arrives), values) if expects_tx else (values, 0)
-        before = context.mbarriers.arrive(targets, instruction, counts, amounts, release=release)
+        before = mbarriers.arrive(targets, instruction, counts, amounts, release=release)
         if state is not None:
             spread = np.zeros((len(group.rows), 32), np.uint64)
             spread[group.lanes()] = before
@@ -319,7 +289,7 @@ def _waited(instruction: Instruction, context: Context) -> Callable[[Group], Any
 
 def _passed(targets: SharedAddresses, wanted: Indices, kind: str, context: Context, instruction: Instruction) -> Any:
     """(n,): whether the phase is complete; by parity, whether the last completed phase has this parity."""
-    mbarriers = context.mbarriers
+    mbarriers = context.unit(Mbarriers)
     phase = mbarriers.phase[mbarriers.lookup(targets, instruction), targets.blocks]
     return (phase & 1) != (wanted & 1) if kind == "parity" else phase > wanted
 
@@ -327,11 +297,12 @@ def _passed(targets: SharedAddresses, wanted: Indices, kind: str, context: Conte
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
     """A function from a group to its lanes (rows, 32) whose wait ends: the phase is complete, or the wait timed out."""
     read = _waited(instruction, context)
-    context.mbarriers.waits[context.number_of[id(instruction)]] = read
+    mbarriers = context.unit(Mbarriers)
+    mbarriers.waits[context.number_of[id(instruction)]] = read
 
     def lanes(group: Group) -> Mask:
         mask = group.lanes().copy()
-        if not context.mbarriers.time_out:
+        if not mbarriers.time_out:
             targets, wanted, kind = read(group)
             mask[mask] = _passed(targets, wanted, kind, context, instruction)
             if context.random is not None:
@@ -345,12 +316,13 @@ def _wait(instruction: Instruction, context: Context) -> Step:
     result = context.destination(instruction.operands[0], "pred", instruction)
     read = _waited(instruction, context)
     acquire = "relaxed" not in instruction.modifiers
+    mbarriers = context.unit(Mbarriers)
 
     def step(group: Group) -> None:
         targets, wanted, kind = read(group)
         passed = _passed(targets, wanted, kind, context, instruction)
         if acquire:
-            context.mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), instruction)
+            mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), instruction)
         spread = np.zeros((len(group.rows), 32), bool)
         spread[group.lanes()] = passed
         group.write(result, spread)

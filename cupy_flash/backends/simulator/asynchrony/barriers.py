@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import BarrierMisuse
-from .lanes import Context, Group
-from .ptx import Instruction
+from ..errors import BarrierMisuse
+from ..machine.context import Context, Group, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
 
 BARRIERS = 16
 
 
-class Barriers:
+class Barriers(Unit):
     """Arrivals and waiting warps at the named barriers of one set of resident blocks."""
 
     def __init__(self, context: Context):
-        self.context = context
+        super().__init__(context)
+        self.checks = context.find(Checks)
         shape = (BARRIERS, context.blocks)
         self.arrived = np.zeros(shape, np.int64)  # threads; a warp counts as 32
         self.expected = np.zeros(shape, np.int64)  # threads; 0: no arrival yet, -1: all threads of the block
@@ -60,8 +62,8 @@ class Barriers:
                 f"{instruction.where}"
             )
         expected[block] = count
-        if context.checks is not None:
-            context.checks.barrier_arrive(barrier, group.rows)
+        if self.checks is not None:
+            self.checks.barrier_arrive(barrier, group.rows)
         np.add.at(self.arrived[barrier], block, 32)
         if votes is not None:
             np.add.at(self.votes[barrier], block, (votes & group.lanes()).sum(1))
@@ -91,8 +93,8 @@ class Barriers:
             completed_row = complete[context.block_of_row]
             waiting = self.waiting[barrier] & completed_row
             rows = np.flatnonzero(waiting)
-            if context.checks is not None:
-                context.checks.barrier_complete(int(barrier), rows, complete)
+            if self.checks is not None:
+                self.checks.barrier_complete(int(barrier), rows, complete)
             votes = self.votes[barrier][context.block_of_row]
             for number in np.unique(self.waits_at[rows]):
                 resumed = rows[self.waits_at[rows] == number]

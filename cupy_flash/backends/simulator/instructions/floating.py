@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..machine.context import Array, Context, Step, operand_type
+from ..machine.ptx import Instruction
 from .closures import HALVES, Compiler, Function, computed, registrar, rounding, typed_sources, ufunc, unsupported
 from .convert import (
     FORMATS,
@@ -20,8 +22,6 @@ from .convert import (
     two_sum,
 )
 from .integer import integer_division, integer_mad, integer_product, with_carry
-from .lanes import Array, Context, Step, operand_type
-from .ptx import Instruction
 
 COMPILERS: dict[str, Compiler] = {}
 compiles = registrar(COMPILERS)

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .closures import Compiler, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step
-from .ptx import Immediate, Instruction
+from ..errors import BarrierMisuse
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import Immediate, Instruction
 
 REGISTERS_PER_SM = 65536
 _MAX_REGISTERS = 256  # upper limit of the setmaxnreg operand
 
 
-class Registers:
+class Registers(Unit):
     """Registers per thread of each warp, and the free registers of each block's pool."""
 
     def __init__(self, context: Context):
-        self.context = context
+        super().__init__(context)
         # For a kernel with setmaxnreg ptxas allocates .maxnreg registers, or an equal share of the SM's for blocks of
         # .maxntid threads, but at most the largest setmaxnreg.inc.
         function = context.program.function
@@ -86,12 +86,14 @@ def _count(instruction: Instruction) -> int:
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
     """A function from a group to its lanes (rows, 32) whose request can be satisfied now."""
     count = _count(instruction)
-    return lambda group: context.registers.grantable(group, count)
+    registers = context.unit(Registers)
+    return lambda group: registers.grantable(group, count)
 
 
 def _set(instruction: Instruction, context: Context) -> Step:
     count, more = _count(instruction), _increases(instruction)
-    return lambda group: context.registers.change(group, count, instruction, more=more)
+    registers = context.unit(Registers)
+    return lambda group: registers.change(group, count, instruction, more=more)
 
 
 COMPILERS: dict[str, Compiler] = {"setmaxnreg": _set}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .errors import Unsupported
+from ..errors import Unsupported
 from .ptx import Address, Function, Immediate, Instruction, Not, Operand, Pair, Register, Symbol, TensorAddress, Vector
 
 

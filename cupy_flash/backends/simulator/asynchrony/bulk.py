@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .access import ATOMIC, addresses, atomic_function
+from ..errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
+from ..instructions.access import ATOMIC, addresses, atomic_function
+from ..instructions.closures import Compiler, unsupported
+from ..instructions.convert import add_flushed
+from ..machine.context import DTYPES, Context, Group, Step, Unit
+from ..machine.ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
+from ..memory.checks import Checks, Issue
+from ..memory.shared_addresses import SharedAddresses, shared_addresses
 from .boxes import Pieces, box_pieces, range_pieces, tensor_map_at
-from .checks import Issue
-from .closures import Compiler, unsupported
-from .convert import add_flushed
 from .copies import Order
-from .errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
-from .lanes import DTYPES, Context, Group, Step
-from .mbarriers import SharedAddresses, shared_addresses
-from .ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
+from .exits import Exits
+from .mbarriers import Mbarriers
 
 Indices = npt.NDArray[np.int64]
 # At most this many stores that have read their source wait to write global memory.
@@ -48,11 +50,13 @@ class _Copy:
     unwaited: Any = None  # (n,): no wait has covered it yet
 
 
-class BulkCopies:
+class BulkCopies(Unit):
     """The bulk copies in flight of one set of resident blocks."""
 
     def __init__(self, context: Context, order: Order):
-        self.context, self.order = context, order
+        super().__init__(context)
+        self.order, self.checks = order, context.find(Checks)
+        self.mbarriers, self.exits = context.unit(Mbarriers), context.unit(Exits)
         self.loads: list[_Copy] = []
         self.stores: list[_Copy] = []
         self.committed = np.zeros((context.warps, 32), np.int64)
@@ -62,19 +66,19 @@ class BulkCopies:
     def load(self, copy: _Copy) -> None:
         """Start a load."""
         context = self.context
-        phases = context.mbarriers.begin_copy(copy.targets, copy.instruction)
-        context.exits.record(copy.targets, phases, copy.instruction, arrives=False)
+        phases = self.mbarriers.begin_copy(copy.targets, copy.instruction)
+        self.exits.record(copy.targets, phases, copy.instruction, arrives=False)
         _account(copy, context, writes=False)
-        if context.checks is not None:
+        if self.checks is not None:
             self._require_source(copy)
             rank = copy.targets.blocks % context.cluster
             agents = [
-                context.checks.clocks.agent(("mbarrier", int(o), int(r)))
+                self.checks.clocks.agent(("mbarrier", int(o), int(r)))
                 for o, r in zip(copy.targets.offsets, rank, strict=True)
             ]
             targets = copy.targets
             issue = Issue(copy.number, targets.rows[:, None], np.array(agents), phases + 1, targets.lanes)
-            context.checks.async_write(issue, _shared_pieces(copy))
+            self.checks.async_write(issue, _shared_pieces(copy))
         self.loads.append(copy)
         if self.order == "early":
             self._land(copy)
@@ -116,7 +120,7 @@ class BulkCopies:
             pieces.global_[pieces.inside] - pieces.allocation.base, pieces.width
         )
         context.shared.scatter(copy.index, pieces.width, data)
-        context.mbarriers.complete_tx(copy.targets, pieces.bytes, copy.instruction)
+        self.mbarriers.complete_tx(copy.targets, pieces.bytes, copy.instruction)
         context.events += 1
 
     # ---- stores and reductions
@@ -131,17 +135,17 @@ class BulkCopies:
         copy.groups = self.committed[rows, lanes]
         copy.read, copy.unwaited = np.zeros(len(rows), bool), np.ones(len(rows), bool)
         copy.data_read = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
-        if context.checks is not None:
+        if self.checks is not None:
             if copy.operation:
                 self._require_source(copy)
             shared_pieces = _shared_pieces(copy)
             inside = np.asarray(pieces.inside.reshape(*shared_pieces.shape, -1).any(axis=2))
             for reader, mine in self._threads(rows, lanes):
                 agents = np.array(
-                    [context.checks.clocks.agent((*reader, int(r))) for r in context.rank_of_row[rows[mine]]]
+                    [self.checks.clocks.agent((*reader, int(r))) for r in context.rank_of_row[rows[mine]]]
                 )
                 issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1, lanes[mine])
-                context.checks.async_read(issue, shared_pieces[mine], reader, inside[mine])
+                self.checks.async_read(issue, shared_pieces[mine], reader, inside[mine])
         self.stores.append(copy)
         random = context.random
         if self.order == "early" or self.order == "random" and random is not None and random.random() < _READ_AT_ISSUE:
@@ -172,9 +176,9 @@ class BulkCopies:
         for copy in self.stores[:-_MAX_UNWRITTEN]:
             self._write(copy, copy.read)
         self.stores = [copy for copy in self.stores if copy.unwaited.any()]
-        if context.checks is not None:
+        if self.checks is not None:
             rows, lanes = (group.rows[part] if i == 0 else part for i, part in enumerate(np.nonzero(group.lanes())))
-            clocks = context.checks.clocks
+            clocks = self.checks.clocks
             for reader, mine in self._threads(rows, lanes):
                 lane = reader[2]
                 for rank in np.unique(context.rank_of_row[rows[mine]]):
@@ -246,12 +250,13 @@ def _shared_pieces(copy: _Copy) -> Indices:
 
 def _bulk(instruction: Instruction, context: Context) -> Step:
     modifiers = instruction.modifiers
+    copies = context.unit(BulkCopies)
     if "commit_group" in modifiers:
-        return lambda group: context.bulk.commit(group)
+        return lambda group: copies.commit(group)
     if "wait_group" in modifiers:
         (pending,) = instruction.operands
         assert isinstance(pending, Immediate)
-        return lambda group: context.bulk.wait(group, pending.bits, read="read" in modifiers)
+        return lambda group: copies.wait(group, pending.bits, read="read" in modifiers)
     if "prefetch" in modifiers:
         return lambda group: None
     if "global" not in modifiers or "tensor" in modifiers and set(modifiers) & {"im2col", "gather4", "scatter4"}:
@@ -334,6 +339,7 @@ def _load(instruction: Instruction, context: Context) -> Step:
     mask = context.source(rest[1], "u16", instruction) if multicast else None
     key_of, read = _global_operand(instruction, context, source, size, "b8")
     number = context.number_of[id(instruction)]
+    copies = context.unit(BulkCopies)
 
     def load(group: Group) -> None:
         shared = shared_addresses(instruction, context, group, target_of(group), 16)
@@ -357,7 +363,7 @@ def _load(instruction: Instruction, context: Context) -> Step:
                 pieces.width, pieces.shared[lane], pieces.global_[lane], pieces.inside[lane], pieces.allocation, "b8"
             )
         index = _within(pieces, shared, instruction, context)
-        context.bulk.load(_Copy(instruction, number, pieces, index, barriers))
+        copies.load(_Copy(instruction, number, pieces, index, barriers))
 
     def step(group: Group) -> None:
         for part in _split_by_value(group, key_of(group)):
@@ -376,12 +382,13 @@ def _store(instruction: Instruction, context: Context) -> Step:
     source_of = addresses(source, context, instruction)
     key_of, read = _global_operand(instruction, context, target, size, type_)
     number = context.number_of[id(instruction)]
+    copies = context.unit(BulkCopies)
 
     def store(group: Group) -> None:
         shared = shared_addresses(instruction, context, group, source_of(group), 16)
         pieces = read(group, shared)
         index = _within(pieces, shared, instruction, context)
-        context.bulk.store(_Copy(instruction, number, pieces, index, shared, operation))
+        copies.store(_Copy(instruction, number, pieces, index, shared, operation))
 
     def step(group: Group) -> None:
         for part in _split_by_value(group, key_of(group)):

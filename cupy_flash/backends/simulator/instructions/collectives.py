@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import BarrierMisuse
+from ..machine.context import Context, Group, Mask, Step
+from ..machine.program import is_warp_barrier
+from ..machine.ptx import Instruction, Pair
+from ..memory.checks import Checks
 from .closures import Compiler, unsupported
-from .errors import BarrierMisuse
-from .lanes import Context, Group, Mask, Step
-from .program import is_warp_barrier
-from .ptx import Instruction, Pair
 
 _LANES = np.arange(32)
 _WEIGHTS = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -56,6 +57,7 @@ def _shuffle(instruction: Instruction, context: Context) -> Step:
     result = context.destination(value_to, "b32", instruction)
     predicate = context.destination(inside_to, "pred", instruction)
     value, lane_operand, clamp = (context.source(o, "b32", instruction) for o in instruction.operands[1:4])
+    checks = context.find(Checks)
 
     def step(group: Group) -> None:
         shape = (len(group.rows), 32)
@@ -72,7 +74,7 @@ def _shuffle(instruction: Instruction, context: Context) -> Step:
             source = {"down": _LANES + b, "bfly": _LANES ^ b, "idx": first | (b & ~segment)}[mode]
             inside = source <= last
         source = np.where(inside, source, _LANES)
-        if group.mask is not None and context.checks is not None:
+        if group.mask is not None and checks is not None:
             absent = group.mask & ~np.take_along_axis(group.mask, source, 1)
             if absent.any():
                 row, lane = np.argwhere(absent)[0]
@@ -178,9 +180,11 @@ def _elect(instruction: Instruction, context: Context) -> Step:
 
 
 def _warp_barrier(instruction: Instruction, context: Context) -> Step:
+    checks = context.find(Checks)
+
     def step(group: Group) -> None:
-        if context.checks is not None:
-            context.checks.converge(group.rows)
+        if checks is not None:
+            checks.converge(group.rows)
 
     return step
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import MissingFence, PendingCopy, Race, Uninitialised
+from ..machine.context import Context, Group, Unit
+from ..machine.ptx import Instruction
 from .clocks import AGENTS, Agent, Clocks
-from .errors import MissingFence, PendingCopy, Race, Uninitialised
 from .grid_order import GridOrder
-from .lanes import Context, Group
-from .memory import Store
-from .ptx import Instruction
+from .store import Store
 
 Indices = npt.NDArray[np.int64]
 
@@ -57,13 +57,14 @@ class Issue(NamedTuple):
     lanes: Any = None  # (n,) the issuing lane; None: all lanes of the warps issue it
 
 
-class Checks:
+class Checks(Unit):
     """The last accesses to every word of shared memory, for one set of resident blocks."""
 
     def __init__(self, context: Context, unit: int, order: GridOrder | None = None):
         """`unit`: bytes per tracked word, the smallest shared-memory access of the kernel (at most 4). `order`: the
         checks of global memory, if the kernel's blocks synchronise there."""
-        self.context, self.unit = context, unit
+        super().__init__(context)
+        self.unit = unit
         self.code = context.program.function.instructions
         self.clocks = Clocks(context, order.warps if order is not None else 0)
         units = len(context.shared.data) // unit

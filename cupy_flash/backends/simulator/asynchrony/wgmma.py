@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import Issue
-from .closures import Compiler, unsupported
-from .convert import decode
+from ..errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
+from ..instructions.closures import Compiler, unsupported
+from ..instructions.convert import decode
+from ..machine.context import Array, Context, Group, Mask, Step, Unit
+from ..machine.program import registers_of
+from ..machine.ptx import Immediate, Instruction, Vector
+from ..memory.checks import Checks, Issue
+from ..memory.store import SHARED_START, swizzled
 from .copies import Order
-from .errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
-from .lanes import Array, Context, Group, Mask, Step
-from .memory import SHARED_START, swizzled
-from .program import registers_of
-from .ptx import Immediate, Instruction, Vector
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -100,11 +100,12 @@ class _Wgmma:
     unwaited: Mask  # no wait has covered it yet
 
 
-class WgmmaQueue:
+class WgmmaQueue(Unit):
     """The wgmma in flight of one set of resident blocks."""
 
     def __init__(self, context: Context, order: Order):
-        self.context, self.order = context, order
+        super().__init__(context)
+        self.order, self.checks = order, context.find(Checks)
         registers, warps = context.matrix_registers.shape[:2]
         self.in_flight: list[_Wgmma] = []
         self.committed = np.zeros(warps, np.int64)  # by warpgroup
@@ -123,7 +124,7 @@ class WgmmaQueue:
         slots = self.context.program.slots
         names = [r.name for operand in (*instruction.operands, instruction.guard) for r in registers_of(operand)]
         indices = sorted({slots[name][1] for name in names if slots[name][0] == "matrix"})
-        if not indices or instruction.opcode == "wgmma" or self.context.checks is None:
+        if not indices or instruction.opcode == "wgmma" or self.checks is None:
             return step
         used, number = np.array(indices)[:, None], self.context.number_of[id(instruction)]
 
@@ -152,7 +153,7 @@ class WgmmaQueue:
         warpgroups = self.context.warpgroup_of_row[rows[:, 0]]
         some = np.ones(len(rows), bool)
         wgmma = _Wgmma(form, warpgroups, rows, a, b, scale_d, self.committed[warpgroups], some, some.copy())
-        if self.context.checks is not None:
+        if self.checks is not None:
             self._check(wgmma)
         registers = form.registers[:, None], rows.reshape(-1)
         self.busy[registers] = -1
@@ -184,7 +185,7 @@ class WgmmaQueue:
                 "a wgmma uses registers of another one in flight, other than as the same accumulators\n  first:  "
                 f"{self._in_flight_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}"
             )
-        checks = context.checks
+        checks = self.checks
         assert checks is not None
         pieces = wgmma.b if wgmma.a is None else np.concatenate([wgmma.a, wgmma.b], axis=1)
         warp, rank = context.warp_of_row[rows[:, 0]] // 4, context.rank_of_row[rows[:, 0]]
@@ -213,9 +214,9 @@ class WgmmaQueue:
             self.busy[wgmma.form.registers[:, None], still] = -1
             self.busy[wgmma.form.accumulators[:, None], still] = wgmma.form.key
         self.in_flight = [wgmma for wgmma in self.in_flight if wgmma.unwaited.any()]
-        if context.checks is not None:
-            context.checks.converge(rows)
-            clocks, done = context.checks.clocks, np.maximum(limit[context.warpgroup_of_row[rows]], 0)
+        if self.checks is not None:
+            self.checks.converge(rows)
+            clocks, done = self.checks.clocks, np.maximum(limit[context.warpgroup_of_row[rows]], 0)
             warp, rank = context.warp_of_row[rows] // 4, context.rank_of_row[rows]
             for q, r in {(int(q), int(r)) for q, r in zip(warp, rank, strict=True)}:
                 mine = (warp == q) & (rank == r)
@@ -330,16 +331,16 @@ def _narrow(words: Array, type_: str) -> Array:
 
 def _wgmma(instruction: Instruction, context: Context) -> Step:
     """wgmma.fence, .commit_group, .wait_group and .mma_async"""
-    products = context.wgmma
+    wgmma = context.unit(WgmmaQueue)
     kind = instruction.modifiers[0]
     if kind == "fence":
-        return lambda group: products.fence(group.rows)
+        return lambda group: wgmma.fence(group.rows)
     if kind == "commit_group":
-        return lambda group: products.commit(group.rows)
+        return lambda group: wgmma.commit(group.rows)
     if kind == "wait_group":
         (pending,) = instruction.operands
         assert isinstance(pending, Immediate)
-        return lambda group: products.wait(group.rows, pending.bits)
+        return lambda group: wgmma.wait(group.rows, pending.bits)
     if kind != "mma_async" or "sp" in instruction.modifiers:
         raise unsupported(instruction)
     return _mma_async(instruction, context)
@@ -370,12 +371,12 @@ def _form(instruction: Instruction, context: Context) -> _Form:
         raise unsupported(instruction)
     return _Form(
         instruction, context.number_of[id(instruction)], columns, (a_type, b_type), float(numbers[0] * numbers[1]),
-        transposed, accumulators, registers, context.wgmma.key(accumulators),
+        transposed, accumulators, registers, context.unit(WgmmaQueue).key(accumulators),
     )  # fmt: skip
 
 
 def _mma_async(instruction: Instruction, context: Context) -> Step:
-    form = _form(instruction, context)
+    form, wgmma = _form(instruction, context), context.unit(WgmmaQueue)
     a, b = instruction.operands[1:3]
     a_source = None if isinstance(a, Vector) else context.source(a, "b64", instruction)
     b_source = context.source(b, "b64", instruction)
@@ -403,7 +404,7 @@ def _mma_async(instruction: Instruction, context: Context) -> Step:
             a_pieces = _pieces(descriptors, 64, form.transposed[0], rows, instruction, context)
         descriptors = uniform(group.read(b_source), "the descriptor of B")
         b_pieces = _pieces(descriptors, form.columns, form.transposed[1], rows, instruction, context)
-        context.wgmma.issue(form, rows, a_pieces, b_pieces, uniform(scale_d(group), "scale-d"))
+        wgmma.issue(form, rows, a_pieces, b_pieces, uniform(scale_d(group), "scale-d"))
 
     return step
 

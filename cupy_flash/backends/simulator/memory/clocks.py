@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import Unsupported
-from .lanes import Context, Mask
+from ..errors import Unsupported
+from ..machine.context import Context, Mask
 
 Rows = npt.NDArray[np.int64]
 Clock = npt.NDArray[np.uint64]

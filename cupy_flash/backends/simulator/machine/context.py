@@ -7,30 +7,21 @@ resident blocks is one contiguous slice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import Unsupported
-from .memory import POISON, SHARED_START, Memory, Store
+from ..counters import Counters
+from ..errors import Unsupported
+from ..memory.store import POISON, SHARED_START, Memory, Store
+from .program import Program
 from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register, Special, Symbol, constant_bits
-
-if TYPE_CHECKING:
-    from .bulk import BulkCopies
-    from .checks import Checks
-    from .clusters import ClusterBarrier
-    from .copies import Copies
-    from .counters import Counters
-    from .exits import Exits
-    from .mbarriers import Mbarriers
-    from .program import Program
-    from .registers import Registers
-    from .wgmma import WgmmaQueue
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 Step = Callable[["Group"], None]
+U = TypeVar("U", bound="Unit")
 
 DTYPES: dict[str, type[np.generic]] = {
     **{f"{kind}{bits}": getattr(np, f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
@@ -142,18 +133,28 @@ class Context:
         self.local_base = (np.arange(self.warps * 32) * self.local_bytes).reshape(-1, 32)
         self.number_of = {id(one): i for i, one in enumerate(program.function.instructions)}
         self.shared_symbols: dict[str, int] = {}
-        self.checks: Checks | None = None
-        self.copies: Copies
-        self.mbarriers: Mbarriers
-        self.cluster_barrier: ClusterBarrier
-        self.registers: Registers
-        self.exits: Exits
-        self.bulk: BulkCopies
-        self.wgmma: WgmmaQueue
+        self._units: dict[type[Unit], Any] = {}
         self.random: np.random.Generator | None = None
         self.clock = 0
         self.first_elected = 0  # elect.sync takes the first member lane at or after this one
         self.events = 0  # count of events that may end a wait
+
+    # ---- units
+
+    def register(self, unit: Unit) -> None:
+        """Make a unit available to `unit` and `find` under its class."""
+        self._units[type(unit)] = unit
+
+    def unit(self, kind: type[U]) -> U:
+        """The registered unit of this class."""
+        unit: U = self._units[kind]
+        return unit
+
+    def find(self, kind: type[U]) -> U | None:
+        """The registered unit of this class, or None."""
+        return self._units.get(kind)
+
+    # ---- layout
 
     def _specials(self, thread: Array) -> dict[str, Any]:
         def everywhere(values: Array) -> Array:
@@ -311,6 +312,14 @@ class Context:
         inside = [(start, name) for name, start in self.shared_symbols.items() if start <= offset]
         name = f" (byte {offset - max(inside)[0]} of {max(inside)[1]})" if inside else ""
         return f"{offset - SHARED_START}{name}"
+
+
+class Unit:
+    """A part of the machine with state of its own, such as the mbarriers: it registers itself with its context."""
+
+    def __init__(self, context: Context):
+        self.context = context
+        context.register(self)
 
 
 def _scalar(bits: int, dtype: type[np.generic]) -> Any:

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .access import Access, addresses, check, count_access, pieces
-from .closures import Compiler, unsupported
-from .lanes import Context, Group, Mask, Step
-from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register
+from ..instructions.access import Access, addresses, check, count_access, pieces
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Mask, Step, Unit
+from ..machine.ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register
+from ..memory.checks import Checks
 
 Indices = npt.NDArray[np.int64]
 Order = Literal["early", "late", "random"]
@@ -35,11 +36,12 @@ class _Copy:
     landed: bool
 
 
-class Copies:
+class Copies(Unit):
     """The cp.async in flight of one set of resident blocks. Each thread numbers its groups in commit order."""
 
     def __init__(self, context: Context, order: Order):
-        self.context, self.order = context, order
+        super().__init__(context)
+        self.order, self.checks = order, context.find(Checks)
         self.committed = np.zeros((context.warps, 32), np.int64)
         self.in_flight: list[_Copy] = []
 
@@ -48,9 +50,9 @@ class Copies:
         context = self.context
         count_access(replace(access, writes=True), "shared", context, group, target)
         for piece in pieces(replace(access, writes=True), "shared", context, group, target):
-            if context.checks is not None:
-                context.checks.shared_write(group, piece[1], access.width, access.number, record=False)
-                context.checks.copy_issued(piece[1], access.width, access.number)
+            if self.checks is not None:
+                self.checks.shared_write(group, piece[1], access.width, access.number, record=False)
+                self.checks.copy_issued(piece[1], access.width, access.number)
         copy = _Copy(
             access, group.rows, source, target, sizes, self.committed[group.rows].copy(), group.lanes().copy(), False
         )
@@ -86,9 +88,9 @@ class Copies:
         if not copy.landed:
             self._move(copy, part)
         copy.unwaited &= ~done
-        if context.checks is not None:
+        if self.checks is not None:
             index = part.active(copy.target + context.shared_base[copy.rows])
-            context.checks.copy_landed(part, index, copy.access.width, copy.access.number)
+            self.checks.copy_landed(part, index, copy.access.width, copy.access.number)
 
     def _read(self, copy: _Copy, group: Group, *, count: bool) -> npt.NDArray[np.uint8]:
         """The bytes to write, (active lanes, width). `count`: also check every source byte and count the traffic."""
@@ -105,7 +107,7 @@ class Copies:
                 count_access(access, "global", context, part, copy.source)
             for piece in pieces(access, "global", context, part, copy.source):
                 store, index, selection, name = piece
-                if count and context.checks is not None and store.defined is not None:
+                if count and self.checks is not None and store.defined is not None:
                     for byte in range(int(size)):
                         one = (store, index + byte, selection, name)
                         check(replace(access, width=1), "global", context, part, one, strong=False, reads=True)
@@ -127,14 +129,15 @@ def _copy(instruction: Instruction, context: Context) -> Step:
     modifiers = instruction.modifiers
     if modifiers[0] != "async" or "bulk" in modifiers or "mbarrier" in modifiers:
         raise unsupported(instruction)
+    copies = context.unit(Copies)
     if modifiers[1] == "commit_group":
-        return lambda group: context.copies.commit(group)
+        return lambda group: copies.commit(group)
     if modifiers[1] == "wait_all":
-        return lambda group: context.copies.wait(group, None)
+        return lambda group: copies.wait(group, None)
     if modifiers[1] == "wait_group":
         (pending,) = instruction.operands
         assert isinstance(pending, Immediate)
-        return lambda group: context.copies.wait(group, pending.bits)
+        return lambda group: copies.wait(group, pending.bits)
     return _issue(instruction, context)
 
 
@@ -148,6 +151,7 @@ def _issue(instruction: Instruction, context: Context) -> Step:
     target_of, source_of = (addresses(operand, context, instruction) for operand in (target, source))
     sizes: Any = np.int64(size)
     ignore = None
+    copies = context.unit(Copies)
     for option in options:
         if _is_predicate(option):
             ignore = context.predicate(option, instruction)
@@ -159,7 +163,7 @@ def _issue(instruction: Instruction, context: Context) -> Step:
         many = np.broadcast_to(np.asarray(group.read(sizes), np.int64), shape)
         if ignore is not None:
             many = np.where(ignore(group), 0, many)
-        context.copies.issue(access, group, source_of(group), target_of(group), many)
+        copies.issue(access, group, source_of(group), target_of(group), many)
 
     return step
 

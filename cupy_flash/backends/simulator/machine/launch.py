@@ -7,25 +7,26 @@ import math
 
 import numpy as np
 
-from ...device import GPUS
-from .access import access_bytes
-from .bulk import BulkCopies
-from .checks import Checks, tracked_unit
-from .clusters import ClusterBarrier
-from .copies import Copies, Order
-from .counters import Counters
-from .errors import LaunchRefused, SimulationError
-from .exits import Exits
-from .grid_order import GridOrder
-from .lanes import Context
-from .mbarriers import Mbarriers
-from .memory import SHARED_START, Memory
+from ....device import GPUS
+from ..asynchrony.barriers import Barriers
+from ..asynchrony.bulk import BulkCopies
+from ..asynchrony.clusters import ClusterBarrier
+from ..asynchrony.copies import Copies, Order
+from ..asynchrony.exits import Exits
+from ..asynchrony.mbarriers import Mbarriers
+from ..asynchrony.registers import REGISTERS_PER_SM, Registers
+from ..asynchrony.wgmma import WgmmaQueue
+from ..counters import Counters
+from ..errors import LaunchRefused, SimulationError
+from ..instructions.access import access_bytes
+from ..memory.checks import Checks, tracked_unit
+from ..memory.grid_order import GridOrder
+from ..memory.store import SHARED_START, Memory
+from .context import Context
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .registers import REGISTERS_PER_SM, Registers
 from .scheduler import Scheduler
-from .wgmma import WgmmaQueue
 
 # Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
 _RESIDENT_LANES = 1 << 13
@@ -87,17 +88,19 @@ def launch(
         context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
         if checks:
-            context.checks = Checks(context, unit, order_of_grid)
+            Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
             context.first_elected = int(np.random.default_rng(seed).integers(32))
-        context.copies = Copies(context, order)
-        context.mbarriers = Mbarriers(context)
-        context.cluster_barrier = ClusterBarrier(context)
-        context.registers = Registers(context)
-        context.exits = Exits(context)
-        context.bulk = BulkCopies(context, order)
-        context.wgmma = WgmmaQueue(context, order)
+        # A unit registers itself with the context; it comes after the units that it uses.
+        Barriers(context)
+        ClusterBarrier(context)
+        Exits(context)
+        Mbarriers(context)
+        Registers(context)
+        Copies(context, order)
+        BulkCopies(context, order)
+        WgmmaQueue(context, order)
         Scheduler(context).run()
     return counters
 

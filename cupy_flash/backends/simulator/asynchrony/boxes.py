@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...tensor_map import ALIGNMENT, BYTES, DATA_TYPES, TensorMap, decode
-from .closures import unsupported
-from .errors import Misaligned, NoTensorMap, OutOfBounds
-from .lanes import Context
-from .memory import LOCAL, PARAM, SHARED_START, WINDOW_BITS, Allocation, swizzled
-from .ptx import Instruction
+from ....tensor_map import ALIGNMENT, BYTES, DATA_TYPES, TensorMap, decode
+from ..errors import Misaligned, NoTensorMap, OutOfBounds
+from ..instructions.closures import unsupported
+from ..machine.context import Context
+from ..machine.ptx import Instruction
+from ..memory.store import LOCAL, PARAM, SHARED_START, WINDOW_BITS, Allocation, swizzled
 
 Indices = npt.NDArray[np.int64]
 _BOX_TYPES = {number: name.removesuffix(".ftz") for name, number in DATA_TYPES.items()}

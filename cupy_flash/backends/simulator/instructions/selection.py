@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from ..machine.context import DTYPES, Context, Group, Step, operand_type
+from ..machine.ptx import Instruction, Pair
 from .closures import HALVES, Compiler, Function, computed, registrar, ufunc, unsupported
 from .convert import (
     decode,
     flush_subnormals,
 )
-from .lanes import DTYPES, Context, Group, Step, operand_type
-from .ptx import Instruction, Pair
 
 COMPILERS: dict[str, Compiler] = {}
 compiles = registrar(COMPILERS)

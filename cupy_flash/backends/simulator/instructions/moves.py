@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..machine.context import DTYPES, Array, Context, Group, Step, operand_type
+from ..machine.ptx import TYPE_BYTES, Instruction, Special, Vector
+from ..memory.store import LOCAL, PARAM, SHARED
 from .closures import Compiler, Function, computed, registrar, rounding, typed_sources, ufunc, unsupported
 from .convert import (
     FORMATS,
@@ -16,9 +19,6 @@ from .convert import (
     to_bits,
     to_tf32,
 )
-from .lanes import DTYPES, Array, Context, Group, Step, operand_type
-from .memory import LOCAL, PARAM, SHARED
-from .ptx import TYPE_BYTES, Instruction, Special, Vector
 
 COMPILERS: dict[str, Compiler] = {}
 compiles = registrar(COMPILERS)

@@ -3,17 +3,20 @@ see, checks.py; release and acquire in global memory, grid_order.py)."""
 
 from __future__ import annotations
 
-from .closures import Compiler, unsupported
-from .lanes import Context, Group, Step
-from .ptx import Instruction
+from ..instructions.closures import Compiler, unsupported
+from ..machine.context import Context, Group, Step
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
+from .mbarriers import Mbarriers
 
 
 def _fence(instruction: Instruction, context: Context) -> Step:
     modifiers = instruction.modifiers
+    checks, mbarriers = context.find(Checks), context.unit(Mbarriers)
     if modifiers[0] == "mbarrier_init":
-        return context.mbarriers.fence
+        return mbarriers.fence
     if modifiers[0] != "proxy":
-        order = None if context.checks is None else context.checks.order
+        order = None if checks is None else checks.order
         return (lambda group: None) if order is None else order.fence(instruction)
     if modifiers[1:] not in (("async",), ("async", "shared::cta"), ("async", "shared::cluster"), ("async", "global")):
         raise unsupported(instruction)
@@ -21,9 +24,9 @@ def _fence(instruction: Instruction, context: Context) -> Step:
         return lambda group: None
 
     def step(group: Group) -> None:
-        context.mbarriers.fence(group)
-        if context.checks is not None and context.program.asynchronous:
-            context.checks.fence_proxy(group)
+        mbarriers.fence(group)
+        if checks is not None and context.program.asynchronous:
+            checks.fence_proxy(group)
 
     return step
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .errors import EarlyExit, PendingCopy
-from .lanes import Context
-from .mbarriers import SharedAddresses
-from .ptx import Instruction
+from ..errors import EarlyExit, PendingCopy
+from ..machine.context import Context, Unit
+from ..machine.ptx import Instruction
+from ..memory.checks import Checks
+from ..memory.shared_addresses import SharedAddresses
+from .clusters import ClusterBarrier
 
 Indices = npt.NDArray[np.int64]
 
@@ -21,11 +23,12 @@ _UNREACHED = np.iinfo(np.int64).max
 _CLOCK, _CLUSTER_PHASE, _DONE, _NUMBER = range(4)
 
 
-class Exits:
+class Exits(Unit):
     """Exited blocks of one set of resident blocks, and the accesses that each must be ordered after at its exit."""
 
     def __init__(self, context: Context):
-        self.context = context
+        super().__init__(context)
+        self.checks, self.cluster_barrier = context.find(Checks), context.unit(ClusterBarrier)
         self.exited = np.zeros(context.blocks, bool)
         # Last use of each mbarrier (offset, rank of its block, arrival or copy) by each warp, as (4, warps): _CLOCK is
         # the warp's own clock, _CLUSTER_PHASE its arrivals at the cluster barrier, _DONE the mbarrier's completed
@@ -43,7 +46,7 @@ class Exits:
                 f"block {int(context.block_ids[targets.blocks[i]])} has exited, and its shared memory is accessed\n  "
                 f"{name}: {instruction.where}"
             )
-        if context.checks is None:
+        if self.checks is None:
             return
         # Arrivals by the block's own warps precede its exit anyway.
         foreign = (targets.blocks != context.block_of_row[targets.rows]) | (not arrives)
@@ -52,8 +55,8 @@ class Exits:
             mine = foreign & (targets.offsets == offset) & (rank == r)
             rows = targets.rows[mine]
             uses = self._uses.setdefault((offset, r, arrives), np.zeros((4, context.warps), np.int64))
-            uses[_CLOCK, rows] = context.checks.clocks.own(rows) if arrives else _UNREACHED
-            uses[_CLUSTER_PHASE, rows] = context.cluster_barrier.arrivals[rows] if arrives else _UNREACHED
+            uses[_CLOCK, rows] = self.checks.clocks.own(rows) if arrives else _UNREACHED
+            uses[_CLUSTER_PHASE, rows] = self.cluster_barrier.arrivals[rows] if arrives else _UNREACHED
             uses[_DONE, rows] = phases[mine] + 1
             uses[_NUMBER, rows] = context.number_of[id(instruction)]
 
@@ -69,8 +72,8 @@ class Exits:
 
     def _require_order(self, block: int, offset: int, uses: Indices, *, arrives: bool) -> None:
         context = self.context
-        assert context.checks is not None
-        clocks = context.checks.clocks
+        assert self.checks is not None
+        clocks = self.checks.clocks
         cluster, rank = divmod(block, context.cluster)
         rows = np.flatnonzero(context.block_of_row == block)
         users = np.flatnonzero((context.cluster_of_row == cluster) & (uses[_DONE] > 0))
@@ -78,7 +81,7 @@ class Exits:
         known = clocks.known[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
         done = known[agent] >= uses[_DONE, users]
         done |= known[context.warp_in_cluster[users]] >= uses[_CLOCK, users]
-        done |= context.cluster_barrier.waited[rows].max() > uses[_CLUSTER_PHASE, users]
+        done |= self.cluster_barrier.waited[rows].max() > uses[_CLUSTER_PHASE, users]
         if done.all():
             return
         user = int(users[np.flatnonzero(~done)[0]])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .errors import Unsupported
-from .lanes import Array, Context, Group, Step
-from .ptx import Instruction
+from ..errors import Unsupported
+from ..machine.context import Array, Context, Group, Step
+from ..machine.ptx import Instruction
 
 Function = Callable[..., Any]
 Compiler = Callable[[Instruction, Context], Step]

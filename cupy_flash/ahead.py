@@ -15,7 +15,8 @@ from .device import Device
 from .launch import Launch
 from .nvrtc import Compiled
 from .plan import launches_at_any_length
-from .problem import DESCALES, DTYPES, FP8, Options, Packed, Problem, pose
+from .pose import pose
+from .problem import DESCALES, DTYPES, FP8, Options, Packed, Problem
 from .source import assemble
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import backends
 from .arrays import Array
-from .problem import Gradients, Options, Packed, Saved, pose, pose_merge
+from .partials import pose_merge
+from .pose import pose
+from .problem import Gradients, Options, Packed, Saved
 
 if TYPE_CHECKING:
     from .nvrtc import Compiled

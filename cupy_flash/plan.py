@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from .device import Device
 from .engines import Engine, cpu, mma, simt, wgmma
 from .launch import Launch
-from .problem import ENGINES, Problem, UnsupportedError
+from .problem import Problem, UnsupportedError
 
-# Those of problem.ENGINES that this version has.
-MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}
+MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}  # the engines by name
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 
@@ -57,11 +56,18 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
+def engine_reason(engine: Any) -> str | None:
+    """Why `engine=` names no engine; None where it does, or leaves the choice to the plan."""
+    if engine is None or (isinstance(engine, str) and engine in MODULES):
+        return None
+    return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
+
+
 @lru_cache(maxsize=1024)
 def plan(problem: Problem, device: Device) -> Plan:
     """The plan of a problem on a device; UnsupportedError with every engine's reasons where none serves it."""
-    refused = {engine: reasons for engine in ENGINES if (reasons := _refusals(engine, problem, device))}
-    serving = [engine for engine in ENGINES if engine not in refused]
+    refused = {engine: reasons for engine in MODULES if (reasons := _refusals(engine, problem, device))}
+    serving = [engine for engine in MODULES if engine not in refused]
     if not serving:
         lines = [f"no engine of this version serves this problem: {problem}"]
         lines += [f"  - {engine}: {reason}" for engine, reasons in refused.items() for reason in reasons]
@@ -135,8 +141,6 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
-    if engine not in MODULES:
-        return (*reasons, "not part of this version")
     if problem.backend not in (None, device.backend):
         reasons.append(f'backend="{problem.backend}" was asked for')
     if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):

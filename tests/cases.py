@@ -17,7 +17,8 @@ import cupy_flash
 from cupy_flash import backends, device, reference
 from cupy_flash.backends import cpu
 from cupy_flash.plan import MODULES, Plan, plan
-from cupy_flash.problem import Operands, Options, Packed, Saved, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Operands, Options, Packed, Saved
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)

@@ -18,7 +18,8 @@ from cupy_flash.backends.simulator import errors, launch
 from cupy_flash.engines import wgmma
 from cupy_flash.params import pack_maps
 from cupy_flash.plan import plan
-from cupy_flash.problem import Options, UnsupportedError, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.tensor_map import Box, decode, encode_for_simulator
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import backends
-from ..problem import DESCALES, Gradients, Operands, Options, Problem, Saved, pose
+from ..pose import pose
+from ..problem import DESCALES, Gradients, Operands, Options, Problem, Saved
 
 ARRAYS = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES)  # among the options
 

@@ -15,7 +15,8 @@ from ..arrays import Array, contiguous, empty
 from ..launch import Launch, partials_launch
 from ..params import Address, Encode, pack, pack_maps, pack_partials
 from ..plan import Plan
-from ..problem import DESCALES, Gradients, Operands, has_boxes
+from ..pose import has_boxes
+from ..problem import DESCALES, Gradients, Operands
 
 Results = dict[str, Array | None]
 

@@ -17,7 +17,8 @@ import torch
 
 from .. import backends
 from ..api import merge
-from ..problem import DESCALES, Options, Packed, Saved, Shard, pose
+from ..pose import pose
+from ..problem import DESCALES, Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Course, Pair, chunks, course
 

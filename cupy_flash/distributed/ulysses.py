@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import backends
-from ..problem import Options, Packed, Saved, Shard, pose
+from ..pose import pose
+from ..problem import Options, Packed, Saved, Shard
 from .channel import Channel
 from .ring import (
     describe,

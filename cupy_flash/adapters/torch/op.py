@@ -17,7 +17,8 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...problem import Options, Packed, Saved, pose
+from ...pose import pose
+from ...problem import Options, Packed, Saved
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' word: the caller's

@@ -63,13 +63,14 @@ def first_call(on_gpu: bool, folder: str, words: dict[str, Any], announce: Annou
 def prepared(words: dict[str, Any]) -> float:
     """Seconds until the kernels of a call are there, for an architecture by name."""
     from cupy_flash import ahead, device, plan
+    from cupy_flash.backends.kernels import compile_launch
 
     asked = dict(words)
     backward = asked.pop("backward", False)
     begin = time.perf_counter()
     problem = ahead.problems(**asked, backward=backward)[-1]
     for launch in plan.plan(problem, device.named(ARCH, "cuda")).launches:
-        ahead.compile_launch(launch, ARCH)
+        compile_launch(launch, ARCH)
     return time.perf_counter() - begin
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cupy_flash import backends
-from cupy_flash.ahead import compile_launch
+from cupy_flash.backends.kernels import compile_launch
 from cupy_flash.launch import Launch
 from cupy_flash.plan import candidates
 from cupy_flash.pose import pose

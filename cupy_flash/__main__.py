@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import __version__, ahead, cache, device, environment, memory, nvrtc, source
+from .backends.kernels import compile_launch
 from .problem import DTYPES, FP8
 
 # Looked up in the metadata of what is installed, never imported.
@@ -68,7 +69,7 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
         return 1
     for number, launch in enumerate(launches, 1):
         begin = time.perf_counter()
-        registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
+        registers = compile_launch(launch, on.arch).resources[launch.function].registers
         tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
         seconds = time.perf_counter() - begin
         print(f"{number}/{len(launches)} {launch.kernel}{tile}: {registers} registers, {seconds:.2f} s", flush=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .device import Device
 from .engines import Engine, cpu, mma, simt, wgmma
 from .launch import Launch
+from .params import Workspace
 from .problem import Problem, UnsupportedError
 
 MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}  # the engines by name
@@ -24,7 +25,7 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # of the CPU; of one block on a GPU
     launches: tuple[Launch, ...]  # none on the CPU
-    workspaces: tuple[str, ...]  # beside operands and results, by the names of params.cuh
+    tile: Any  # the engine's
     cost: float  # predicted seconds; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
 
@@ -32,6 +33,11 @@ class Plan(NamedTuple):
     def tiles(self) -> str:
         each = "" if self.device.backend == "cpu" else " a block"
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
+
+    def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """The memory that the kernels need beside operands and results, for arrays of so many rows: of one sequence, or
+        of the whole packed batch."""
+        return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:
         return f"{self.problem} -> {self.engine} on {self.device}: tiles of {self.tiles}"
@@ -117,7 +123,7 @@ def _planned(problem: Problem, device: Device, engine: str, cost: float, tile: A
         tile.block_kv,
         module.threads(device, tile, cost),
         module.launches(problem, device, tile),
-        module.workspaces(problem, tile),
+        tile,
         cost,
         refused,
     )

@@ -10,7 +10,8 @@ import numpy as np
 
 from . import environment
 from .arrays import Array
-from .problem import DESCALES, WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
+from .features import ARRAY, ARRAYS, FEATURES, SEED, WINDOW
+from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
 from .requirements import (
     ArrayFacts,
     Requirements,
@@ -45,7 +46,7 @@ def pose(
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     # Array contents and the seed are not cached facts: check them on every call.
-    seed = check_seed(requirements, call, options.seed, bool(stated.dropout), saved is not None)
+    seed = check_seed(requirements, call, options.seed, stated.dropout, saved is not None)
     if packed is not None:
         check_boundaries(requirements, call, stated.longest)
     check_values(requirements, call, stated.sizes)
@@ -60,8 +61,8 @@ def pose(
     return stated.problem, Operands._make(map(operands.get, Operands._fields))
 
 
-FEATURES = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES)
-_features_of = operator.attrgetter(*FEATURES)
+ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
+_arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
 def _given(
@@ -69,7 +70,7 @@ def _given(
 ) -> dict[str, Any]:
     """The arrays of a call by name, as the caller gives them; None only where one is required."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
-    for name, value in zip(FEATURES, _features_of(options), strict=True):
+    for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
     if packed is not None:
@@ -83,7 +84,8 @@ def _given(
     return given
 
 
-PLAIN_OPTIONS = ("causal", "scale", "softcap", "dropout", "layout", "return_lse", "deterministic", "backend", "engine")
+# A window is plain if its sides are; a seed is no fact.
+PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 # Types of values that are equal only to what means the same, and cannot change.
 PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -147,7 +149,7 @@ class Stated(NamedTuple):
 
     problem: Problem | None  # None where a requirement is not met
     sizes: Sizes
-    dropout: float
+    dropout: bool
     longest: tuple[int | None, int | None]
     unmet: tuple[str, ...]
     about_type: bool
@@ -193,23 +195,10 @@ def _state(facts: Facts) -> Stated:
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             head_dim_v=sizes.head_dim_v,
-            scale=settings.scale,
             mask=settings.mask,
-            softcap=settings.softcap,
-            alibi="alibi_slopes" in arrays,
-            bias=arrays["bias"].shape if "bias" in arrays else None,
-            bias_dtype=_dtype_of("bias", arrays),
-            bias_gradient=facts.bias_gradient,
-            dense_mask=arrays["mask"].shape if "mask" in arrays else None,
-            sink="sink" in arrays,
-            sink_dtype=_dtype_of("sink", arrays),
             dlse="dlse" in arrays,
-            q_lengths="q_lengths" in arrays,
-            kv_lengths="kv_lengths" in arrays,
             aligned=facts.aligned,
             empty=any(0 in arrays[name].shape for name in ("q", "k", "v")),
-            dropout=settings.dropout,
-            descales=tuple(name for name in DESCALES if name in arrays),
             shard="starts" in arrays,
             step=step,
             first_head=first_head,
@@ -217,10 +206,23 @@ def _state(facts: Facts) -> Stated:
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
+            bias_gradient=facts.bias_gradient,
+            **settings.numbers,
+            **_array_facts(arrays),
         )
-    return Stated(problem, sizes, settings.dropout, longest, unmet, requirements.about_type)
+    dropout = settings.numbers["dropout"]
+    return Stated(problem, sizes, bool(dropout), longest, unmet, requirements.about_type)
 
 
-def _dtype_of(name: str, arrays: dict[str, ArrayFacts]) -> str:
-    """The dtype of a floating option; where there is none, that of out."""
-    return arrays[name].dtype.name if name in arrays else out_dtype(arrays["q"].dtype).name
+def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
+    """The fields of a Problem for the arrays among the options."""
+    facts: dict[str, Any] = {}
+    for feature in ARRAYS:
+        array = arrays.get(feature.name)
+        facts[feature.field] = array is not None
+        if feature.broadcast:
+            facts[feature.field] = None if array is None else array.shape
+        if feature.element:
+            dtype = out_dtype(arrays["q"].dtype) if array is None else array.dtype
+            facts[f"{feature.field}_dtype"] = dtype.name
+    return facts

@@ -1,22 +1,35 @@
 """The records of a call: Options as the caller gives them, the Problem that they state, and its Operands.
 
-A Problem holds shapes, dtypes and features, no array, and nothing about how it will run. `pose.pose` builds it.
+Their fields for the options are those of features.py. A Problem holds shapes, dtypes and features, no array, and
+nothing about how it will run; `pose.pose` builds it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import field, make_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import Array, named_dtype
+from .features import (
+    ARRAY,
+    ARRAYS,
+    FEATURES,
+    FLOATING,
+    NAMES,
+    NUMBER,
+    NUMBERS,
+    WITH_GRADIENT,
+    Feature,
+    is_given,
+    record,
+)
 from .mask import Mask
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
-DESCALES = ("q_descale", "k_descale", "v_descale")
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 LONGEST = 2**31 - 1  # positions are int32
@@ -26,39 +39,23 @@ class UnsupportedError(ValueError):
     """A legal problem that no engine of this version serves; the message holds each engine's reasons."""
 
 
-@dataclass(slots=True)
-class Options:
-    """Everything a caller may say beyond q, k and v; the meaning of each is in `cupy_flash.attention`."""
+_Options: Any = make_dataclass(
+    "_Options", [(feature.name, Any, field(default=feature.default)) for feature in FEATURES], slots=True
+)
 
-    causal: Any = False
-    window: Any = None
-    scale: Any = None
-    softcap: Any = None
-    alibi_slopes: Any = None
-    bias: Any = None
-    mask: Any = None
-    sink: Any = None
-    q_lengths: Any = None
-    kv_lengths: Any = None
-    dropout: Any = 0.0
-    seed: Any = None
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    layout: Any = "bshd"
-    return_lse: Any = False
-    deterministic: Any = False
-    backend: Any = None
-    engine: Any = None
+
+class Options(_Options):
+    """The options of a call as the caller gives them; the meaning of each is in `cupy_flash.attention`."""
+
+    __slots__ = ()
 
     @classmethod
     def of(cls, function: str, options: dict[str, Any]) -> Options:
         """Options from keyword arguments; an unknown name is an error that lists the known ones."""
-        known = cls.__slots__  # dataclasses.fields is opaque to torch.compile
-        unknown = [name for name in options if name not in known]
+        unknown = [name for name in options if name not in NAMES]
         if unknown:
             raise TypeError(
-                f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}"
+                f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(NAMES)}"
             )
         return cls(**options)
 
@@ -98,18 +95,21 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-class Gradients(NamedTuple):
-    """The gradients of a call, each of its input's shape and dtype; None for what was not given or not asked."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
-    dsink: Any = None
+_Gradients: Any = record(
+    "dq", "dk", "dv", *(f"d{feature.name}" for feature in WITH_GRADIENT), optional=len(WITH_GRADIENT)
+)
 
 
-class Problem(NamedTuple):
-    """What is asked, hashable: shapes, dtype, place and features; no array and nothing about how it will run."""
+class Gradients(_Gradients):
+    """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested."""
+
+    __slots__ = ()
+
+
+class _Call:
+    """The fields of a Problem that are no facts of a feature."""
+
+    __slots__ = ()
 
     backward: bool
     dtype: np.dtype
@@ -123,30 +123,40 @@ class Problem(NamedTuple):
     kv_heads: int
     head_dim: int
     head_dim_v: int
-    scale: float
-    mask: Mask
-    softcap: float | None
-    alibi: bool
-    bias: tuple[int, ...] | None  # its shape
-    bias_dtype: str  # where there is none: that of q
-    bias_gradient: bool
-    dense_mask: tuple[int, ...] | None  # its shape
-    sink: bool
-    sink_dtype: str
+    mask: Mask  # causal and window
     dlse: bool
-    q_lengths: bool
-    kv_lengths: bool
     aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
     empty: bool  # q, k or v has no element: of a packed batch the lengths above do not tell
-    dropout: float
-    descales: tuple[str, ...]  # those of fp8 that are given
     shard: bool  # positions are not those of whole sequences
     step: int
     first_head: int
     whole_heads: int
     deterministic: bool
-    backend: str | None  # as asked for; None follows the arrays
+    backend: str | None  # as requested; None follows the arrays
     engine: str | None
+
+
+FACTS = tuple(
+    name
+    for feature in (*NUMBERS, *ARRAYS)
+    for name, exists in (
+        (feature.field, True),
+        (f"{feature.field}_dtype", feature.element),  # a name; that of out where the feature is absent
+        (f"{feature.field}_gradient", feature.optional_gradient),  # whether a backward computes it
+    )
+    if exists
+)
+_Problem: Any = record(*_Call.__annotations__, *FACTS)
+
+
+class Problem(_Problem, _Call):
+    """A call without its arrays, hashable: shapes, dtype, place and features; nothing about how it will run.
+
+    Beside the fields of `_Call` it has one for each feature (features.py): a number, the shape of an array that
+    broadcasts, or whether an array is given; with a dtype and whether its gradient is requested where these vary.
+    """
+
+    __slots__ = ()
 
     @property
     def group(self) -> int:
@@ -168,6 +178,15 @@ class Problem(NamedTuple):
         """fp32, or fp64 for fp64: the dtype of scores, sums and lse."""
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """The inputs of which a backward returns the gradient."""
+        return ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT if self._is_differentiated(feature)))
+
+    def _is_differentiated(self, feature: Feature) -> bool:
+        requested: bool = not feature.optional_gradient or getattr(self, f"{feature.field}_gradient")
+        return requested and is_given(self, feature)
+
     def lse_shape(self, q: Array) -> tuple[int, ...]:
         """(B, Hq, Sq), or (Hq, Tq) of a packed batch."""
         return q.shape[1::-1] if self.layout == "thd" else (self.batch, self.heads, self.q_len)
@@ -175,15 +194,8 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads} query and {self.kv_heads} key/value heads"
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
-        features = [str(self.mask)]
-        features += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
-        features += [f"dropout {self.dropout:g}"] if self.dropout else []
-        named = ("alibi", "sink", "q_lengths", "kv_lengths", "deterministic")
-        features += [name for name in named if getattr(self, name)]
-        features += self.descales
-        features += ["shard"] if self.shard else []
-        features += [f"bias {self.bias}"] if self.bias is not None else []
-        features += [f"mask {self.dense_mask}"] if self.dense_mask is not None else []
+        features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
+        features += [name for name in ("deterministic", "shard") if getattr(self, name)]
         step = "backward" if self.backward else "forward"
         packed = "packed, up to " if self.layout == "thd" else ""
         to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
@@ -192,25 +204,34 @@ class Problem(NamedTuple):
             f"{packed}{self.q_len} queries x {self.kv_len} keys, {heads}, {dim}; {', '.join(features)}"
         )
 
+    def _is_described(self, feature: Feature) -> bool:
+        return (feature.kind == ARRAY or feature.constant != "") and is_given(self, feature)
 
-class Operands(NamedTuple):
-    """The arrays of one call, and the seed (an int, or an int64 array of one element)."""
+    def _describe(self, feature: Feature) -> str:
+        fact = getattr(self, feature.field)
+        if feature.kind == NUMBER:
+            return f"{feature.name} {fact:g}"
+        return f"{feature.name} {fact}" if feature.broadcast else feature.field
+
+
+_Operands: Any = record(
+    *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
+    *("dout", "out", "lse", "dlse"),
+)
+
+
+class Operands(_Operands):
+    """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
+    element)."""
+
+    __slots__ = ()
 
     q: Array
     k: Array
     v: Array
-    alibi_slopes: Array | None
-    bias: Array | None
-    mask: Array | None
-    sink: Array | None
-    q_lengths: Array | None
-    kv_lengths: Array | None
     cu_seqlens_q: Array | None
     cu_seqlens_k: Array | None
     starts: Array | None
-    q_descale: Array | None
-    k_descale: Array | None
-    v_descale: Array | None
     seed: Array | int | None
     dout: Array | None
     out: Array | None

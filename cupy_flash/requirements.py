@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, as_array
+from .features import ARRAYS, CAP, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
 from .plan import engine_reason
-from .problem import BACKENDS, DESCALES, DTYPES, FP8, LAYOUTS, LONGEST, out_dtype
+from .problem import BACKENDS, DTYPES, FP8, LAYOUTS, LONGEST, out_dtype
+
+WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
 
 class Requirements:
@@ -78,9 +81,7 @@ class Settings(NamedTuple):
     """The options that are not arrays, checked and in one form."""
 
     mask: Mask
-    scale: float
-    softcap: float | None
-    dropout: float
+    numbers: dict[str, float | None]
 
 
 def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
@@ -183,29 +184,19 @@ def check_options(
     left, right = _check_window(requirements, options["window"])
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
 
-    given = options["scale"]
-    scale = 1 / math.sqrt(sizes.head_dim) if given is None else _number(requirements, "scale", given)
     # Of the dtype of scores and sums.
     limits = np.finfo(np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32)
-    smallest, largest = float(limits.smallest_subnormal), float(limits.max)
-    require(math.isfinite(scale), f"scale must be finite, not {given!r}")
-    require(not largest < abs(scale) < math.inf, f"scale must be finite in {limits.dtype.name}, not {given!r}")
-    given = options["softcap"]
-    softcap = None if given is None else _number(requirements, "softcap", given, 1.0)
-    if softcap is not None:
-        require(0 < softcap < math.inf, f"softcap must be positive and finite, not {given!r}; None is no softcap")
-        require(not 0 < softcap < smallest, f"softcap must be positive in {limits.dtype.name}, not {given!r}")
-        if softcap > largest:
-            softcap = None  # infinite in the accumulation dtype, where it changes no score
-    given = options["dropout"]
-    dropout = _number(requirements, "dropout", given)
-    # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
-    in_range = 0 <= dropout < 1 and round(65536 * dropout) < 65536
-    require(in_range, f"dropout must be in [0, 1), in steps of 1/65536, not {given!r}")
+    numbers = {
+        feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)
+        for feature in NUMBERS
+    }
+    if numbers["scale"] is None:
+        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
 
-    for name in ("return_lse", "deterministic"):
-        given = options[name]
-        requirements.require_type(isinstance(given, (bool, np.bool_)), f"{name} must be True or False, not {given!r}")
+    for feature in FLAGS:
+        given = options[feature.name]
+        is_flag = isinstance(given, (bool, np.bool_))
+        requirements.require_type(is_flag, f"{feature.name} must be True or False, not {given!r}")
     layout = options["layout"]
     require(is_one_of(layout, LAYOUTS), f'layout must be "bshd" or "bhsd", not {layout!r}')
     is_bhsd = isinstance(layout, str) and layout == "bhsd"
@@ -215,7 +206,7 @@ def check_options(
     require(known, f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}")
     reason = engine_reason(options["engine"])
     require(reason is None, str(reason))
-    return Settings(mask, scale, softcap, dropout if in_range else 0.0)
+    return Settings(mask, numbers)
 
 
 def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, int | None]:
@@ -255,13 +246,47 @@ def _number(requirements: Requirements, name: str, value: Any, default: float = 
         return default
 
 
+def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+    if given is None:
+        return None
+    value = _number(requirements, name, given)
+    requirements.require(math.isfinite(value), f"{name} must be finite, not {given!r}")
+    in_dtype = not float(limits.max) < abs(value) < math.inf
+    requirements.require(in_dtype, f"{name} must be finite in {limits.dtype.name}, not {given!r}")
+    return value
+
+
+def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+    """A positive number; one that is infinite in the accumulation dtype, where it changes no score, is None."""
+    if given is None:
+        return None
+    value = _number(requirements, name, given, 1.0)
+    in_range = 0 < value < math.inf
+    requirements.require(in_range, f"{name} must be positive and finite, not {given!r}; None is no {name}")
+    in_dtype = not 0 < value < float(limits.smallest_subnormal)
+    requirements.require(in_dtype, f"{name} must be positive in {limits.dtype.name}, not {given!r}")
+    return None if value > float(limits.max) else value
+
+
+def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
+    value = _number(requirements, name, given)
+    # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
+    in_range = 0 <= value < 1 and round(65536 * value) < 65536
+    requirements.require(in_range, f"{name} must be in [0, 1), in steps of 1/65536, not {given!r}")
+    return value if in_range else 0.0
+
+
+RANGES = {FINITE: _finite, CAP: _cap, PROBABILITY: _probability}
+
+
 def check_packed(
     requirements: Requirements, arrays: dict[str, ArrayFacts], longest: tuple[Any, Any]
 ) -> tuple[int | None, int | None]:
     """The facts of a packed batch; (max_seqlen_q, max_seqlen_k), None where one is wrong."""
     require = requirements.require
-    for name in ("bias", "mask", "q_lengths", "kv_lengths"):
-        require(name not in arrays, f"{name} is for padded batches; a packed batch has its lengths in cu_seqlens")
+    for feature in ARRAYS:
+        legal = not feature.padded or feature.name not in arrays
+        require(legal, f"{feature.name} is for padded batches; a packed batch has its lengths in cu_seqlens")
     batches, checked = [], []
     for side, given in zip("qk", longest, strict=True):
         length = None
@@ -295,39 +320,36 @@ def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> b
 
 def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
     """The arrays among the options, against the sizes of the call."""
-    require, require_type = requirements.require, requirements.require_type
-    scores = (sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)
-    if "bias" in arrays:
-        bias = arrays["bias"]
-        instead = "; a boolean mask is given as mask=" if bias.dtype == np.bool_ else ""
-        require_type(is_float(bias.dtype), f"bias must be floating, not {bias.dtype.name}{instead}")
-        require(_broadcasts(bias.shape, scores), f"bias {bias.shape} must broadcast to (B, Hq, Sq, Sk) = {scores}")
-    if "mask" in arrays:
-        mask = arrays["mask"]
-        instead = "; an additive mask is given as bias=" if is_float(mask.dtype) else ""
-        require_type(mask.dtype == np.bool_, f"mask must be bool, True = attend, not {mask.dtype.name}{instead}")
-        require(_broadcasts(mask.shape, scores), f"mask {mask.shape} must broadcast to (B, Hq, Sq, Sk) = {scores}")
-    if "alibi_slopes" in arrays:
-        slopes = arrays["alibi_slopes"]
-        legal = ((sizes.heads,), (sizes.batch, sizes.heads))
-        require_type(slopes.dtype == np.float32, f"alibi_slopes must be float32, not {slopes.dtype.name}")
-        require(slopes.shape in legal, f"alibi_slopes must be (Hq,) or (B, Hq) = {legal[1]}, not {slopes.shape}")
-    if "sink" in arrays:
-        sink = arrays["sink"]
-        require_type(is_float(sink.dtype), f"sink must be floating, not {sink.dtype.name}")
-        require(sink.shape == (sizes.heads,), f"sink must be (Hq,) = ({sizes.heads},), not {sink.shape}")
-    for name in ("q_lengths", "kv_lengths"):
-        if name in arrays:
-            lengths = arrays[name]
-            require_int32(requirements, name, lengths)
-            require(lengths.shape == (sizes.batch,), f"{name} must be (B,) = ({sizes.batch},), not {lengths.shape}")
-    for name in DESCALES:
-        if name in arrays:
-            descale, legal_shape = arrays[name], (sizes.batch, sizes.kv_heads)
+    lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
+    for feature in ARRAYS:
+        if feature.name not in arrays:
+            continue
+        name, array = feature.name, arrays[feature.name]
+        if feature.fp8:
             q = arrays["q"].dtype.name
-            require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
-            require_type(descale.dtype == np.float32, f"{name} must be float32, not {descale.dtype.name}")
-            require(descale.shape == legal_shape, f"{name} must be (B, Hk) = {legal_shape}, not {descale.shape}")
+            requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
+        _check_dtype(requirements, feature, array)
+        shapes = [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
+        legal = array.shape in shapes or (feature.broadcast and _broadcasts(array.shape, shapes[-1]))
+        axes_text = f"{' or '.join(map(_axes_text, feature.axes))} = {shapes[-1]}"
+        reason = f"{name} must be {axes_text}, not {array.shape}"
+        if feature.broadcast:
+            reason = f"{name} {array.shape} must broadcast to {axes_text}"
+        requirements.require(legal, reason)
+
+
+def _axes_text(axes: str) -> str:
+    return f"({', '.join(SIZES[axis] for axis in axes)}{',' * (len(axes) == 1)})"
+
+
+def _check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts) -> None:
+    if feature.dtypes == ("int32",):
+        require_int32(requirements, feature.name, array)
+        return
+    dtype = array.dtype.name
+    legal, (wrong, text) = feature.dtype_text or feature.dtypes[0], feature.hint
+    hint = text if dtype in wrong else ""
+    requirements.require_type(dtype in feature.dtypes, f"{feature.name} must be {legal}, not {dtype}{hint}")
 
 
 def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
@@ -426,19 +448,17 @@ def check_boundaries(
 
 def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Sizes) -> None:
     """The values of the arrays among the options in host memory."""
-    for name, longest in (("q_lengths", sizes.q_len), ("kv_lengths", sizes.kv_len)):
-        if name not in arrays:
+    for feature in WITH_VALUES:
+        array = arrays.get(feature.name)
+        if array is None or array.device != "cpu" or array.dtype.name not in feature.dtypes:
             continue
-        lengths = arrays[name]
-        legal = sizes.known and lengths.dtype == np.int32 and lengths.shape == (sizes.batch,)
-        if legal and lengths.device == "cpu" and sizes.batch:
-            values = lengths.numpy()
-            inside = values.min() >= 0 and values.max() <= longest
+        values = array.numpy()
+        if feature.not_negative:
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            requirements.require(legal, f"{feature.name} must be finite and not negative")
+        elif sizes.known and array.shape == (sizes.batch,) and sizes.batch:
+            longest = getattr(sizes, feature.longest)
             requirements.require(
-                bool(inside), f"{name} must be in [0, {longest}], not {values.min()} to {values.max()}"
+                bool(values.min() >= 0 and values.max() <= longest),
+                f"{feature.name} must be in [0, {longest}], not {values.min()} to {values.max()}",
             )
-    for name in DESCALES:
-        if name in arrays and arrays[name].device == "cpu" and arrays[name].dtype == np.float32:
-            values = arrays[name].numpy()
-            finite = bool((np.isfinite(values) & (values >= 0)).all())
-            requirements.require(finite, f"{name} must be finite and not negative")

@@ -227,7 +227,8 @@ def planned(
     on_cpu, operands = posed(case, saved)
     chosen = plan(on_cpu.problem._replace(**changes), device.named(arch))
     if tile is not None:
-        chosen = chosen._replace(launches=MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile))
+        launches = MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile)
+        chosen = chosen._replace(launches=launches, tile=tile)
     less = tuple(step._replace(shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
     return chosen._replace(launches=less), operands
 

@@ -8,8 +8,9 @@ import pytest
 
 from cupy_flash import pose as module
 from cupy_flash.arrays import Array
+from cupy_flash.features import ARRAYS, NAMES
 from cupy_flash.pose import pose
-from cupy_flash.problem import DESCALES, Options, Packed, Saved
+from cupy_flash.problem import Options, Packed, Saved
 
 
 def zeros(*shape, dtype=np.float32):
@@ -196,9 +197,9 @@ def test_every_drawn_seed_is_another():
 
 def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
     """A new option has its place: among the plain options, or among the arrays."""
-    arrays = {"alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", *DESCALES}
+    arrays = {"seed", *(feature.name for feature in ARRAYS)}
     others = set(module.PLAIN_OPTIONS) | {"window"}
-    assert others | arrays == set(Options.__slots__) and not others & arrays
+    assert others | arrays == set(NAMES) and not others & arrays
 
 
 def test_what_is_kept_is_bounded_and_keeps_no_array_alive():

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import backends
+from .. import backends, features
 from ..pose import pose
-from ..problem import DESCALES, Gradients, Operands, Options, Problem, Saved
+from ..problem import Gradients, Operands, Options, Problem, Saved
 
-ARRAYS = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES)  # among the options
+ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 
 
 class Words(NamedTuple):

@@ -17,12 +17,13 @@ import torch
 
 from .. import backends
 from ..api import merge
+from ..features import ARRAYS, NAMES
 from ..pose import pose
-from ..problem import DESCALES, Options, Packed, Saved, Shard
+from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Course, Pair, chunks, course
 
-UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths", *DESCALES)  # by attention over several ranks
+UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)
 TENSORS = ("sink", "alibi_slopes", "seed")  # options that may be tensors
 
 
@@ -139,7 +140,7 @@ def describe(arrays: tuple[Any, Any, Any], asked: Options, axis: int) -> dict[st
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
         words[name] = f"{x.dtype} ({sizes})"
-    for name in Options.__slots__:
+    for name in NAMES:
         value = getattr(asked, name)
         if name not in ("seed", "return_lse"):
             words[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

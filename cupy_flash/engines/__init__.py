@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..device import Device
 from ..launch import Launch
+from ..params import Workspace
 from ..problem import Problem
 
 
@@ -35,8 +36,9 @@ class Engine(Protocol):
     def threads(self, device: Device, tile: Any, cost: float) -> int:
         """Of the CPU for a problem of so many seconds; of one block on a GPU."""
 
-    def workspaces(self, problem: Problem, tile: Any) -> tuple[str, ...]:
-        """What the kernels need beside operands and results, by the names of params.cuh."""
+    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """The memory that the kernels need beside operands and results, for arrays of so many rows: of one sequence, or
+        of the whole packed batch."""
 
     def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
         """The kernels in order; none on the CPU."""

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import (
-    Constant,
-    Launch,
-    fragment_backward,
-    fragment_constants,
-    fragment_refusals,
-    grid_refusals,
-    is_modified,
-    known_constants,
-    of_something,
-    sequences,
-)
+from ..launch import Constant, Launch
+from ..params import Workspace
 from ..problem import Problem
+from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
+from .shared import grid_refusals, known_constants, nonempty, sequences
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -125,10 +117,8 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
     return its.threads
 
 
-def workspaces(problem: Problem, tile: Tiles) -> tuple[str, ...]:
-    if not problem.backward:
-        return ()
-    return ("delta", "lse2") if tile.of_q is not None else ("delta", "lse2", "dq_sums")
+def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return backward_workspaces(problem, q_rows, add_dq=tile.of_q is None) if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -138,7 +128,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     of_q, of_kv = tile.of_q, tile.of_kv
     if of_kv is None:
         assert of_q is not None
-        return of_something([_launch("mma/forward", problem, of_q, q_grid(of_q))])
+        return nonempty([_launch("mma/forward", problem, of_q, q_grid(of_q))])
     kv_grid = max(-(-problem.kv_len // of_kv.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, of_kv, kv_grid)]
     if of_q is not None:

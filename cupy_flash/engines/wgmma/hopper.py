@@ -1,7 +1,7 @@
 """What every kernel of the engine knows of Hopper: its tiles' units, and what the written costs are made of."""
 
-from ...launch import is_modified
 from ...problem import Problem
+from ..fragments import is_modified
 
 ARCH = "sm_90a"
 LARGEST = 256  # head dimension

@@ -55,8 +55,17 @@ def problems(
     """
     sizes = dict(head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v, group=group)
     for name, size in sizes.items():
-        if operator.index(size) < 1:
-            raise ValueError(f"compile: {name} must be at least 1, not {size}")
+        try:
+            if isinstance(size, bool):
+                raise TypeError
+            in_range = 1 <= operator.index(size) < 2**31
+        except Exception as error:  # objects of others raise what they like
+            raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
+        if not in_range:
+            raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
+    for name, chosen in dict(backward=backward, packed=packed).items():
+        if not isinstance(chosen, (bool, np.bool_)):
+            raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     asked = Options.of("compile", options)
     forward = _problem(asked, element_dtype(dtype), *sizes.values(), packed=packed)
     if not backward:
@@ -101,10 +110,10 @@ def _problem(
 
 def element_dtype(dtype: Any) -> np.dtype[Any]:
     """The NumPy dtype of any library's, or of its name."""
-    if not isinstance(dtype, str):
+    if not isinstance(dtype, str) and dtype is not None:  # NumPy takes None for float64
         try:
             return np.dtype(dtype)
-        except TypeError:  # torch's
+        except Exception:  # torch's; objects of others raise what they like
             dtype = str(dtype).removeprefix("torch.")
     if dtype not in (*DTYPES, FP8):
         raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, {FP8}, not {dtype!r}")

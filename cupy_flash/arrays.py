@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +90,7 @@ def as_array(x: Any, name: str) -> Array:
             return _from_jax(x)
         if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
             return _from_dlpack(x, "dlpack")
-        if isinstance(interface := getattr(x, "__cuda_array_interface__", None), dict):
+        if isinstance(interface := _asked(getattr, x, "__cuda_array_interface__", None), dict):
             return _from_cuda_array_interface(x, interface)
         raise TypeError("not a NumPy, CuPy, torch or jax array, and without __dlpack__ and __cuda_array_interface__")
     except (TypeError, ValueError) as error:
@@ -174,6 +176,14 @@ def made_on(array: Array) -> int | None:
         stream = array.owner.__cuda_array_interface__.get("stream")
         return None if stream is None else int(stream)
     return LEGACY_DEFAULT_STREAM if array.framework in ("jax", "dlpack") and array.device != "cpu" else None
+
+
+def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
+    """What a producer answers; TypeError, with its words, for whatever it raises instead."""
+    try:
+        return question(*arguments)
+    except Exception as error:
+        raise TypeError(f"its producer does not export it: {error!r}") from error
 
 
 def _is_instance(x: Any, module: str, name: str) -> bool:
@@ -284,12 +294,21 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
     """Versions 2 and 3. The protocol does not name the device: the driver is asked through CuPy, else it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
-    pointer, readonly = interface["data"]
-    dtype = np.dtype(interface["typestr"])
-    shape, byte_strides = tuple(interface["shape"]), interface.get("strides")
-    if byte_strides is None:
-        byte_strides = tuple(stride * dtype.itemsize for stride in _contiguous_strides(shape))
-    strides = _in_elements(tuple(byte_strides), dtype)
+    missing = [key for key in ("shape", "typestr", "data") if key not in interface]
+    if missing:
+        raise TypeError(f"its __cuda_array_interface__ has no {', '.join(missing)}")
+    try:
+        pointer, readonly = interface["data"]
+        pointer, dtype = operator.index(pointer), np.dtype(interface["typestr"])
+        shape, byte_strides = tuple(map(operator.index, interface["shape"])), interface.get("strides")
+        if byte_strides is None:
+            byte_strides = tuple(stride * dtype.itemsize for stride in _contiguous_strides(shape))
+        byte_strides = tuple(map(operator.index, byte_strides))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"its __cuda_array_interface__ is malformed: {error}") from error
+    if interface["typestr"] is None or min(shape, default=0) < 0 or len(byte_strides) != len(shape) or pointer < 0:
+        raise TypeError(f"its __cuda_array_interface__ is malformed: {interface}")
+    strides = _in_elements(byte_strides, dtype)
     index = 0
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
@@ -350,18 +369,19 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def _from_dlpack(x: Any, framework: str) -> Array:
-    device_type, device_index = x.__dlpack_device__()
-    if int(device_type) not in _DLPACK_DEVICES:
-        raise TypeError(f"DLPack device type {int(device_type)} is neither the CPU nor a CUDA device")
-    device = _DLPACK_DEVICES[int(device_type)].format(device_index)
+    device_type, device_index = _asked(lambda: map(int, x.__dlpack_device__()))
+    if device_type not in _DLPACK_DEVICES:
+        raise TypeError(f"DLPack device type {device_type} is neither the CPU nor a CUDA device")
+    device = _DLPACK_DEVICES[device_type].format(device_index)
     stream = {} if device == "cpu" else {"stream": LEGACY_DEFAULT_STREAM}
-    try:
+
+    def capsule_of() -> Any:
         try:
-            capsule = x.__dlpack__(max_version=(1, 0), **stream)
+            return x.__dlpack__(max_version=(1, 0), **stream)
         except TypeError:  # a producer older than DLPack 1.0 knows no max_version
-            capsule = x.__dlpack__(**stream)
-    except (BufferError, RuntimeError) as error:
-        raise TypeError(f"its producer does not export it: {error}") from error
+            return x.__dlpack__(**stream)
+
+    capsule = _asked(capsule_of)
     tensor, readonly = _read_capsule(capsule)
     code, bits, lanes = tensor.dtype_code, tensor.dtype_bits, tensor.dtype_lanes
     if lanes != 1 or (code, bits) not in _DLPACK_DTYPES:

@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ from .nvrtc import Compiled, CompileError
 FORMAT = 1  # of an entry; one of another format is replaced
 FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt", "entry.json")
 PUBLISHING = "publishing-"  # how the folder of an entry that is not complete begins
+ABANDONED = 24 * 60 * 60  # seconds after which its publisher is taken for dead
 OURS = re.compile(rf"[A-Za-z_][\w.]*\.[0-9a-f]{{32}}|{PUBLISHING}\w+")
 
 failures = itertools.count()  # to use the folder, in this process
@@ -107,7 +109,7 @@ class Entry:
         path = self.path
         try:
             check_safe(path)
-            code, log, record = ((path / file).read_bytes() for file in (self.payload, "log.txt", "entry.json"))
+            code, log, record = (read_safe(path / file) for file in (self.payload, "log.txt", "entry.json"))
             found = Compiled(self.name, self.target, code, log.decode(), path / self.payload)
         except (OSError, UnicodeDecodeError):
             return None
@@ -119,6 +121,7 @@ class Entry:
         Whoever reads the entry sees all of it or nothing. Raises OSError where the folder takes no entry.
         """
         mode = writable_mode(self.folder)
+        remove_abandoned(self.folder)
         workplace = Path(tempfile.mkdtemp(prefix=PUBLISHING, dir=self.folder))
         try:
             complete = workplace / "entry"
@@ -152,9 +155,9 @@ def noted_compiler(folder: Path) -> str | None:
     """What the compiler of this environment said of itself (nvrtc.identity) when its file was what it is now; None
     where that is not known. To find, load and ask it takes longer than all else that a kernel from the folder needs."""
     try:
-        library, *state, said = json.loads(_note(folder).read_text(encoding="utf-8"))
+        library, *state, said = json.loads(read_safe(_note(folder)))
         return str(said) if state == _state(Path(library)) else None
-    except (OSError, ValueError, TypeError):  # no note, no library, or another's text
+    except (OSError, ValueError, TypeError, RecursionError):  # no note, no library, or another's text
         return None
 
 
@@ -237,12 +240,25 @@ def check_safe(folder: Path) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'no folder'}")
+    _check_owner(folder, status)
+
+
+def read_safe(file: Path) -> bytes:
+    """What is in a file; OSError where it is none, or somebody else could have written it or could yet."""
+    status = os.lstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{file} is no regular file")
+    _check_owner(file, status)
+    return file.read_bytes()
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
     if not has_owners():
         return
     if status.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{folder} belongs to user {status.st_uid}, who could put code into it")
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, who could put code into it")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{folder} can be written by other users (chmod go-w would close it)")
+        raise PermissionError(f"{path} can be written by other users (chmod go-w would close it)")
 
 
 def writable_mode(folder: Path) -> int:
@@ -278,6 +294,15 @@ def clear(folder: Path) -> None:
         remove(path)
     for note in folder.glob("compiler.*.json"):
         note.unlink()
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes what publishers have left that were killed: no publisher takes a day."""
+    for path in folder.glob(f"{PUBLISHING}*"):
+        with suppress(OSError):  # another process may remove it, or not let us
+            status = os.lstat(path)
+            if OURS.fullmatch(path.name) and stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > ABANDONED:
+                remove(path)
 
 
 def remove(entry: Path) -> None:

@@ -38,7 +38,7 @@ GPUS = {
 
 def named(arch: str, backend: str = "simulator") -> Device:
     """A GPU by its compute capability, for planning, compiling and simulating without one."""
-    if arch not in GPUS:
+    if not isinstance(arch, str) or arch not in GPUS:
         raise ValueError(f"unknown GPU architecture {arch!r}; known are {', '.join(GPUS)}")
     shared_kib, units = GPUS[arch]
     return Device(backend, arch, units, shared_kib * 1024)

@@ -58,6 +58,18 @@ KEPT = {
 }
 
 
+def _not_whole(sizes: dict[str, Any]) -> list[str]:
+    """Which of the sizes are no whole numbers: anything may stand in a config.json."""
+    wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
+    return [f"{name} must be a whole number, not {size!r}" for name, size in wrong.items()]
+
+
+def _out_of_range(sizes: dict[str, int]) -> list[str]:
+    """Which of the whole numbers are no sizes."""
+    wrong = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
+    return wrong + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
+
+
 def _refuse(where: str, wrong: list[str]) -> None:
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}")
@@ -86,6 +98,9 @@ class Transformer:
     dropout: bool = True  # on embeddings, attention probabilities and the results of both halves of a block
 
     def __post_init__(self) -> None:
+        names = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
+        sizes = {name: getattr(self, name) for name in names}
+        _refuse("Transformer", _not_whole(sizes))
         for name, value in {
             "kv_heads": self.heads,
             "head_dim": self.embed_dim // max(self.heads, 1),
@@ -93,8 +108,7 @@ class Transformer:
         }.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        sizes = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
-        wrong = [f"{name} must be positive, not {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        wrong = _out_of_range({name: getattr(self, name) for name in names})
         if not wrong and self.heads % self.kv_heads:
             wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.activation not in ACTIVATIONS:
@@ -151,7 +165,12 @@ def load(name: str) -> Transformer:
     path = Path(name)
     if path.suffix != ".json":
         raise ValueError(f"{name!r} is neither a config.json nor one of {', '.join(PRESETS)}")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no JSON object")
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
@@ -160,6 +179,8 @@ def load(name: str) -> Transformer:
             return _llama(config)
     except KeyError as missing:
         raise ValueError(f"{path} has no {missing}") from missing
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path} describes a model of type {kind!r}; gpt2, llama and mistral are known")
 
 
@@ -203,11 +224,9 @@ class Training:
     ring: int = 1  # GPUs that share a sequence, by ring attention
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} must be positive, not {getattr(self, name)}"
-            for name in ("batch", "seqlen", "fsdp", "tensor", "ring")
-            if getattr(self, name) < 1
-        ]
+        sizes = {name: getattr(self, name) for name in ("batch", "seqlen", "fsdp", "tensor", "ring")}
+        _refuse("Training", _not_whole(sizes))
+        wrong = _out_of_range(sizes)
         for name, known in (("attention", ATTENTIONS), ("checkpoint", tuple(KEPT)), ("precision", tuple(ITEMSIZE))):
             if getattr(self, name) not in known:
                 wrong.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")

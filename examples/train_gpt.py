@@ -43,6 +43,7 @@ VOCABULARY = 256  # a token is a byte
 HELD_OUT = 10  # every tenth file is for validation
 VALIDATE_EVERY, VALIDATION_BATCHES = 20, 4
 SAMPLE_BYTES, TEMPERATURE = 200, 0.8
+CHECKSUM_BYTES = 32  # SHA-256
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -271,18 +272,28 @@ def shard(model: GPT, arguments: argparse.Namespace) -> None:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Atomic: whenever the process or the machine stops, `path` is the old state or the new one."""
+    """Atomic: whenever the process or the machine stops, `path` is the old state or the new one.
+
+    A checksum ends the file, which torch.load reads all the same.
+    """
     partial = path.with_name(path.name + ".partial")
+    content = io.BytesIO()
+    torch.save(state, content)
     with partial.open("wb") as file:
-        torch.save(state, file)
+        file.write(content.getbuffer())
+        file.write(hashlib.sha256(content.getbuffer()).digest())
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
 def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """The saved state, if it is of the model and the text that `expected` describes."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    """The saved state, if it is whole, and of the model and the text that `expected` describes."""
+    saved = memoryview(path.read_bytes())
+    content, checksum = saved[:-CHECKSUM_BYTES], saved[-CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() != checksum:
+        raise SystemExit(f"{path} is damaged, or no state that this version saved: its checksum is another")
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     pairs = [(name, state.get(name), value) for name, value in expected.items()]
     different = [f"{name} is {there} there, {here} here" for name, there, here in pairs if there != here]
     if different:

@@ -86,7 +86,9 @@ def kernel_cache(tmp_path_factory, request):
 
 def faster(flags):
     def with_fewer_passes(target):
-        return (*flags(target), *(["--Ofast-compile=mid"] if target.startswith("compute_") else []))
+        # On sm_90a such PTX copies accumulators between wgmma.fence and wgmma, which the simulator refuses.
+        is_cheaper = target.startswith("compute_") and not target.endswith("a")
+        return (*flags(target), *(["--Ofast-compile=mid"] if is_cheaper else []))
 
     return with_fewer_passes
 

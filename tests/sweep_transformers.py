@@ -94,6 +94,10 @@ class Verdict(NamedTuple):
     detail: str = ""
 
 
+class Expired(BaseException):
+    """A model took too long; no Exception, which a model or the sweep would catch."""
+
+
 class Unsuited(Exception):
     """The sweep found no tiny configuration, or no inputs."""
 
@@ -320,8 +324,8 @@ def given_to(model: Any) -> dict[str, Any]:
             given = inputs_of(model, **variant)
             outputs_of(model, given, None)
             return given
-        except Exception as error:
-            if variant is variants[-1] or isinstance(error, TimeoutError):
+        except Exception:
+            if variant is variants[-1]:
                 raise
     raise AssertionError
 
@@ -341,8 +345,6 @@ def reference_of(model_class: type, config_class: type, changes: dict[str, Any])
                 model = build(model_class, config, implementation).to(dtype)
                 perturb(model)
                 return model, config, given_to(model), implementation
-            except TimeoutError:
-                raise
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
     raise Unsuited("; ".join(dict.fromkeys(reasons)))
@@ -424,7 +426,7 @@ def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
     kind, name, changes = case
 
     def expire(*_: Any) -> None:
-        raise TimeoutError(f"{timeout} seconds")
+        raise Expired(f"{timeout} seconds")
 
     signal.signal(signal.SIGALRM, expire)
     signal.alarm(timeout)
@@ -434,8 +436,8 @@ def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
             return Verdict(name, "no verdict", "it is not exported, or needs a library that is not installed")
         config_class = transformers.CONFIG_MAPPING[kind]
         return examine(model_class, config_class, changes)
-    except TimeoutError as error:
-        return Verdict(name, "no verdict", str(error))
+    except ImportError as error:  # of a library that the model needs
+        return Verdict(name, "no verdict", " ".join(str(error).split()))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(at.filename)}:{at.lineno}"
@@ -449,7 +451,10 @@ def work(task: tuple[tuple[str, str, dict[str, Any]], int]) -> Verdict:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-        return verdict_of(*task)
+        try:
+            return verdict_of(*task)
+        except Expired as expired:
+            return Verdict(task[0][1], "no verdict", str(expired))
 
 
 def main() -> int:

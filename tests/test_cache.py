@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
@@ -406,6 +407,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "file": replace_by_file,
     "link": replace_by_link,
     "open_to_others": lambda entry: entry.chmod(0o777),
+    "code_open_to_others": lambda entry: (entry / "kernel.cubin").chmod(0o666),
+    "link_to_code": lambda entry: (
+        (entry / "kernel.cubin").rename(entry.parent / "code"),
+        (entry / "kernel.cubin").symlink_to(entry.parent / "code"),
+    ),
 }
 
 
@@ -432,6 +438,60 @@ def test_an_entry_of_another_user_is_compiled_again(
     owned_by(monkeypatch, entry, 4243)
     cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME] * 2
+
+
+@pytest.mark.parametrize("file", ["kernel.cubin", "log.txt", "entry.json"])
+def test_a_file_of_another_user_is_not_trusted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str], file: str
+) -> None:
+    entry = store()
+    owned_by(monkeypatch, entry / file, 4243)
+    cache.compiled(TEXT, NAME, TARGET)
+    assert compiles == [NAME] * 2
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+NOTES: dict[str, Callable[[Path], object]] = {
+    "100000_levels": lambda note: note.write_text(nested(100_000)),
+    "open_to_others": lambda note: note.chmod(0o666),
+    "pipe": lambda note: (note.unlink(), os.mkfifo(note)),
+    "number": lambda note: note.write_text("9" * 5000),
+    "no_text": lambda note: note.write_bytes(b"\xff"),
+}
+
+
+@pytest.mark.parametrize("damage", NOTES.values(), ids=NOTES)
+def test_a_damaged_note_of_a_compiler_is_ignored(
+    folder: Path, compiles: list[str], damage: Callable[[Path], object]
+) -> None:
+    store()
+    (note,) = folder.glob("compiler.*.json")
+    assert cache.noted_compiler(folder) == nvrtc.identity()
+    damage(note)
+    assert cache.noted_compiler(folder) is None
+    cache.compiled(TEXT, NAME, TARGET)
+    assert compiles == [NAME]
+    assert cache.noted_compiler(folder) == nvrtc.identity()  # noted again
+
+
+def test_the_next_publisher_removes_what_a_killed_one_left(folder: Path) -> None:
+    entry = store()
+    day = 24 * 60 * 60
+    ages = {"publishing-0ld": day + 60, "publishing-recent": day - 60, "publishing-foreign": 9 * day, "mine": 9 * day}
+    for name, age in ages.items():
+        shutil.copytree(entry, folder / name / "entry")
+        shutil.copytree(entry, folder / name / "damaged0")
+        if name == "publishing-foreign":
+            (folder / name / "notes.txt").write_text("mine")
+        now = time.time()
+        os.utime(folder / name, (now - age, now - age))
+    store(OTHER)
+    left = {path.name for path in folder.iterdir() if path.name in ages}
+    assert left == {"publishing-recent", "publishing-foreign", "mine"}
+    assert [path.name for path in (folder / "publishing-foreign").iterdir()] == ["notes.txt"]
 
 
 def test_a_quicker_process_wins(folder: Path) -> None:
@@ -582,6 +642,25 @@ def test_commands_show_and_clear_the_cache(full_folder: Path, capsys: pytest.Cap
     assert re.search(r"^NVRTC +1\d\.\d+, for sm_.*75, .*90", information, re.MULTILINE)
     assert main(["cache", "clear"]) == 0
     assert capsys.readouterr().out == f"{full_folder}, 0 entries, 0.0 MiB\n"
+
+
+def test_clear_says_why_a_folder_cannot_be_cleared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store()
+
+    def denied(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for method in ("iterdir", "unlink"):  # root may read and write all the same
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, denied)
+            assert main(["cache", "clear"]) == 1
+        output = capsys.readouterr()
+        assert os.strerror(errno.EACCES) in output.err and output.err.count("\n") == 1 and output.out == ""
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", "relative")
+    assert main(["cache", "clear"]) == 1
+    assert capsys.readouterr().err == "relative is not an absolute path\n"
 
 
 def test_commands_say_why_a_folder_is_not_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from cases import OPTIONS, Case, posed, run
 
 import cupy_flash
-from cupy_flash import ahead, device
+from cupy_flash import ahead, cache, device, nvrtc
 from cupy_flash.__main__ import main
 from cupy_flash.plan import plan
 from cupy_flash.problem import DTYPES, Saved
@@ -101,6 +101,13 @@ def test_gradients_of_lse_cost_one_small_kernel():
     [
         pytest.param(dict(head_dim=0), "head_dim must be at least 1", id="no-dimension"),
         pytest.param(dict(dtype="int8"), "dtype must be one of", id="integers"),
+        pytest.param(dict(dtype=None), "dtype must be one of .*, not None", id="no-dtype"),
+        pytest.param(dict(dtype=[]), "(dtype must be one of|must be float16)", id="list-of-dtypes"),
+        pytest.param(dict(head_dim="8"), "head_dim must be a whole number, not '8'", id="dimension-of-text"),
+        pytest.param(dict(head_dim=True), "head_dim must be a whole number, not True", id="dimension-of-truth"),
+        pytest.param(dict(group=2**63), r"group must be at least 1 and less than 2\*\*31", id="huge-group"),
+        pytest.param(dict(packed=np.zeros(2)), "packed must be True or False", id="packed-array"),
+        pytest.param(dict(arch=[]), "unknown GPU architecture", id="no-word"),
         pytest.param(dict(window=3), "window must be", id="a-call-would-refuse"),
         pytest.param(dict(colour=1), "unknown option 'colour'", id="unknown-option"),
         pytest.param(dict(head_dim=257), "larger than 256", id="no-engine"),
@@ -118,6 +125,18 @@ def test_without_arch_a_gpu_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeError, match='there is no GPU to compile for; name one, as in arch="sm_90a"'):
         cupy_flash.compile(dtype="float32", head_dim=8)
+
+
+def test_command_without_nvrtc(folder, capsys, monkeypatch):
+    def missing(*_):
+        raise ImportError(nvrtc.MISSING)
+
+    monkeypatch.setattr(nvrtc, "library", missing)
+    monkeypatch.setattr(nvrtc, "identity", missing)  # of which the process may know the answer
+    cache.compiled.cache_clear()
+    assert main(["compile", "--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]) == 1
+    output = capsys.readouterr()
+    assert output.err == f"{nvrtc.MISSING}\n" and output.out == ""
 
 
 def test_command(folder, capsys):

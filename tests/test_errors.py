@@ -49,6 +49,43 @@ class CudaArray:
         raise AssertionError("copied to the host")
 
 
+INTERFACE = dict(shape=(2, 3, 4, 8), typestr="<f4", data=(1 << 40, False), version=3)
+
+
+class Interface:
+    """An array that describes itself with these keys alone."""
+
+    def __init__(self, **keys):
+        self.__cuda_array_interface__ = keys
+
+
+class Producer:
+    """Speaks DLPack, badly."""
+
+    def __init__(self, *device):
+        self.device = device
+
+    def __dlpack_device__(self):
+        if not self.device:
+            raise KeyError("device")
+        return self.device[0]
+
+    def __dlpack__(self, **options):
+        raise KeyError("data")
+
+
+class Raising:
+    """An object that raises what it likes, whatever it is asked."""
+
+    def __float__(self):
+        raise KeyError
+
+    __index__ = __float__
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
 @pytest.fixture(autouse=True)
 def without_cupy(monkeypatch):
     """CuPy, once imported, asks the driver about every pointer, and those of CudaArray are nobody's."""
@@ -123,6 +160,37 @@ BAD_CALLS = [
     bad("scale-complex", FORWARD, TypeError, "scale must be a number", scale=1j),
     bad("scale-array", FORWARD, TypeError, "scale must be a number", scale=zeros(2)),
     bad("softcap-zero", FORWARD, ValueError, "softcap must be positive and finite, not 0; None is", softcap=0),
+    bad("scale-bytes", FORWARD, TypeError, "scale must be a number, not b'1'", scale=b"1"),
+    bad("scale-bytearray", FORWARD, TypeError, "scale must be a number", scale=bytearray(b"1")),
+    bad("scale-word-of-numpy", FORWARD, TypeError, "scale must be a number", scale=np.array("0.5")),
+    bad("scale-complex-of-numpy", FORWARD, TypeError, "scale must be a number", scale=np.complex64(1j)),
+    bad("scale-without-a-value", FORWARD, TypeError, "scale must be a number", scale=torch.empty((), device="meta")),
+    bad("scale-that-raises", FORWARD, TypeError, "scale must be a number", scale=Raising()),
+    bad("softcap-bytes", FORWARD, TypeError, "softcap must be a number", softcap=b"1"),
+    bad("dropout-bytes", FORWARD, TypeError, "dropout must be a number", dropout=b"0"),
+    bad("dropout-huge", FORWARD, ValueError, "dropout must be in [0, 1)", dropout=1e308),
+    bad("window-of-64-bits", FORWARD, ValueError, "a side of window must be less than 2**63", window=(2**63, 0)),
+    bad("window-of-bytes", FORWARD, TypeError, "window must be None or (left, right)", window=(b"1", 1)),
+    bad("window-that-raises", FORWARD, TypeError, "window must be None or (left, right)", window=(Raising(), 1)),
+    bad("backend-list", FORWARD, ValueError, "backend must be one of cpu, cuda, simulator, not []", backend=[]),
+    bad("backend-array", FORWARD, ValueError, "backend must be one of cpu", backend=np.array([1, 2])),
+    bad("engine-array", FORWARD, ValueError, "engine must be one of cpu", engine=np.array([1, 2])),
+    bad("layout-array", FORWARD, ValueError, "layout must be", layout=np.array([1, 2])),
+    bad("merge-layout-array", MERGE, ValueError, "layout must be", layout=np.array([1, 2])),
+    bad("max-seqlen-of-64-bits", VARLEN, ValueError, "max_seqlen_k must be at most 2147483647", max_seqlen_k=2**63),
+    bad("max-seqlen-that-raises", VARLEN, TypeError, "max_seqlen_q must be a whole number", max_seqlen_q=Raising()),
+    # producers of arrays
+    bad("interface-empty", FORWARD, TypeError, "has no shape, typestr, data", q=Interface()),
+    bad("interface-without-data", FORWARD, TypeError, "k (", "has no data", k=Interface(shape=(1,), typestr="<f4")),
+    bad("interface-of-wrong-data", FORWARD, TypeError, "is malformed", q=Interface(**INTERFACE | dict(data=None))),
+    bad("interface-of-wrong-type", FORWARD, TypeError, "is malformed", q=Interface(**INTERFACE | dict(typestr="zz"))),
+    bad("interface-of-no-type", FORWARD, TypeError, "is malformed", q=Interface(**INTERFACE | dict(typestr=None))),
+    bad("interface-of-wrong-shape", FORWARD, TypeError, "is malformed", q=Interface(**INTERFACE | dict(shape=(-1,)))),
+    bad("interface-of-wrong-strides", FORWARD, TypeError, "is malformed", q=Interface(**INTERFACE | dict(strides=()))),
+    bad("producer-raises", FORWARD, TypeError, "v (", "does not export it: KeyError('device')", v=Producer()),
+    bad("producer-raises-later", FORWARD, TypeError, "not export it: KeyError('data')", v=Producer((1, 0))),
+    bad("producer-answers-none", FORWARD, TypeError, "bias (", "does not export it", bias=Producer(None)),
+    bad("attribute-raises", FORWARD, TypeError, "does not export it: KeyError", q=Raising()),
     bad("softcap-negative", FORWARD, ValueError, "softcap must be positive", softcap=-1.0),
     bad("softcap-nan", FORWARD, ValueError, "softcap must be positive", softcap=float("nan")),
     bad("softcap-infinite", FORWARD, ValueError, "softcap must be positive and finite", softcap=float("inf")),
@@ -287,6 +355,32 @@ def test_the_calls_are_good_without_the_change(function):
     getattr(cupy_flash, function)(**good_arguments(function))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        ("backend", [], ValueError, "backend must be one of"),
+        ("engine", {}, ValueError, "engine must be one of"),
+        ("backend", torch.zeros(2), ValueError, "backend must be one of"),
+        ("scale", 10**400, ValueError, "scale must be finite"),
+        ("softcap", 10**400, ValueError, "softcap must be positive and finite"),
+        ("dropout", 10**400, ValueError, r"dropout must be in \[0, 1\)"),
+        ("scale", b"1", TypeError, "scale must be a number"),
+        ("scale", torch.empty((), device="meta"), TypeError, "scale must be a number"),
+        ("scale", Raising(), TypeError, "scale must be a number"),
+        ("window", (2**63, 0), ValueError, "a side of window must be less than"),
+        ("window", (0, -(2**70)), ValueError, "a side of window must be None or -1"),
+        ("window", (Raising(), 0), TypeError, "window must be None or"),
+        ("seed", np.timedelta64(3), TypeError, "seed must be None, an int or"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's own asks for attributes
+)
+def test_bad_options_of_a_call_of_torch(option, value, error, message):
+    """Words that torch's operator could not carry get the same error as with any other library."""
+    q, k, v = (torch.from_numpy(x) for x in good_arguments("attention").values())
+    with pytest.raises(error, match=rf"^attention: (.|\n)*{message}"):
+        cupy_flash.attention(q, k, v, **{option: value})
+
+
 def test_as_many_bad_calls_as_promised():
     assert len(BAD_CALLS) >= 45
     assert len({row.id for row in BAD_CALLS}) == len(BAD_CALLS)
@@ -380,7 +474,10 @@ def cupy_without_gpu(ndarray):
 def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
     """No CuPy, or no such GPU: one error with the reason, none of CuPy's own."""
     arguments = good_arguments(function) | cuda_arguments() | dict(backend=backend)
-    with pytest.raises(UnsupportedError, match=r"on cuda:0, and arrays never change device; CuPy(.|\n)*import of cupy"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"on cuda:0, and arrays never change device; CuPy(.|\n)*import of cupy.*cupy-flash\[cuda13\]",
+    ):
         getattr(cupy_flash, function)(**arguments)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy_without_gpu(tuple))

@@ -147,6 +147,32 @@ def test_broken_save_keeps_the_old_state(example, tmp_path, monkeypatch):
     assert example.load_state(path, {"step": 30}) == {"step": 30}
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[: len(content) // 2], id="truncated"),
+        pytest.param(lambda content: content[:-1], id="one-byte-short"),
+        pytest.param(lambda content: content[:10], id="shorter-than-the-checksum"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: content + b"\0", id="longer"),
+        *(
+            pytest.param(
+                lambda content, part=part: bytes(b ^ (i == len(content) * part // 8) for i, b in enumerate(content)),
+                id=f"bit-at-{part}-of-8",
+            )
+            for part in range(8)
+        ),
+    ],
+)
+def test_damaged_state_is_refused(example, tmp_path, damage):
+    path = tmp_path / "gpt.pt"
+    example.save_state(path, {"step": 15, "model": torch.arange(1000.0)})
+    assert torch.load(path, weights_only=True)["step"] == 15
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SystemExit, match=r"gpt\.pt is damaged"):
+        example.load_state(path, {"step": 15})
+
+
 def test_state_of_another_run_is_refused(example, tmp_path, monkeypatch):
     path = tmp_path / "gpt.pt"
     options = [*TINY, "--steps", "1", "--save", str(path)]

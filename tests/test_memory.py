@@ -401,6 +401,33 @@ def test_config_of_another_kind_is_refused(config, message, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[]", "holds no JSON object"),
+        ("5", "holds no JSON object"),
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_embd=float("inf"))), "embed_dim must be a whole number, not inf"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_embd=float("nan"))), "embed_dim must be a whole number, not nan"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_layer=-3)), "layers must be positive, not -3"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_inner=-3)), "mlp_dim must be positive, not -3"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_head=10**400)), "heads must be less than 2**63"),
+        (json.dumps(CONFIGS["gpt2"] | dict(n_head="12")), "heads must be a whole number, not '12'"),
+        (json.dumps(CONFIGS["gpt2"] | dict(vocab_size=None)), "vocab_size must be a whole number, not None"),
+        (json.dumps(CONFIGS["gpt2"] | dict(embd_pdrop="0")), "not supported between instances"),
+        (json.dumps(CONFIGS["llama3-8b"] | dict(head_dim=[1])), "head_dim must be a whole number, not [1]"),
+    ],
+)
+def test_config_of_anything_is_refused_in_a_line(text, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["memory", "--model", str(path)]) == 1
+    output = capsys.readouterr()
+    assert message in output.err and str(path) in output.err
+    assert output.err.count("\n") == 1 and output.out == ""
+
+
+@pytest.mark.parametrize(
     "wrong, message",
     [
         (

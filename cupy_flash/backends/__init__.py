@@ -13,6 +13,8 @@ from ..launch import Launch
 from ..plan import Plan, plan
 from ..problem import Gradients, Operands, Problem, UnsupportedError
 
+# Said where CuPy is missing.
+EXTRA = '; the extra of your CUDA version brings it: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
 SIMULATED = "sm_80"  # what backend="simulator" simulates
 
 
@@ -36,7 +38,7 @@ def _gpu(name: str) -> Device:
     except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no such GPU
         raise UnsupportedError(
             f"the arrays are on {name}, and arrays never change device; CuPy, which starts the kernels there, "
-            f"cannot use it: {error}"
+            f"cannot use it: {error}{EXTRA if isinstance(error, ImportError) else ''}"
         ) from error
 
 

@@ -138,7 +138,7 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
     for flag in (options.return_lse, options.deterministic, fp8):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"return_lse, deterministic and fp8 must be True or False, not {flag!r}")
-    for word in (options.layout, options.backend or "", options.engine or ""):
+    for word in (options.layout, *(word for word in (options.backend, options.engine) if word is not None)):
         if not isinstance(word, str):
             raise TypeError(f"layout, backend and engine must be strings, not {word!r}")
     left, right = (None, None) if options.window is None else options.window
@@ -157,8 +157,8 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
         max_seqlen_q=None if packed is None else _length(packed.max_seqlen_q),
         max_seqlen_k=None if packed is None else _length(packed.max_seqlen_k),
         causal=_causal(options.causal),
-        window_left=None if left is None else operator.index(left),
-        window_right=None if right is None else operator.index(right),
+        window_left=None if left is None else _index(left),
+        window_right=None if right is None else _index(right),
         scale=None if options.scale is None else _number(options.scale),
         softcap=None if options.softcap is None else _number(options.softcap),
         dropout=dropout,
@@ -179,14 +179,27 @@ def _causal(causal: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (bool, str, np.bool_)):
+    if isinstance(value, (bool, str, bytes, bytearray, np.bool_)):
         raise TypeError(f"{value!r} is not a number")
-    return float(value)
+    try:
+        return float(value)
+    except Exception as error:  # objects of others raise what they like
+        raise TypeError("an option is not a number") from error
+
+
+def _index(value: Any) -> int:
+    try:
+        index = operator.index(value)
+    except Exception as error:  # objects of others raise what they like
+        raise TypeError("an option is not a whole number") from error
+    if not -(2**63) <= index < 2**63:
+        raise ValueError(f"{index} does not fit into 64 bits")
+    return index
 
 
 def _length(value: Any) -> Any:
     """A whole number; one that tracing leaves open stays so."""
-    return value if isinstance(value, torch.SymInt) else operator.index(value)
+    return value if isinstance(value, torch.SymInt) else _index(value)
 
 
 def _seed(seed: Any, dropout: float, device: Any) -> Any:
@@ -195,7 +208,7 @@ def _seed(seed: Any, dropout: float, device: Any) -> Any:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     if isinstance(seed, torch.Tensor):
         return seed
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
+    if isinstance(seed, (bool, np.timedelta64)) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")
     # The same 64 bits as int64.
     bits = int(seed) - 2**64 if seed >= 2**63 else int(seed)

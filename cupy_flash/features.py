@@ -37,6 +37,7 @@ class Feature(NamedTuple):
     kind: str
     default: Any = None
     definition: bool = True  # part of what attention computes; False: how it runs, or which results it returns
+    result: bool = False  # chooses results alone: no part of a Problem
 
     # Of an array
     axes: tuple[str, ...] = ()  # the legal shapes, by the letters of SIZES
@@ -105,7 +106,7 @@ FEATURES = (
     Feature("k_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
     Feature("v_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
     Feature("layout", CHOICE, "bshd"),
-    Feature("return_lse", FLAG, False, definition=False),
+    Feature("return_lse", FLAG, False, definition=False, result=True),
     Feature("deterministic", FLAG, False, definition=False),
     Feature("backend", CHOICE, definition=False),
     Feature("engine", CHOICE, definition=False),
@@ -116,6 +117,7 @@ ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
 NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
 FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
+DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 
 
 def record(*names: str, optional: int = 0) -> Any:

@@ -16,6 +16,7 @@ from .arrays import Array, named_dtype
 from .features import (
     ARRAY,
     ARRAYS,
+    DIFFERENTIATED,
     FEATURES,
     FLOATING,
     NAMES,
@@ -95,9 +96,7 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-_Gradients: Any = record(
-    "dq", "dk", "dv", *(f"d{feature.name}" for feature in WITH_GRADIENT), optional=len(WITH_GRADIENT)
-)
+_Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
 
 
 class Gradients(_Gradients):

@@ -1,11 +1,11 @@
 """The formula and its gradient, dense and plain: the specification that every engine is tested against.
 
-Nothing here is fast, and nothing but the dropout bits is shared with an engine. Arrays are NumPy (bf16 by ml_dtypes).
+Nothing here is fast, and nothing but the dropout bits and the options' names is shared with an engine. Arrays are NumPy (bf16 by ml_dtypes).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
+from cupy_flash.features import FEATURES
 
 Array = npt.NDArray[Any]
 FP8 = "float8_e4m3fn"
@@ -29,8 +30,11 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-@dataclass(frozen=True)
-class Options:
+_names = [(feature.name, Any, field(default=feature.default)) for feature in FEATURES if feature.definition]
+_Options: Any = make_dataclass("Options", [*_names, ("dtype", Any, field(default=None))], frozen=True)
+
+
+class Options(_Options):
     """The keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
 
     `dtype` is the precision of the run. None: fp64, or np.longdouble for fp64 inputs. fp16, bf16, fp32, fp64: an
@@ -39,24 +43,6 @@ class Options:
     at the end. float8_e4m3fn, of a forward: P is rounded before it is divided by its sum, the largest of a row 256;
     matmuls keep 14 bits of a sum after each 32 products, as Hopper's do; out is rounded to bf16.
     """
-
-    causal: bool | str = False
-    window: tuple[int | None, int | None] | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    alibi_slopes: npt.ArrayLike | None = None  # (Hq,) or (B, Hq)
-    bias: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk)
-    mask: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk), True = attend
-    sink: npt.ArrayLike | None = None  # (Hq,)
-    q_lengths: npt.ArrayLike | None = None  # (B,)
-    kv_lengths: npt.ArrayLike | None = None  # (B,)
-    dropout: float = 0.0
-    seed: int | None = None
-    q_descale: npt.ArrayLike | None = None  # (B, Hk), and so the others
-    k_descale: npt.ArrayLike | None = None
-    v_descale: npt.ArrayLike | None = None
-    layout: str = "bshd"
-    dtype: npt.DTypeLike | None = None
 
 
 class Forward(NamedTuple):

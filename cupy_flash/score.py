@@ -59,13 +59,38 @@ class Tile(NamedTuple):
 class ScoreStep(Protocol):
     """One change of the scores with its gradient."""
 
+    bounded: bool  # no score grows beyond its product's magnitude
+
     def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> np.ndarray | None: ...
 
     def gradient(self, dS: np.ndarray, tile: Tile, kept: Any) -> None: ...
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The sums of the gradients of its own arrays, by the name of the option."""
+
+
+def steps(problem: Any, operands: Any) -> list[ScoreStep]:
+    """The changes of a call's scores, in the order of the formula."""
+    found: list[ScoreStep] = []
+    if problem.softcap is not None:
+        found.append(Softcap(problem.softcap))
+    if operands.alibi_slopes is not None:
+        found.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
+    if operands.bias is not None:
+        bias = four_dimensional(operands.bias.numpy())
+        found.append(Bias(bias, np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None))
+    return found
+
+
+def four_dimensional(array: np.ndarray) -> np.ndarray:
+    """A broadcastable array with its missing leading dimensions."""
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
 
 class Softcap:
     """s <- c tanh(s / c): scores stay inside (-c, c)."""
+
+    bounded = True
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
@@ -80,9 +105,14 @@ class Softcap:
     def gradient(self, dS: np.ndarray, tile: Tile, kept: np.ndarray) -> None:
         dS *= kept
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {}
+
 
 class Alibi:
     """s <- s - slope |i + o - j|, a slope per head (Press et al., Train Short, Test Long). Slopes have no gradient."""
+
+    bounded = False
 
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)
@@ -96,9 +126,14 @@ class Alibi:
     def gradient(self, dS: np.ndarray, tile: Tile, kept: None) -> None:
         pass
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {}
+
 
 class Bias:
     """s <- s + bias; -inf hides a key. The gradient is summed over the dimensions that the bias broadcasts over."""
+
+    bounded = False
 
     def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
@@ -112,3 +147,6 @@ class Bias:
             target = tile.cut(self.dbias)
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {} if self.dbias is None else {"bias": self.dbias}

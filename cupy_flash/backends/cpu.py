@@ -35,7 +35,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Alibi, Bias, Place, ScoreStep, Softcap, Tile
+from ..score import Bias, Place, Tile, four_dimensional, steps
 
 # A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
 # can stay 0. The exponentials then lie between exp(-20) and exp(20) = 5e8, and their products with values of these
@@ -139,14 +139,15 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
     _run(plan.threads, call.gradient_tasks(differentiate), call.stop)
-    dbias_out = dsink_out = None
-    if call.dbias is not None and operands.bias is not None:
-        dbias_out = empty(operands.bias.shape, operands.bias.dtype, q)
-        dbias_out.numpy()[...] = call.dbias.reshape(operands.bias.shape)
+    sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
-        dsink_out = empty(operands.sink.shape, operands.sink.dtype, q)
-        dsink_out.numpy()[...] = dsink.sum(axis=0)
-    return Gradients(dq, dk, dv, dbias_out, dsink_out)
+        sums["sink"] = dsink.sum(axis=0)
+    others: dict[str, Array] = {}
+    for name, total in sums.items():
+        operand: Array = getattr(operands, name)
+        others[f"d{name}"] = empty(operand.shape, operand.dtype, q)
+        others[f"d{name}"].numpy()[...] = total.reshape(operand.shape)
+    return Gradients(dq, dk, dv, **others)
 
 
 class Softmax:
@@ -219,26 +220,20 @@ class _Call:
         self.lse, self.dlse = (
             None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
         )
-        self.mask = None if operands.mask is None else _four_dimensional(operands.mask.numpy())
-        self.bias = None if operands.bias is None else _four_dimensional(operands.bias.numpy())
+        self.mask = None if operands.mask is None else four_dimensional(operands.mask.numpy())
+        self.bias = None if operands.bias is None else four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # an int64 stands for the uint64 of its bits
         self.sequences = _sequences(problem, operands)
-        self.dbias: np.ndarray | None = None
-        self.score_steps: list[ScoreStep] = []
-        if problem.softcap is not None:
-            self.score_steps.append(Softcap(problem.softcap))
-        if operands.alibi_slopes is not None:
-            self.score_steps.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
-        if self.bias is not None:
-            self.dbias = np.zeros(self.bias.shape, problem.accumulation) if problem.bias_gradient else None
-            self.score_steps.append(Bias(self.bias, self.dbias))
+        self.score_steps = steps(problem, operands)
+        # Tasks that add to one slice of it run in turn.
+        self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
 
     @property
     def additive(self) -> bool:
-        """Whether something is added to the scores that |q| |k| does not bound."""
-        return self.problem.alibi or self.problem.bias is not None
+        """Whether |q| |k| does not bound the scores."""
+        return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:
         view = array.numpy()
@@ -317,7 +312,7 @@ class _QueryRows:
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
-        self.folded = problem.softcap is None and not call.additive and _largest_norm(self.Q) * K_norm <= BOUND
+        self.folded = not call.score_steps and _largest_norm(self.Q) * K_norm <= BOUND
         if self.folded:
             self.Q[:, -1] = -self.lse
         if not problem.dropout:
@@ -450,11 +445,6 @@ def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """A score of probability 0 has no gradient, also where 0 has been multiplied by NaN or an infinity."""
     if not np.isfinite(_square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
-
-
-def _four_dimensional(array: np.ndarray) -> np.ndarray:
-    """A broadcastable array with its missing leading dimensions."""
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _in_turn(tasks: list[Callable[[], None]]) -> None:

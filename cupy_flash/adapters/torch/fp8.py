@@ -3,6 +3,7 @@ allows. The query heads of a group are one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-100  # what counts as the largest of zeros: 448 times its inverse is a float32
 
 
-def require_roundable(arrays: tuple[Any, Any, Any], descales: tuple[Any, Any, Any]) -> None:
+def require_roundable(arrays: tuple[Any, Any, Any], descales: Sequence[Any]) -> None:
     """TypeError or ValueError for what is not rounded to fp8 here."""
     dtypes = {x.dtype for x in arrays}
     if not dtypes <= {torch.float16, torch.bfloat16}:

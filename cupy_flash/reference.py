@@ -1,6 +1,7 @@
 """The formula and its gradient, dense and plain: the specification that every engine is tested against.
 
-Nothing here is fast, and nothing but the dropout bits and the options' names is shared with an engine. Arrays are NumPy (bf16 by ml_dtypes).
+Nothing here is fast, and nothing but the dropout bits and the names of options is shared with an engine. Arrays are
+NumPy (bf16 by ml_dtypes).
 """
 
 from __future__ import annotations

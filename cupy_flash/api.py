@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import backends
 from .arrays import Array
-from .problem import Gradients, Options, Packed, Saved, pose, pose_merge
+from .partials import pose_merge
+from .pose import pose
+from .problem import Gradients, Options, Packed, Saved
 
 if TYPE_CHECKING:
     from .nvrtc import Compiled
@@ -263,14 +265,15 @@ def compile(
         TypeError, ValueError: as the call would. UnsupportedError: no engine serves it. CompileError. ImportError:
         NVRTC is missing. RuntimeError: neither `arch` nor a GPU.
     """
-    from . import ahead  # with the compiler and the cache, which other calls may never need
+    from . import ahead
+    from .backends.kernels import compile_launch  # with the compiler and the cache, which other calls may never need
 
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
         **options,
     )  # fmt: skip
-    results = tuple(ahead.compile_launch(launch, on.arch) for launch in launches)
+    results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
         backends.load(launches, on)
     return results

@@ -18,7 +18,8 @@ import cupy_flash
 from cupy_flash import backends, device, reference
 from cupy_flash.backends import cpu
 from cupy_flash.plan import MODULES, Plan, plan
-from cupy_flash.problem import Operands, Options, Packed, Saved, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Operands, Options, Packed, Saved
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
@@ -227,7 +228,8 @@ def planned(
     on_cpu, operands = posed(case, saved)
     chosen = plan(on_cpu.problem._replace(**changes), device.named(arch))
     if tile is not None:
-        chosen = chosen._replace(launches=MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile))
+        launches = MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile)
+        chosen = chosen._replace(launches=launches, tile=tile)
     less = tuple(step._replace(shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
     return chosen._replace(launches=less), operands
 

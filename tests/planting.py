@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from cupy_flash import ahead
+from cupy_flash.backends import kernels
 from cupy_flash.source import assemble
 
 
@@ -19,6 +19,6 @@ def planted(monkeypatch, *changes):
         return text
 
     with monkeypatch.context() as patch:
-        patch.setattr(ahead, "assemble", assemble_planted)
+        patch.setattr(kernels, "assemble", assemble_planted)
         yield
     assert all(len(place) == 1 for place in places.values()), places

@@ -16,7 +16,8 @@ from cupy_flash.backends.simulator import errors, launch
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.plan import plan
-from cupy_flash.problem import Options, UnsupportedError, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")

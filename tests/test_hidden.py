@@ -8,7 +8,8 @@ import pytest
 from cupy_flash import backends
 from cupy_flash.engines import wgmma
 from cupy_flash.plan import plan
-from cupy_flash.problem import Options, Saved, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Saved
 
 FORWARD, BACKWARD, FP8 = (
     wgmma.forward.Tile(128, 64, stages=2, persistent=False, takes_turns=False, paired=False),

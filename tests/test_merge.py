@@ -14,7 +14,7 @@ import cupy_flash
 from cupy_flash import reference
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import run as simulator
-from cupy_flash.problem import pose_merge
+from cupy_flash.partials import pose_merge
 
 FORWARD = ("out", "lse")
 

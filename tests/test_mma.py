@@ -36,7 +36,7 @@ from cupy_flash.backends.simulator.errors import (
 )
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import mma
-from cupy_flash.launch import RESCALE_ABOVE
+from cupy_flash.engines.fragments import RESCALE_ABOVE
 from cupy_flash.plan import plan
 from cupy_flash.problem import Saved
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cupy_flash import dropout, params
 from cupy_flash.arrays import Array, as_array
-from cupy_flash.params import dtypes, pack, pack_partials
+from cupy_flash.params import Workspace, dtypes, pack, pack_partials
 from cupy_flash.problem import Saved
 
 
@@ -92,7 +92,8 @@ def test_a_call_packs_what_its_fields_say(case):
     for saved in (None, Saved(call.dout, call.dout, lse, call.dlse)):
         plan, operands = posed(case, saved)
         results = {"dbias": None, "delta": as_array(lse, "delta"), "dq": as_array(call.q.copy(), "dq")}
-        packed = pack(plan.problem, operands, results, address)
+        delta = Workspace("delta", lse.shape, lse.dtype, (*(0, *results["delta"].strides)[-3:], 1))
+        packed = pack(plan.problem, operands, results, (delta,), address)
         expected = expected_params(plan.problem, operands, results)
         for name in expected.dtype.names:
             assert packed[name] == expected[name], name
@@ -102,10 +103,10 @@ def test_a_call_packs_what_its_fields_say(case):
 def test_a_seed_is_a_number_or_an_array():
     plan, operands = posed(Case(dropout=0.5))
     operands = operands._replace(seed=2**64 - 1)
-    packed = pack(plan.problem, operands, {}, address)
+    packed = pack(plan.problem, operands, {}, (), address)
     assert (packed["seed"], packed["seed_array"]) == (2**64 - 1, 0)
     operands = operands._replace(seed=as_array(np.array([7]), "seed"))
-    packed = pack(plan.problem, operands, {}, address)
+    packed = pack(plan.problem, operands, {}, (), address)
     assert (packed["seed"], packed["seed_array"]) == (0, operands.seed.pointer)
 
 

@@ -13,7 +13,7 @@ from cupy_flash.backends import kernels
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import mma, simt
 from cupy_flash.plan import MODULES, candidates, launches_at_any_length, plan
-from cupy_flash.problem import ENGINES, Saved, UnsupportedError
+from cupy_flash.problem import Saved, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
 PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
@@ -119,7 +119,7 @@ def test_refusals(changes, words):
     with pytest.raises(UnsupportedError) as caught:
         plan(PROBLEM._replace(**changes), DEVICE)
     message = str(caught.value)
-    for word in (*words, "no engine of this version serves this problem", *(f"{engine}: " for engine in ENGINES)):
+    for word in (*words, "no engine of this version serves this problem", *(f"{engine}: " for engine in MODULES)):
         assert word in message, f"{word!r} not in:\n{message}"
 
 
@@ -145,7 +145,7 @@ def test_explain():
     ):
         assert word in text, f"{word!r} not in:\n{text}"
     lines = text.splitlines()
-    assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in ENGINES if engine != "cpu")
+    assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in MODULES if engine != "cpu")
 
 
 # Plans for a GPU, which need none
@@ -249,8 +249,9 @@ def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
         on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
         chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90")), []
         kernels.backward(chosen, operands, works.append)
-        assert chosen.workspaces == ("delta", "lse2", "dq_sums")
-        bytes_of = {name: works[0].results[name].numpy().nbytes for name in chosen.workspaces}
+        names = [workspace.name for workspace in chosen.workspaces(length, length)]
+        assert names == ["delta", "lse2", "dq_sums"]
+        bytes_of = {name: works[0].results[name].numpy().nbytes for name in names}
         rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
         assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
         assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)

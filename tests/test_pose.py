@@ -6,9 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import problem
+from cupy_flash import pose as module
 from cupy_flash.arrays import Array
-from cupy_flash.problem import Options, Packed, Saved, pose
+from cupy_flash.features import ARRAYS, NAMES
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Packed, Saved
 
 
 def zeros(*shape, dtype=np.float32):
@@ -113,23 +115,26 @@ def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    problem._stated.clear()
+    module._state.cache_clear()
     yield
-    problem._stated.clear()
+    module._state.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Every call's result after no other."""
+    results = {}
+    for name, call in CALLS.items():
+        module._state.cache_clear()
+        results[name] = result(**call)
+    return results
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_earlier_call_changes_a_later_one(name):
-    alone = {}
+def test_no_earlier_call_changes_a_later_one(name, alone):
     for other, call in CALLS.items():
-        problem._stated.clear()
-        alone[other] = result(**call)
-    problem._stated.clear()
-    result(**CALLS[name])
-    before = dict(problem._stated)
-    for other, call in CALLS.items():
-        problem._stated.clear()
-        problem._stated.update(before)
+        module._state.cache_clear()
+        result(**CALLS[name])
         assert result(**call) == alone[other], f"{other} after {name}"
 
 
@@ -139,7 +144,7 @@ def test_a_legal_call_is_checked_once(monkeypatch):
     def never(*_):
         raise AssertionError("checked again")
 
-    monkeypatch.setattr(problem, "_check_shapes", never)
+    monkeypatch.setattr(module, "check_shapes", never)
     again, operands = pose("case", (FORTRAN, K.copy(), V.copy()), Options(causal=True))
     assert again is first
     assert operands.q.owner is FORTRAN
@@ -191,19 +196,16 @@ def test_every_drawn_seed_is_another():
 
 
 def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
-    """A new option has its place: among the words, or among the arrays."""
-    arrays = {"alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", *problem.DESCALES}
-    words = set(problem.WORDS) | {"window", "backend"}
-    assert words | arrays == set(Options.__slots__) and not words & arrays
+    """A new option has its place: among the plain options, or among the arrays."""
+    arrays = {"seed", *(feature.name for feature in ARRAYS)}
+    others = set(module.PLAIN_OPTIONS) | {"window"}
+    assert others | arrays == set(NAMES) and not others & arrays
 
 
-def test_what_is_kept_is_bounded_and_keeps_no_array_alive(monkeypatch):
-    monkeypatch.setattr(problem, "STATED", 4)
-    for length in range(1, 12):
-        pose("case", (Q, K, V), Options(scale=float(length)))
-        assert len(problem._stated) <= 4
+def test_what_is_kept_is_bounded_and_keeps_no_array_alive():
+    assert module._state.cache_info().maxsize == module.CACHED < 10_000
     q = zeros(2, 7, 4, 8)
     alive = weakref.ref(q)
     pose("case", (q, K, V), Options(bias=zeros(7, 5)))
     del q
-    assert problem._stated and alive() is None
+    assert module._state.cache_info().currsize == 1 and alive() is None

@@ -9,7 +9,8 @@ from cases import Case, Result, by_backend, check
 
 import cupy_flash
 from cupy_flash import backends
-from cupy_flash.problem import Options, Packed, Saved, Shard, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -18,7 +18,8 @@ from cupy_flash.backends.simulator import errors, launch
 from cupy_flash.engines import wgmma
 from cupy_flash.params import pack_maps
 from cupy_flash.plan import plan
-from cupy_flash.problem import Options, UnsupportedError, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.tensor_map import Box, decode, encode_for_simulator
 
@@ -49,7 +50,7 @@ def forward(case, tile=None, blocks=None, **asked):
     if tile is not None:
         *others, step = wgmma.launches(chosen.problem, chosen.device, tile)
         step = step if blocks is None else step._replace(grid=(blocks, 1, 1))
-        chosen = chosen._replace(launches=(*others, step), workspaces=wgmma.workspaces(chosen.problem, tile))
+        chosen = chosen._replace(launches=(*others, step), tile=tile)
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     return Result(out, lse, *[None] * 5)
 
@@ -344,8 +345,9 @@ def test_what_a_plan_may_choose(dims):
         assert {tile[3:] for tile in wgmma.tiles(each, HOPPER)} == expected
     few = plan(problem._replace(q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
     many = plan(problem._replace(q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
-    assert [step.function for step in few.launches] == ["forward"] and few.workspaces == ()
-    assert [step.function for step in many.launches] == ["clear", "forward"] and many.workspaces == ("drawn",)
+    assert [step.function for step in few.launches] == ["forward"] and few.workspaces(1000, 1000) == ()
+    assert [step.function for step in many.launches] == ["clear", "forward"]
+    assert [workspace.name for workspace in many.workspaces(4096, 4096)] == ["drawn"]
     assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
 
 

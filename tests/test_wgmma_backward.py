@@ -11,6 +11,7 @@ from test_wgmma import LONG, OPTIONS
 from tiers import exhaustive
 
 from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
@@ -143,7 +144,7 @@ def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
         planted_in.append(good in text)
         return text.replace(good, bad)
 
-    monkeypatch.setattr(ahead, "assemble", assemble_planted)
+    monkeypatch.setattr(kernels, "assemble", assemble_planted)
     with pytest.raises(errors.Race, match=message):
         run(ONE_TURN, deterministic=True)
     assert any(planted_in)

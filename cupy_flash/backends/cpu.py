@@ -35,7 +35,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Alibi, Bias, Positions, ScoreStep, ScoreTile, Softcap
+from ..score import Bias, Positions, ScoreTile, four_dimensional, steps
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -147,14 +147,15 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
     _run(plan.threads, call.gradient_tasks(differentiate), call.stop)
-    dbias_out = dsink_out = None
-    if call.dbias is not None and operands.bias is not None:
-        dbias_out = empty(operands.bias.shape, operands.bias.dtype, q)
-        dbias_out.numpy()[...] = call.dbias.reshape(operands.bias.shape)
+    sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
-        dsink_out = empty(operands.sink.shape, operands.sink.dtype, q)
-        dsink_out.numpy()[...] = dsink.sum(axis=0)
-    return Gradients(dq, dk, dv, dbias_out, dsink_out)
+        sums["sink"] = dsink.sum(axis=0)
+    others: dict[str, Array] = {}
+    for name, total in sums.items():
+        operand: Array = getattr(operands, name)
+        others[f"d{name}"] = empty(operand.shape, operand.dtype, q)
+        others[f"d{name}"].numpy()[...] = total.reshape(operand.shape)
+    return Gradients(dq, dk, dv, **others)
 
 
 class Softmax:
@@ -225,24 +226,18 @@ class _Call:
         self.lse, self.dlse = (
             None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
         )
-        self.mask = None if operands.mask is None else _four_dimensional(operands.mask.numpy())
-        self.bias = None if operands.bias is None else _four_dimensional(operands.bias.numpy())
+        self.mask = None if operands.mask is None else four_dimensional(operands.mask.numpy())
+        self.bias = None if operands.bias is None else four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
         self.sequences = _sequences(problem, operands)
-        self.dbias: np.ndarray | None = None
         # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
-        self.score_steps: list[ScoreStep] = []
-        if problem.softcap is not None:
-            self.score_steps.append(Softcap(problem.softcap))
-        if operands.alibi_slopes is not None:
-            self.score_steps.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
-        if self.bias is not None:
-            self.dbias = np.zeros(self.bias.shape, problem.accumulation) if problem.bias_gradient else None
-            self.score_steps.append(Bias(self.bias, self.dbias))
+        self.score_steps = steps(problem, operands)
+        # Tasks that add to one slice of it run in turn.
+        self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
 
     def scale(self, product: np.ndarray) -> None:
         """Apply the part of the scale that is not in Q."""
@@ -251,8 +246,8 @@ class _Call:
 
     @property
     def additive(self) -> bool:
-        """Whether ALiBi or a bias is added to the scores, so that |q| |k| does not bound them."""
-        return self.problem.alibi or self.problem.bias is not None
+        """Whether |q| |k| does not bound the scores."""
+        return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:
         view = array.numpy()
@@ -332,7 +327,7 @@ class _QueryRows:
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
-        unmodified = problem.softcap is None and not call.additive and call.product_scale == 1
+        unmodified = not call.score_steps and call.product_scale == 1
         self.folded = unmodified and _largest_norm(self.Q) * K_norm <= BOUND
         if self.folded:
             self.Q[:, -1] = -self.lse
@@ -467,11 +462,6 @@ def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
     if not np.isfinite(_square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
-
-
-def _four_dimensional(array: np.ndarray) -> np.ndarray:
-    """Prepend dimensions of size 1 up to four: (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _in_turn(tasks: list[Callable[[], None]]) -> None:

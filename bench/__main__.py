@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.command == "bounds":
         return _bounds(asked, arguments)
     if asked.command == "tables":
-        return _tables(asked.readme, asked.results, asked.check)
+        return _tables(asked.page, asked.results, asked.check)
     if getattr(asked, "sweep", False):
         return _sweep(asked, arguments)
     asked.head_dim, asked.dtype = asked.head_dim or 64, asked.dtype or "float32"
@@ -227,22 +227,22 @@ def _cases(asked: argparse.Namespace, section: str) -> list[Case]:
     ]
 
 
-def _tables(readme: Path, results: Path, check: bool) -> int:
-    text = readme.read_text(encoding="utf-8")
+def _tables(page: Path, results: Path, check: bool) -> int:
+    text = page.read_text(encoding="utf-8")
     absent = without_block(text, results)
     for name in absent:
         stem = name.removesuffix(".json")
         print(
-            f"{readme.name} shows nothing of {name}: give it a block, as in "
+            f"{page.name} shows nothing of {name}: give it a block, as in "
             f"<!-- bench:{stem} --> <!-- /bench:{stem} --> on two lines (bench/tables.py)",
             file=sys.stderr,
         )
     generated = regenerate(text, results)
     if generated != text and check:
-        print(f"{readme.name} differs from the results: run python -m bench tables", file=sys.stderr)
+        print(f"{page.name} differs from the results: run python -m bench tables", file=sys.stderr)
         return 1
     if generated != text:
-        readme.write_text(generated, encoding="utf-8")
+        page.write_text(generated, encoding="utf-8")
     return 1 if absent else 0
 
 
@@ -299,9 +299,9 @@ def _parser() -> argparse.ArgumentParser:
     bound.add_argument("sweeps", type=Path, nargs="+", metavar="SWEEP.json")
     bound.add_argument("--seconds", type=float, default=400, help="begin nothing that would end later")
     bound.add_argument("--out", type=Path, default=Path("bench/out"), help="folder of the JSON")
-    generate = commands.add_parser("tables", help="write the README's tables from the stored results")
+    generate = commands.add_parser("tables", help="write the tables of docs/benchmarks.md from the stored results")
     generate.add_argument("--check", action="store_true", help="write nothing; exit status 1 when they differ")
-    generate.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    generate.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
     generate.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     return parser
 

@@ -1,4 +1,4 @@
-"""Results as tables: the same ones in the terminal and in the README."""
+"""Results as tables: the same ones in the terminal and in docs/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the README, generated from the stored results.
+"""The tables of docs/benchmarks.md, generated from the stored results.
 
 Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
 there and what of it: cpu-forward is the section "forward" of bench/results/cpu.json. What a file holds of one thing is
@@ -78,7 +78,7 @@ def _shown(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
 
 
 def regenerate(text: str, results: Path) -> str:
-    """The text of a README with every table as the results have it."""
+    """The text of a page with every table as the results have it."""
     pairs = list(MARKED.finditer(text))
     if 2 * len(pairs) != len(ANY_MARKER.findall(text)):
         raise ValueError("a bench marker lacks its other half")
@@ -86,6 +86,6 @@ def regenerate(text: str, results: Path) -> str:
 
 
 def without_block(text: str, results: Path) -> list[str]:
-    """The results of which a README shows nothing."""
+    """The results of which a page shows nothing."""
     shown = {stem(match["name"]) for match in MARKED.finditer(text)}
     return [path.name for path in sorted(results.glob("*.json")) if path.stem not in shown]

@@ -1,1 +1,1 @@
-"""The bench script: exactness, time and peak memory of cupy_flash beside every peer present."""
+"""Benchmarks: accuracy, time and peak memory of cupy_flash and of every installed peer."""

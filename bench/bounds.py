@@ -1,7 +1,7 @@
-"""On a GPU: what bounds the fastest tile of a regime, as Nsight Compute counts one launch: python -m bench bounds.
+"""python -m bench bounds: find the bottleneck of the fastest tile of a regime with Nsight Compute, on a GPU.
 
-Whole sections are asked for, not metrics: ncu knows which of their counters a GPU has, and fails for a name that it
-does not know. Of each resource the first counter that is there says how busy it was.
+ncu collects whole sections rather than metrics by name: it fails for an unknown metric, while a section contains only
+the counters that the GPU has. The utilization of a resource is the first of its counters in BUSY that was collected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
     "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
-# Shares of their peak, in percent, without the last part of their names: of cycles with work, else of all cycles.
+# Utilization counters in percent of peak, without their suffix: SHARES lists the suffixes, active cycles first.
 BUSY = {
     "tensor pipe": ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active"),
     "MUFU": ("sm__inst_executed_pipe_xu",),
@@ -44,24 +44,24 @@ BUSY = {
 }
 SHARES = (".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed")
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-NO_STALLS = ("selected", "not_selected")  # warps that issue, and that could
+NO_STALLS = ("selected", "not_selected")  # the warp issued, or was eligible to
 CONFLICTS = re.compile(r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum")
 DURATION = "gpu__time_duration.sum"
-BOUND = 60.0  # percent from which on a resource is what bounds; below, warps wait
+BOUND = 60.0  # percent: a resource at or above it is the bottleneck; below, the kernel is latency-bound
 SECONDS_OF_ONE = 90.0
 
 
 def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """A record of every case that has a fastest tile: what ncu said of it, or why it said nothing."""
+    """Return one record per case that has a fastest tile: its kernels' counters, or in left_out why there are none."""
     begin = time.monotonic()
-    found = []
+    records = []
     for case in cases:
         tile = fastest(case)
-        left = seconds - (time.monotonic() - begin)
+        remaining = seconds - (time.monotonic() - begin)
         if tile is None:
             continue
         record: dict[str, Any] = {"regime": case["regime"], "tile": tile, "kernels": [], "left_out": None}
-        if left < SECONDS_OF_ONE:
+        if remaining < SECONDS_OF_ONE:
             record["left_out"] = "out of time"
         else:
             try:
@@ -71,18 +71,18 @@ def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]
         print(
             f"{record['regime']}: {record['left_out'] or [kernel['bound'] for kernel in record['kernels']]}", flush=True
         )
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
-    """What bounds each kernel of one call, counted in a process of its own."""
+    """Return the counters of each kernel of one call, profiled in a separate process."""
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu is not installed")
-    words = [repr(Regime.of(case)._asdict()), tile]
+    arguments = [repr(Regime.of(case)._asdict()), tile]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        # The clocks are as in every other measurement; those that ncu would set are lower.
+        # Keep the clocks of all other measurements: ncu's default is to lock them at the lower base clock.
         command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [
             "--log-file",
@@ -90,29 +90,29 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
             "--kernel-name",
             "regex:^(forward|forward_fp8|backward|backward_q|backward_kv)$",
         ]
-        command += [word for section in SECTIONS for word in ("--section", section)]
-        command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *words]
+        command += [argument for section in SECTIONS for argument in ("--section", section)]
+        command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *arguments]
         process = subprocess.Popen(
             command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
-            said, _ = process.communicate(timeout=SECONDS_OF_ONE)
+            output, _ = process.communicate(timeout=SECONDS_OF_ONE)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"did not come back within {SECONDS_OF_ONE:.0f} s") from None
-        finally:  # of ncu, and of what it runs
+            raise RuntimeError(f"timed out after {SECONDS_OF_ONE:.0f} s") from None
+        finally:  # kill ncu and the profiled process
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         text = log.read_text(encoding="utf-8") if log.is_file() else ""
     kernels = parsed(text)
     if process.returncode or not kernels:
-        wrong = [line for line in (text + said).splitlines() if "error" in line.lower()]
-        raise RuntimeError("; ".join(wrong)[:300] or f"ncu counted nothing, exit status {process.returncode}")
+        errors = [line for line in (text + output).splitlines() if "error" in line.lower()]
+        raise RuntimeError("; ".join(errors)[:300] or f"ncu profiled no kernel, exit status {process.returncode}")
     return kernels
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """What ncu's raw page says of each launch: the line of names, that of units, a line of each launch."""
+    """Parse ncu's raw CSV page: a line of metric names, a line of units, then one line per launch."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     names, *rows = csv.reader(lines) if lines else [[]]
     return [_launch(dict(zip(names, row, strict=True))) for row in rows[1:]]
@@ -123,7 +123,7 @@ def _launch(counters: dict[str, str]) -> dict[str, Any]:
     for name, cell in counters.items():
         try:
             numbers[name] = float(cell.replace(",", ""))
-        except ValueError:  # a word, or a counter that this GPU has not
+        except ValueError:  # text, or a counter that this GPU does not have
             continue
     busy = {resource: share for resource, names in BUSY.items() if (share := _share(names, numbers)) is not None}
     stalls = {match[1]: numbers[name] for name in numbers if (match := STALL.fullmatch(name))}
@@ -162,13 +162,13 @@ def table(records: Iterable[dict[str, Any]]) -> Table:
         "kernel",
         "bound by",
         *(f"{name}, %" for name in BUSY),
-        "clocks of a warp between instructions",
+        "stall cycles per issued instruction",
     ]
-    return Table("What bounds the fastest tile", columns, rows)
+    return Table("Bottleneck of the fastest tile", columns, rows)
 
 
-def main(words: Sequence[str]) -> None:
-    """One call of a tile between the start and the end of profiling: what ncu runs."""
+def main(arguments: Sequence[str]) -> None:
+    """Run one call of a tile between cudaProfilerStart and cudaProfilerStop; ncu executes this module."""
     import ast
 
     import torch
@@ -178,16 +178,16 @@ def main(words: Sequence[str]) -> None:
 
     from .sweep import posed
 
-    regime, name = Regime(**ast.literal_eval(words[0])), words[1]
+    regime, name = Regime(**ast.literal_eval(arguments[0])), arguments[1]
     for engine, problem, operands in posed(regime, inputs(regime)):
         if name.partition(" ")[0] == engine:
             plans = candidates(backends.plan_for(problem), engine)
-            its = next(its for tile, its in plans if f"{engine} {tile}" == name)
+            tile_plan = next(tile_plan for tile, tile_plan in plans if f"{engine} {tile}" == name)
             run = backends.run_backward if regime.backward else backends.run_forward
-            run(its, operands)
+            run(tile_plan, operands)
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaProfilerStart()
-            run(its, operands)
+            run(tile_plan, operands)
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaProfilerStop()
 

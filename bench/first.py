@@ -1,7 +1,7 @@
-"""The first call of a process: with nothing compiled yet, and with all of it on disk.
+"""Time the first call of a process with a cold and with a warm kernel cache.
 
-On a GPU the call itself, by then with CuPy imported and the GPU at work; elsewhere, for an architecture by name, all of
-it but loading and launching.
+On a GPU the call itself is timed, after CuPy's import and CUDA initialization. Without one, everything up to loading
+and launching is timed, for ARCH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import cupy_flash
 from .isolated import Announce, Lost, OutOfTime, Worker
 from .report import NOTHING, Table
 
-ARCH = "sm_90a"  # where there is no GPU
+ARCH = "sm_90a"  # compiled for where there is no GPU
 CALLS: dict[str, dict[str, Any]] = {
     "wgmma forward, bf16 D 128": dict(dtype="bfloat16", head_dim=128, engine="wgmma"),
     "wgmma backward, bf16 D 128": dict(dtype="bfloat16", head_dim=128, engine="wgmma", backward=True),
@@ -27,65 +27,65 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 WARM_PROCESSES = 2
 SECONDS = 60.0
-# Of one kernel, at most: (first mark, goal), in seconds.
+# Upper limits for one kernel, in seconds: (first mark, goal).
 MARKS = {"cold": (2.0, 1.0), "warm": (0.050, 0.010)}
 
 
 def measure(on_gpu: bool) -> dict[str, dict[str, Any]]:
-    """Seconds of the first call of every kind, cold and warm, and the kernels that it needs; why, where it has none."""
-    found = {}
-    for name, words in CALLS.items():
+    """Return the cold and warm seconds and the number of kernels of each of CALLS, or in left_out why it failed."""
+    section = {}
+    for name, config in CALLS.items():
         try:
-            found[name] = _states(words, on_gpu)
+            section[name] = _states(config, on_gpu)
         except (Lost, OutOfTime) as error:
-            found[name] = {"left_out": str(error) or "out of time"}
-    return found
+            section[name] = {"left_out": str(error) or "out of time"}
+    return section
 
 
-def _states(words: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
-    """Each in a process of its own, all with the same folder, which the first fills."""
+def _states(config: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
+    """Time the first call in several fresh processes that share one cache folder: the first finds it empty."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = []
         for _ in range(1 + WARM_PROCESSES):
             with Worker(first_call) as worker:
-                seconds.append(worker(on_gpu, folder, words, until=time.monotonic() + SECONDS))
+                seconds.append(worker(on_gpu, folder, config, until=time.monotonic() + SECONDS))
         kernels = sum(entry.is_dir() for entry in os.scandir(folder))
     return {"cold": seconds[0], "warm": median(seconds[1:]), "kernels": kernels}
 
 
-def first_call(on_gpu: bool, folder: str, words: dict[str, Any], announce: Announce) -> float:
-    """Seconds of that of this process, whose kernels are kept in a folder."""
+def first_call(on_gpu: bool, folder: str, config: dict[str, Any], announce: Announce) -> float:
+    """Return the seconds of the first call of this process; `folder` is its kernel cache."""
     os.environ["CUPY_FLASH_CACHE_DIR"] = folder
     announce("the first call", SECONDS)
-    return called_on_gpu(words) if on_gpu else prepared(words)
+    return call_seconds(config) if on_gpu else prepare_seconds(config)
 
 
-def prepared(words: dict[str, Any]) -> float:
-    """Seconds until the kernels of a call are there, for an architecture by name."""
+def prepare_seconds(config: dict[str, Any]) -> float:
+    """Return the seconds to plan a call and compile its kernels for ARCH."""
     from cupy_flash import ahead, device, plan
 
-    asked = dict(words)
-    backward = asked.pop("backward", False)
+    options = dict(config)
+    backward = options.pop("backward", False)
     begin = time.perf_counter()
-    problem = ahead.problems(**asked, backward=backward)[-1]
+    problem = ahead.problems(**options, backward=backward)[-1]
     for launch in plan.plan(problem, device.named(ARCH, "cuda")).launches:
         ahead.compile_launch(launch, ARCH)
     return time.perf_counter() - begin
 
 
-def called_on_gpu(words: dict[str, Any]) -> float:
-    """Seconds of the call, until the GPU has done it."""
+def call_seconds(config: dict[str, Any]) -> float:
+    """Return the seconds of the call on the GPU, including synchronization."""
     import torch
 
-    importlib.import_module("cupy")  # what its import takes is not ours
-    dtype = getattr(torch, words["dtype"])
-    q, k, v = (torch.randn(1, 1024, 8, words["head_dim"], device="cuda").to(dtype) for _ in range(3))
-    options = dict(engine=words["engine"], return_lse=True)
-    saved = cupy_flash.attention(q, k, v, **options) if words.get("backward") else ()
+    importlib.import_module("cupy")  # its import time is not part of the call
+    dtype = getattr(torch, config["dtype"])
+    q, k, v = (torch.randn(1, 1024, 8, config["head_dim"], device="cuda").to(dtype) for _ in range(3))
+    options = dict(engine=config["engine"], return_lse=True)
+    saved = cupy_flash.attention(q, k, v, **options) if config.get("backward") else ()
     torch.cuda.synchronize()
     begin = time.perf_counter()
     if saved:
-        cupy_flash.attention_backward(q, q, k, v, *saved, engine=words["engine"])
+        cupy_flash.attention_backward(q, q, k, v, *saved, engine=config["engine"])
     else:
         cupy_flash.attention(q, k, v, **options)
     torch.cuda.synchronize()

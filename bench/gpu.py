@@ -1,9 +1,9 @@
-"""On a GPU: torch.matmul, every peer, and ours where it serves.
+"""GPU benchmark: time torch.matmul, every peer and cupy_flash.
 
-Interleaved, L2 flushed before each sample, random normal data, CUDA events, medians; SM clock and power beside every
-case. Measured is in a process of its own: what crashes or hangs there is left out, with the reason, and the others are
-measured without it. A file that exists is continued: its finished cases are kept, so that a run which was cut off can
-go on.
+Samples are interleaved, L2 is flushed before each, inputs are random normal, times are CUDA-event medians, and SM clock
+and power are recorded with every case. Measurements run in a worker process: an implementation that crashes or hangs it
+is left out, with the reason, and the others are measured again without it. An existing output file is resumed: its
+finished cases are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[[], Any]
 
 
 class Regime(NamedTuple):
-    """Self-attention: B * S tokens of H heads; the FlashAttention papers' sizes have 16384 tokens and H * D = 2048."""
+    """One self-attention problem with B * S = tokens and H * D = 2048; the FlashAttention papers use 16384 tokens."""
 
     dtype: str
     head_dim: int
@@ -45,12 +45,12 @@ class Regime(NamedTuple):
 
     @classmethod
     def of(cls, case: Mapping[str, Any]) -> Regime:
-        """That of a record."""
+        """Return the regime of a stored record."""
         return cls(**{name: case[name] for name in cls._fields})
 
     @property
     def record(self) -> dict[str, Any]:
-        """What every record says of its regime."""
+        """The fields that describe this regime in a stored record."""
         return {
             "regime": self.name, **self._asdict(), "batch": self.batch, "heads": self.heads, "flops": self.flops,
         }  # fmt: skip
@@ -72,7 +72,7 @@ class Regime(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Two products forward, five backward, half when causal."""
+        """FLOPs of two matmuls forward or five backward, halved when causal."""
         dims = self.head_dim + (self.head_dim_v or self.head_dim)
         forward = 2 * self.batch * self.heads * self.seqlen**2 * dims * (0.5 if self.causal else 1)
         return forward * (2.5 if self.backward else 1)
@@ -80,12 +80,12 @@ class Regime(NamedTuple):
 
 DEVICE = "cuda"
 SAMPLES, WARM_UP = 15, 3
-SECONDS_OF_ONE = 2.0  # a peer that has been measured for this long in one regime sits out the rest of its samples
-FLUSHES = 8  # of L2 before a sample: one is enough for L2, eight last until the host has asked for what is timed
-# What a step may take: a call's first time and a sample; what comes before the calls; where kernels are compiled.
+SECONDS_OF_ONE = 2.0  # time budget per implementation and regime: no further samples once it is spent
+FLUSHES = 8  # L2 flushes before a sample: one clears L2, eight keep the GPU busy until the host has launched the call
+# Timeouts in seconds: one call or sample; creating inputs; compiling.
 SECONDS_OF_STEP, SECONDS_OF_INPUTS, SECONDS_OF_COMPILING = 20.0, 60.0, 150.0
-OVERTIME = 40.0  # that a regime may take beyond the seconds of its run
-KIND_LOSSES = 2  # regimes in which a kind of tile has ended a process: from then on it is not tried
+OVERTIME = 40.0  # seconds that the last regime may exceed the time budget of the run
+KIND_LOSSES = 2  # a kind of tile that has killed the worker in this many regimes is not tried again
 
 
 Inputs = tuple[Any, Any, Any, Any]
@@ -105,15 +105,15 @@ def inputs(regime: Regime) -> Inputs:
     return tensor(regime.head_dim), tensor(regime.head_dim), tensor(dim_v), tensor(dim_v).detach()
 
 
-def peers(regime: Regime, given: Inputs) -> dict[str, Call]:
-    """What to time of every implementation beside ours. Each may yet refuse; of fp8, and of gradients in one order,
-    there is none."""
+def peers(regime: Regime, tensors: Inputs) -> dict[str, Call]:
+    """Return a call per peer; a call raises if its peer does not support the regime. There are no peers for fp8 and for
+    deterministic gradients."""
     if regime.dtype == FP8 or regime.deterministic:
         return {}
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    q, k, v, dout = given
+    q, k, v, dout = tensors
 
     def sdpa(backend: Any) -> Any:
         with sdpa_kernel(backend):
@@ -125,7 +125,7 @@ def peers(regime: Regime, given: Inputs) -> dict[str, Call]:
             "SDPA cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
             "flash-attn": partial(_flash_attn, q, k, v, regime.causal),
         }
-    else:  # which the others refuse
+    else:  # flash, cuDNN and flash-attn support 16-bit dtypes only
         forwards = {
             "SDPA efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
             "SDPA math": partial(sdpa, SDPBackend.MATH),
@@ -134,11 +134,11 @@ def peers(regime: Regime, given: Inputs) -> dict[str, Call]:
     return {name: _timed(forward, (q, k, v), dout, regime.backward) for name, forward in forwards.items()}
 
 
-def ours(regime: Regime, given: Inputs) -> dict[str, Call]:
-    """cupy_flash by its public function."""
+def ours(regime: Regime, tensors: Inputs) -> dict[str, Call]:
+    """Return the call of cupy_flash.attention."""
     import cupy_flash
 
-    q, k, v, dout = given
+    q, k, v, dout = tensors
     call = partial(
         cupy_flash.attention, q, k, v, causal=regime.causal, layout="bhsd", deterministic=regime.deterministic
     )
@@ -146,23 +146,23 @@ def ours(regime: Regime, given: Inputs) -> dict[str, Call]:
 
 
 def _timed(forward: Call, operands: tuple[Any, ...], dout: Any, backward: bool) -> Call:
-    """The forward, or the backward alone of one forward."""
+    """Return the forward, or the backward alone, which reuses the graph of one forward."""
     if not backward:
         return forward
-    kept: list[Any] = []
+    outputs: list[Any] = []
 
     def gradients() -> Any:
         import torch
 
-        if not kept:
-            kept.append(forward())
-        return torch.autograd.grad(kept[0], operands, dout, retain_graph=True)
+        if not outputs:
+            outputs.append(forward())
+        return torch.autograd.grad(outputs[0], operands, dout, retain_graph=True)
 
     return gradients
 
 
 def _flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
-    """FlexAttention, compiled for these sizes by the first call."""
+    """Return a call of FlexAttention, which compiles for these sizes at the first call."""
     compiled: list[Call] = []
 
     def call() -> Any:
@@ -178,8 +178,8 @@ def _compiled_flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # it compiles for few lengths, and would go on without compiling
-    # A backward that may overwrite what its forward kept cannot run twice.
+    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    # A backward with donated buffers overwrites saved tensors and cannot run twice.
     torch._functorch.config.donated_buffer = False
     length = q.shape[-2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, q.device) if causal else None
@@ -192,17 +192,18 @@ def _flash_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def kind(name: str) -> str:
-    """Of a tile: its name without sizes. What one tile does to its process, others of its kind are likely to do."""
+    """Return a tile's name without sizes: if one tile crashes or hangs, others of its kind probably do, too."""
     return re.sub(r"\d+", "", name)
 
 
 def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
-    """The record of a regime: milliseconds of every sample by implementation, and why the others have none. `lost`:
-    the kinds that have ended a process, and how."""
+    """Return the record of a regime: milliseconds of all samples by implementation, and why the others have none.
+
+    `lost` maps the kinds of tiles that have killed the worker to the reason; they are not called."""
     import torch
 
-    serving, left_out = {}, {}
-    states = sampled_gpu()
+    working, left_out = {}, {}
+    states = gpu_states()
     for name, call in calls.items():
         if kind(name) in lost:
             left_out[name] = lost[kind(name)]
@@ -212,20 +213,20 @@ def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], 
             for _ in range(WARM_UP):
                 call()
             torch.cuda.synchronize()
-            serving[name] = call
-        except Exception as error:  # a peer refuses with any exception; the reason is part of the result
+            working[name] = call
+        except Exception as error:  # peers refuse with any exception; the reason is part of the result
             left_out[name] = one_line(error)
-            torch.cuda.synchronize()  # fails where the GPU is lost to this process: the others need another
-    begun = len(states)
-    samples = time_interleaved(serving, announce)
-    state = summary(states[begun:])
+            torch.cuda.synchronize()  # raises again after a sticky CUDA error: the others need a new process
+    first_state = len(states)
+    samples = time_interleaved(working, announce)
+    state = summary(states[first_state:])
     torch.cuda.empty_cache()
     tflops = {name: regime.flops / median(times) / 1e9 for name, times in samples.items()}
     return regime.record | {"milliseconds": samples, "tflops": tflops, "left_out": left_out, "gpu": state}
 
 
 def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str, list[float]]:
-    """Milliseconds of every call in turn, each after L2 was overwritten."""
+    """Return milliseconds per call, sampled round-robin, with L2 flushed before each sample."""
     import torch
 
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
@@ -248,22 +249,25 @@ def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str,
 
 @lru_cache(maxsize=1)
 def matmul() -> dict[str, Any]:
-    """torch.matmul of bf16 at 8192^3, once in a process: what R_mm divides by."""
+    """Time torch.matmul bf16 at 8192^3, once per process: the denominator of R_mm."""
     import torch
 
-    states = sampled_gpu()
+    states = gpu_states()
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(WARM_UP):
         a @ b
-    begun = len(states)
+    first_state = len(states)
     samples = time_interleaved({"matmul": lambda: a @ b}, lambda step, seconds: None)["matmul"]
-    return {"milliseconds": samples, "tflops": 2 * 8192**3 / median(samples) / 1e9, "gpu": summary(states[begun:])}
+    return {
+        "milliseconds": samples,
+        "tflops": 2 * 8192**3 / median(samples) / 1e9,
+        "gpu": summary(states[first_state:]),
+    }
 
 
 @lru_cache(maxsize=1)
-def sampled_gpu() -> list[str]:
-    """A list to which nvidia-smi adds lines as long as this process lasts: SM clock in MHz, power in W; none where it
-    is not there."""
+def gpu_states() -> list[str]:
+    """Return a list to which nvidia-smi appends "SM clock in MHz, power in W" every 100 ms; empty if not installed."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
     lines: list[str] = []
     try:
@@ -280,29 +284,29 @@ def sampled_gpu() -> list[str]:
 
 
 def summary(lines: Sequence[str]) -> dict[str, Any]:
-    """Median and extremes of clock and power."""
+    """Return median, least and most of SM clock and power."""
     rows = [re.fullmatch(r"\s*([\d.]+)\s*,\s*([\d.]+)\s*", line) for line in lines]
     numbers = [tuple(map(float, row.groups())) for row in rows if row]
-    found: dict[str, Any] = {"samples": len(numbers)}
+    state: dict[str, Any] = {"samples": len(numbers)}
     for name, column in zip(("sm_clock_mhz", "power_w"), zip(*numbers, strict=True), strict=False):
-        found[name] = {"median": median(column), "least": min(column), "most": max(column)}
-    return found
+        state[name] = {"median": median(column), "least": min(column), "most": max(column)}
+    return state
 
 
 Measure = Callable[[Regime, Mapping[str, str], Announce], dict[str, Any]]
 
 
 def measure_peers(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
-    """Ours through the plan beside every peer."""
+    """Measure the tile that the plan chooses and every peer."""
     announce("inputs", SECONDS_OF_INPUTS)
-    given = inputs(regime)
-    return measure(regime, peers(regime, given) | ours(regime, given), lost, announce)
+    tensors = inputs(regime)
+    return measure(regime, peers(regime, tensors) | ours(regime, tensors), lost, announce)
 
 
-def beside_matmul(
+def measure_with_matmul(
     measure_one: Measure, regime: Regime, lost: Mapping[str, str], announce: Announce
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A regime's record with its process's ceiling, and the record of that."""
+    """Return a regime's record and that of torch.matmul in the same process."""
     import torch
 
     announce("torch.matmul", SECONDS_OF_INPUTS)
@@ -312,7 +316,7 @@ def beside_matmul(
 
 
 def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Path, command: Sequence[str]) -> int:
-    """Measures what the file `out` does not have yet; the exit status, 3 where time was over before."""
+    """Measure the regimes that the file `out` does not contain; return the exit status, 3 if time ran out."""
     import torch
 
     if not torch.cuda.is_available():
@@ -322,21 +326,21 @@ def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Pa
     result["command"] = " ".join(command)
     result["device"]["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
     result["versions"]["cuda"], result["versions"]["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
-    before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    result["cases"], result["losses"] = before.get("cases", []), before.get("losses", [])
+    previous = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    result["cases"], result["losses"] = previous.get("cases", []), previous.get("losses", [])
     done = {case["regime"] for case in result["cases"]}
-    waiting = [regime for regime in regimes if regime.name not in done]
+    pending = [regime for regime in regimes if regime.name not in done]
     begin = time.monotonic()
     durations: list[float] = []
-    with ended_by_signal(), Worker(partial(beside_matmul, measure_one)) as worker:
-        for measured, regime in enumerate(waiting):
+    with ended_by_signal(), Worker(partial(measure_with_matmul, measure_one)) as worker:
+        for measured, regime in enumerate(pending):
             started = time.monotonic()
             try:
                 if started - begin + median(durations or [0]) > seconds:
                     raise OutOfTime
-                case, ceiling = _outlived(worker, regime, result["losses"], begin + seconds + OVERTIME)
+                case, ceiling = _measure_isolated(worker, regime, result["losses"], begin + seconds + OVERTIME)
             except OutOfTime:
-                print(f"out of time: {len(waiting) - measured} regimes are left, run again to go on", file=sys.stderr)
+                print(f"out of time: {len(pending) - measured} regimes are left, run again to resume", file=sys.stderr)
                 write(result, out)
                 return 3
             result["cases"].append(case)
@@ -344,57 +348,58 @@ def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Pa
             write(result, out)
             now = time.monotonic()
             durations.append(now - started)
-            left = len(waiting) - measured - 1
-            print("\n".join(told(case)))
-            print(f"  {left} regimes are left, about {(now - begin) / (measured + 1) * left:.0f} s", flush=True)
+            remaining = len(pending) - measured - 1
+            print("\n".join(lines_of(case)))
+            seconds_left = (now - begin) / (measured + 1) * remaining
+            print(f"  {remaining} regimes are left, about {seconds_left:.0f} s", flush=True)
     write(result, out)
     return 0
 
 
-def _outlived(
+def _measure_isolated(
     worker: Worker, regime: Regime, losses: list[dict[str, str]], until: float
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What the worker says of a regime without the kinds that end its process, each of which it adds to `losses`."""
+    """Measure a regime in the worker, again without each kind of tile that kills it; append those to `losses`."""
     while True:
-        everywhere = Counter(kind(loss["name"]) for loss in losses)
+        kind_losses = Counter(kind(loss["name"]) for loss in losses)
         lost = {
             kind(loss["name"]): f"{loss['name']} {loss['reason']} ({loss['regime']})"
             for loss in losses
-            if loss["regime"] == regime.name or everywhere[kind(loss["name"])] >= KIND_LOSSES
+            if loss["regime"] == regime.name or kind_losses[kind(loss["name"])] >= KIND_LOSSES
         }
         try:
             case, ceiling = worker(regime, lost, until=until)
             return case, ceiling
         except Lost as loss:
-            print(f"  {regime.name}: lost its process in {loss}", flush=True)
-            if kind(loss.step) in lost:  # even without it: nothing can be measured
+            print(f"  {regime.name}: worker lost: {loss}", flush=True)
+            if kind(loss.step) in lost:  # lost again although it was excluded: nothing can be measured
                 left_out = lost | {loss.step: loss.reason}
                 empty = {"milliseconds": {}, "tflops": {}, "tiles": [], "left_out": left_out, "gpu": summary([])}
                 return regime.record | empty, None
             losses.append({"regime": regime.name, "name": loss.step, "reason": loss.reason})
 
 
-def told(case: dict[str, Any]) -> list[str]:
-    """A record in lines, the fastest first."""
+def lines_of(case: dict[str, Any]) -> list[str]:
+    """Return a record as lines of text, the fastest implementation first."""
     lines = [case["regime"]]
     for name, tflops in sorted(case["tflops"].items(), key=lambda item: -item[1]):
         lines.append(f"  {tflops:6.1f} TFLOP/s, {median(case['milliseconds'][name]):.3f} ms: {name}")
     return lines + [f"  left out {name}: {reason}" for name, reason in case["left_out"].items()]
 
 
-def of_ours(case: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s of our tiles, or of our public function."""
+def our_tflops(case: dict[str, Any]) -> dict[str, float]:
+    """Return TFLOP/s of our tiles, or of cupy_flash.attention."""
     names = {tile["name"] for tile in case.get("tiles", ())} | {OURS}
     return {name: speed for name, speed in case["tflops"].items() if name in names}
 
 
-def of_peers(case: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s of everybody else."""
-    own = of_ours(case)
+def peer_tflops(case: dict[str, Any]) -> dict[str, float]:
+    """Return TFLOP/s of the peers."""
+    own = our_tflops(case)
     return {name: speed for name, speed in case["tflops"].items() if name not in own}
 
 
 def fastest(case: dict[str, Any]) -> str | None:
-    """Of ours; None where none was measured."""
-    own = of_ours(case)
-    return max(own, key=own.__getitem__, default=None)
+    """Return the name of our fastest tile; None if none was measured."""
+    tflops = our_tflops(case)
+    return max(tflops, key=tflops.__getitem__, default=None)

@@ -1,6 +1,7 @@
-"""Work in a process of its own, which says what it begins: whatever crashes or hangs there, the run goes on.
+"""A worker process that announces each step, so that a run survives crashes and hangs in it.
 
-A kernel that faults takes the GPU from its whole process, and one that waits for ever never comes back.
+A faulting kernel leaves a sticky CUDA error that makes the GPU unusable for its whole process, and a kernel that
+deadlocks never returns.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-Announce = Callable[[str, float], None]  # the step that begins, and the seconds that it may take
-START, START_SECONDS = "the start of its process", 60.0
-ENDING_SECONDS = 30.0  # a process that was killed may first have to be freed by the driver
+Announce = Callable[[str, float], None]  # (name of the step that begins, its timeout in seconds)
+START, START_SECONDS = "the start of the worker process", 60.0
+ENDING_SECONDS = 30.0  # the driver may take long to clean up a killed process
 
 
 class Lost(Exception):
-    """The process is gone, and its answer with it: during which step, and why."""
+    """The worker process was lost during `step`, for `reason`."""
 
     def __init__(self, step: str, reason: str) -> None:
         super().__init__(f"{step}: {reason}")
@@ -30,11 +31,11 @@ class Lost(Exception):
 
 
 class OutOfTime(Exception):
-    """The time of the whole run was over before the answer came."""
+    """The time budget of the whole run ended before the result arrived."""
 
 
 class Worker:
-    """Calls `work(*arguments, announce)` in one process after the other: a new one begins where the last was lost."""
+    """Calls `work(*arguments, announce)` in a worker process; after a loss the next call starts a new one."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
@@ -48,9 +49,9 @@ class Worker:
         self.end()
 
     def __call__(self, *arguments: Any, until: float) -> Any:
-        """What `work` gives; Lost where it fails, ends its process or overstays a step, OutOfTime at `until`, a time
-        of time.monotonic()."""
-        step, seconds = "its first step", START_SECONDS
+        """Return the result of `work`; raise Lost if it raises, its process exits or a step times out, and OutOfTime at
+        `until`, a time of time.monotonic()."""
+        step, seconds = "before the first step", START_SECONDS
         try:
             if self.process is None:
                 self._begin()
@@ -61,22 +62,22 @@ class Worker:
                     self.end()
                     if time.monotonic() >= until:
                         raise OutOfTime
-                    raise Lost(step, f"did not come back within {seconds:.0f} s")
-                kind, told = self.pipe.recv()
+                    raise Lost(step, f"timed out after {seconds:.0f} s")
+                kind, payload = self.pipe.recv()
                 if kind == "done":
-                    return told
+                    return payload
                 if kind == "failed":
                     self.end()
-                    raise Lost(step, told)
-                step, seconds = told
+                    raise Lost(step, payload)
+                step, seconds = payload
         except (EOFError, OSError):
             self.process.join(ENDING_SECONDS)
             code = self.process.exitcode
             self.end()
-            raise Lost(step, f"ended its process, exit status {code}") from None
+            raise Lost(step, f"process exited with status {code}") from None
 
     def end(self) -> None:
-        """The process, and those that it has begun, are no more."""
+        """Kill the process and its children, and wait for it."""
         if self.process is None:
             return
         for kill in (lambda: os.killpg(self.process.pid, signal.SIGKILL), self.process.kill):
@@ -88,15 +89,15 @@ class Worker:
 
     def _begin(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(self.work, theirs))
+        self.pipe, worker_pipe = context.Pipe()
+        self.process = context.Process(target=_serve, args=(self.work, worker_pipe))
         self.process.start()
-        theirs.close()  # so that its end is heard of
+        worker_pipe.close()  # so that recv raises EOFError when the worker exits
 
 
 def _serve(work: Callable[..., Any], pipe: Connection) -> None:
-    """Answers until nobody asks any more."""
-    os.setpgrp()  # what it begins ends with it
+    """Answer requests until the other end of the pipe is closed."""
+    os.setpgrp()  # Worker.end kills the whole group
     while True:
         try:
             arguments = pipe.recv()
@@ -104,25 +105,25 @@ def _serve(work: Callable[..., Any], pipe: Connection) -> None:
             return
         try:
             answer = "done", work(*arguments, lambda step, seconds: pipe.send(("step", (step, seconds))))
-        except Exception as error:  # whatever it is: whoever asked is told, and ends this process
+        except Exception as error:  # the caller raises it as Lost and ends this process
             answer = "failed", one_line(error)
         pipe.send(answer)
 
 
 def one_line(error: Exception) -> str:
-    """An exception in the first line of what it says."""
+    """Return an exception's type and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """SIGTERM leaves by SystemExit, so that workers, which are in process groups of their own, end too."""
+    """Turn SIGTERM into SystemExit, so that workers, which have their own process groups, are ended, too."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, raise_exit)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

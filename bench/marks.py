@@ -1,4 +1,4 @@
-"""What is to be reached on a GPU, regime by regime, and how far a sweep has come."""
+"""Performance targets by regime, and which of them a sweep reaches."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from cupy_flash.problem import FP8
 
-from .gpu import Regime, fastest, of_peers
+from .gpu import Regime, fastest, peer_tflops
 from .report import NOTHING, Table
 
 
 class Mark(NamedTuple):
-    """By ratio: "best" over the fastest peer in the same process, "mm" over torch.matmul bf16, "own" over our own
-    gradients in any order, "fma" over what the card's lanes can multiply and add in fp32."""
+    """Least ratios of our speed: "best" to the fastest peer in the same process, "mm" to torch.matmul bf16, "own" to
+    our own non-deterministic backward, "fma" to the card's peak fp32 FMA rate."""
 
     first: dict[str, float]
     goal: dict[str, float]
@@ -21,7 +21,7 @@ class Mark(NamedTuple):
 
 BF16 = partial(Regime, "bfloat16")
 BACKWARD = partial(Regime, "bfloat16", backward=True)
-# The most important first, which is the order of a sweep.
+# In order of importance: a sweep measures them in this order.
 MARKS = {
     BF16(128, 16384, False): Mark({"best": 0.90}, {"mm": 0.92, "best": 1.03}),
     BF16(128, 16384, True): Mark({"best": 0.90}, {"mm": 0.90, "best": 1.05}),
@@ -47,28 +47,28 @@ MARKS = {
     BACKWARD(128, 16384, True, deterministic=True): Mark({"own": 0.85}, {"own": 0.93}),
 }
 RATIOS = ("best", "mm", "own", "fma")
-FMA_OF_CLOCK = 128  # lanes of a multiprocessor, each with one product and one sum
+FMA_OF_CLOCK = 128  # FMAs per clock and SM
 
 
 def table(result: dict[str, Any]) -> Table:
-    """What a sweep has reached, where there is a mark."""
+    """Return the table of the measured regimes that have a mark."""
     cases = {case["regime"]: case for case in result["cases"]}
     rows = []
     for regime, mark in MARKS.items():
         case = cases.get(regime.name)
         if case is None:
             continue
-        found, best, others = ratios(regime, cases, result["device"]), fastest(case), of_peers(case)
+        measured, best, others = ratios(regime, cases, result["device"]), fastest(case), peer_tflops(case)
         peer = max(others, key=others.__getitem__, default=None)
-        reached = [name for name in ("goal", "first") if _is_reached(getattr(mark, name), found)]
+        reached = [name for name in ("goal", "first") if _is_reached(getattr(mark, name), measured)]
         rows.append(
             [
                 regime.name,
                 f"{case['tflops'][best]:.0f}" if best else NOTHING,
                 f"{others[peer]:.0f} {peer}" if peer else NOTHING,
-                *(f"{found[ratio]:.2f}" if ratio in found else NOTHING for ratio in RATIOS),
-                _words(mark.first),
-                _words(mark.goal),
+                *(f"{measured[ratio]:.2f}" if ratio in measured else NOTHING for ratio in RATIOS),
+                _ratios_text(mark.first),
+                _ratios_text(mark.goal),
                 reached[0] if reached else "neither",
                 " / ".join(_median(case["gpu"], name) for name in ("sm_clock_mhz", "power_w")),
             ]
@@ -79,32 +79,32 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, Any]) -> dict[str, float]:
-    """Of our fastest in a regime, those that can be told."""
+    """Return the ratios of our fastest tile that the sweep has data for."""
     case = cases[regime.name]
     best = fastest(case)
     if best is None:
         return {}
     speed = case["tflops"][best]
-    found = {"mm": speed / case["matmul_tflops"]}
-    if others := of_peers(case):
-        found["best"] = speed / max(others.values())
+    measured = {"mm": speed / case["matmul_tflops"]}
+    if others := peer_tflops(case):
+        measured["best"] = speed / max(others.values())
     clock = case["gpu"].get("sm_clock_mhz")
     if regime.dtype == "float32" and clock and device.get("multiprocessors"):
-        found["fma"] = speed / (2 * FMA_OF_CLOCK * device["multiprocessors"] * clock["median"] * 1e-6)
-    own = cases.get(regime._replace(deterministic=False).name)
-    if regime.deterministic and own and (its := fastest(own)):
-        # Each over the ceiling of its process, which need not be the same.
-        found["own"] = found["mm"] / (own["tflops"][its] / own["matmul_tflops"])
-    return found
+        measured["fma"] = speed / (2 * FMA_OF_CLOCK * device["multiprocessors"] * clock["median"] * 1e-6)
+    unordered = cases.get(regime._replace(deterministic=False).name)
+    if regime.deterministic and unordered and (tile := fastest(unordered)):
+        # Each relative to the matmul of its own process: the two may have run at different clocks.
+        measured["own"] = measured["mm"] / (unordered["tflops"][tile] / unordered["matmul_tflops"])
+    return measured
 
 
 def _median(state: dict[str, Any], name: str) -> str:
     return f"{state[name]['median']:.0f}" if name in state else NOTHING
 
 
-def _is_reached(mark: dict[str, float], found: dict[str, float]) -> bool:
-    return all(found.get(ratio, 0) >= least for ratio, least in mark.items())
+def _is_reached(mark: dict[str, float], measured: dict[str, float]) -> bool:
+    return all(measured.get(ratio, 0) >= least for ratio, least in mark.items())
 
 
-def _words(mark: dict[str, float]) -> str:
+def _ratios_text(mark: dict[str, float]) -> str:
     return ", ".join(f"R_{ratio} {least}" for ratio, least in mark.items())

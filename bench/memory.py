@@ -1,4 +1,4 @@
-"""Peak memory beyond inputs and outputs, each point in a process of its own, so that none inherits another's peak."""
+"""Peak memory beyond inputs and outputs; each measurement runs in a fresh process, as peaks never decrease."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import numpy.typing as npt
 from .model import Case, result_bytes
 from .peers import PEERS, limit_threads, random_inputs
 
-NOISE = 2**20  # bytes that come and go with the allocator
+NOISE = 2**20  # bytes of allocator noise
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond inputs and outputs at the highest point, counted in two ways that each miss something."""
+    """Peak bytes beyond inputs and outputs, by two measures that each miss something."""
 
-    allocated: int  # what NumPy and Python asked for: exact, but blind to torch and BLAS
-    resident: (
-        int | None
-    )  # by how much the process grew: blind to memory not yet written; None where the system is silent
+    allocated: int  # allocated by NumPy and Python (tracemalloc): exact, but without torch and BLAS
+    # Growth of the resident set: misses memory that was never written. None where the system does not report it.
+    resident: int | None
 
     @property
     def bytes(self) -> int:
@@ -33,20 +32,20 @@ class Peak:
 
 
 def measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
-    """The peak of a forward that keeps what its backward needs, and of both together, in a fresh process."""
+    """Return the peaks of a forward that saves for the backward, and of forward + backward, in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_measure, name, case, threads).result()
 
 
 def growth_exponent(seqlens: npt.ArrayLike, peaks: npt.ArrayLike) -> float:
-    """e of peak = c S^e, fitted to the logarithms: 1 is linear, 2 quadratic. Peaks below NOISE count as NOISE."""
+    """Fit e of peak = c S^e in log space: 1 is linear, 2 quadratic. Peaks are clamped to at least NOISE."""
     exponent = np.polyfit(np.log(seqlens), np.log(np.maximum(peaks, NOISE)), 1)[0]
     return round(float(exponent), 1) + 0.0  # not -0.0
 
 
 def _measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
     with limit_threads(threads):
-        # Libraries are loaded and their pools made before the measurement begins.
+        # Warm-up: load libraries and create their memory pools before the measurement.
         small = replace(case, seqlen=64)
         peer = PEERS[name](small, random_inputs(small), True)
         peer.backward(peer.forward())
@@ -59,20 +58,20 @@ def _measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
         forward = _peak_since(resident, result_bytes(case, gradients=False))
         gradients = peer.backward(saved)
         both = _peak_since(resident, result_bytes(case, gradients=True))
-        del saved, gradients  # the outputs, alive until here
+        del saved, gradients  # keeps the outputs alive until the peak was read
     return forward, both
 
 
 def _peak_since(resident: int | None, results: int) -> Peak:
     peak = peak_resident()
-    grown = None if resident is None or peak is None else max(0, peak - resident - results)
-    return Peak(max(0, tracemalloc.get_traced_memory()[1] - results), grown)
+    growth = None if resident is None or peak is None else max(0, peak - resident - results)
+    return Peak(max(0, tracemalloc.get_traced_memory()[1] - results), growth)
 
 
 def peak_resident() -> int | None:
-    """The most memory that this process has had."""
+    """Return the peak resident set of this process in bytes; None where the system does not report it."""
     if sys.platform == "linux":
-        # Not ru_maxrss: across fork and exec it keeps the peak of the parent.
+        # Not ru_maxrss, which inherits the parent's peak across fork and exec.
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     elif sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""What attention costs on paper: FLOPs, bytes and the roofline. Pure arithmetic, no measurement."""
+"""Analytic model of attention: FLOPs, minimum bytes and roofline time."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ class Case:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches at best, measured in the same process."""
+    """Peak rates of this machine, measured in the same process."""
 
-    flops_per_second: float  # a large matrix product
-    bytes_per_second: float  # a large copy, bytes read plus bytes written
+    flops_per_second: float  # of a large matmul
+    bytes_per_second: float  # of a large copy, reads plus writes
 
 
 def forward_flops(case: Case) -> float:
-    """Two matrix products of 2 S S D each per head, half of that when causal: the convention of FlashAttention."""
+    """Return the FLOPs of two matmuls of 2 S S D per head, halved when causal: FlashAttention's convention."""
     full = 4 * case.batch * case.heads * case.seqlen**2 * case.head_dim
     return full / 2 if case.causal else full
 
 
 def backward_flops(case: Case) -> float:
-    """Five matrix products where the forward has two, one of them the scores again."""
+    """Return the FLOPs of five matmuls, among them the recomputed scores; the forward has two."""
     return 2.5 * forward_flops(case)
 
 
 def forward_bytes(case: Case) -> int:
-    """The least a forward can move: q, k, v read, out and lse written, once each."""
+    """Return the minimum traffic of a forward: reads q, k, v and writes out, lse once."""
     return 2 * _q_bytes(case) + 2 * _kv_bytes(case) + _lse_bytes(case)
 
 
 def backward_bytes(case: Case) -> int:
-    """The least a backward can move: q, k, v, out, dout, lse read, dq, dk, dv written, once each."""
+    """Return the minimum traffic of a backward: reads q, k, v, out, dout, lse and writes dq, dk, dv once."""
     return 4 * _q_bytes(case) + 4 * _kv_bytes(case) + _lse_bytes(case)
 
 
 def scores_bytes(case: Case) -> int:
-    """One matrix of scores of every head, as standard attention holds it."""
+    """Return the bytes of the S x S score matrices of all heads, which standard attention materializes."""
     return case.batch * case.heads * case.seqlen**2 * _accumulation_size(case)
 
 
 def result_bytes(case: Case, gradients: bool) -> int:
-    """out and lse, and with `gradients` dq, dk, dv."""
+    """Return the bytes of out and lse, with `gradients` also of dq, dk, dv."""
     forward = _q_bytes(case) + _lse_bytes(case)
     return forward + _q_bytes(case) + 2 * _kv_bytes(case) if gradients else forward
 
 
-def roofline_seconds(flops: float, moved: float, ceilings: Ceilings) -> float:
-    """The least time that the ceilings allow."""
-    return max(flops / ceilings.flops_per_second, moved / ceilings.bytes_per_second)
+def roofline_seconds(flops: float, bytes_moved: float, ceilings: Ceilings) -> float:
+    """Return the lower bound on the time: the slower of computing and moving."""
+    return max(flops / ceilings.flops_per_second, bytes_moved / ceilings.bytes_per_second)
 
 
 def _q_bytes(case: Case) -> int:

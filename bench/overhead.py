@@ -1,4 +1,4 @@
-"""What a call costs on the host before the driver's launch: posing, planning, outputs and the packed argument."""
+"""Host time of a call before the kernel launch: validation, planning, allocating outputs, packing parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CALLS, ROUNDS = 200, 25
 
 
 def measure(frameworks: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Seconds of each step of a forward, the median of many, for arrays of each framework."""
+    """Return the median seconds of each host step of a forward, by the framework of the arrays."""
     return {framework: _steps(framework) for framework in frameworks}
 
 
 def here() -> tuple[str, ...]:
-    """The frameworks whose arrays can be made here."""
+    """Return the frameworks available on this machine."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -36,16 +36,16 @@ def here() -> tuple[str, ...]:
 def _steps(framework: str) -> dict[str, float]:
     arrays = tuple(_array(framework) for _ in range(3))
     problem, operands = pose("attention", arrays, Options(causal=True))
-    chosen = _plan(problem)
+    gpu_plan = _plan(problem)
     return {
         "pose": _seconds(lambda: pose("attention", arrays, Options(causal=True))),
         "plan": _seconds(lambda: _plan(problem)),
-        "outputs and pack": _seconds(lambda: kernels.forward(chosen, operands, _pack)),
+        "outputs and pack": _seconds(lambda: kernels.forward(gpu_plan, operands, _pack)),
     }
 
 
 def _plan(problem: Problem) -> Plan:
-    """Of the engine on a GPU, wherever the arrays are."""
+    """Plan for a GPU even if the arrays are on the CPU."""
     if problem.device != "cpu":
         return backends.plan_for(problem)
     return plan(problem, SIMULATED)
@@ -71,7 +71,7 @@ def _array(framework: str) -> Any:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call, the median of rounds: nothing waits for a GPU."""
+    """Return the seconds of one call, the median of ROUNDS means over CALLS."""
     rounds = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is measured: cupy_flash, and what it is measured against. All take the same memory, laid out (B, H, S, D)."""
+"""The implementations that the CPU benchmark compares, all on the same (B, H, S, D) arrays."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .model import Case
 Array = npt.NDArray[Any]
 
 OURS = "cupy_flash"
-BASELINE = "SDPA flash"  # the peer that times are divided by
+BASELINE = "SDPA flash"  # the denominator of relative times
 FLEX_ATTENTION = "FlexAttention"
-FLEX_SECONDS = 60  # at most this long for FlexAttention to compile
+FLEX_SECONDS = 60  # timeout for compiling FlexAttention
 
 
 class Inputs(NamedTuple):
@@ -37,16 +37,16 @@ class Inputs(NamedTuple):
 
 
 class Peer(Protocol):
-    """One way to compute attention, bound to its inputs."""
+    """An attention implementation, bound to its inputs."""
 
     def forward(self) -> Any:
-        """The result, and in training whatever the backward needs."""
+        """Return the result and, in training, what the backward needs."""
 
     def backward(self, saved: Any) -> Any:
-        """The gradients, of what `forward` returned in training."""
+        """Return the gradients; `saved` is what `forward` returned in training."""
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
-        """What `forward` or `backward` returned as NumPy arrays: (out,) or (dq, dk, dv)."""
+        """Convert what `forward` or `backward` returned to NumPy arrays: (out,) or (dq, dk, dv)."""
 
 
 class CupyFlash:
@@ -69,7 +69,7 @@ class CupyFlash:
 
 
 class Standard:
-    """Standard attention in NumPy: the whole matrix of scores, a softmax of its rows, and the gradient from both."""
+    """Standard attention in NumPy, which materializes scores and probabilities."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         self.dtype = inputs.q.dtype
@@ -77,16 +77,17 @@ class Standard:
         self.q, self.dout = (self._grouped(x, case) for x in (inputs.q, inputs.dout))
         self.k, self.v = (self._grouped(x, case) for x in (inputs.k, inputs.v))
         self.scale = self.compute.type(case.head_dim**-0.5)
-        self.hidden = np.triu(np.ones((case.seqlen, case.seqlen), bool), 1) if case.causal else None
+        self.masked = np.triu(np.ones((case.seqlen, case.seqlen), bool), 1) if case.causal else None
 
     def _grouped(self, x: Array, case: Case) -> Array:
-        """(B, Hk, Hq / Hk or 1, S, D): query heads beside the key/value head that they share."""
+        """Reshape to (B, Hk, Hq / Hk or 1, S, D), so that the query heads of a GQA group broadcast over their key/value
+        head."""
         return x.reshape(case.batch, case.kv_heads, -1, case.seqlen, case.head_dim).astype(self.compute, copy=False)
 
     def forward(self) -> Any:
         scores = (self.q * self.scale) @ self.k.swapaxes(-1, -2)
-        if self.hidden is not None:
-            np.copyto(scores, -np.inf, where=self.hidden)
+        if self.masked is not None:
+            np.copyto(scores, -np.inf, where=self.masked)
         scores -= scores.max(axis=-1, keepdims=True)
         probabilities = np.exp(scores, out=scores)
         probabilities /= probabilities.sum(axis=-1, keepdims=True)
@@ -103,12 +104,12 @@ class Standard:
         return dq, dk.sum(axis=2, keepdims=True), dv.sum(axis=2, keepdims=True)
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
-        wanted = result if len(result) == 3 else result[:1]
-        return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype) for x in wanted)
+        outputs = result if len(result) == 3 else result[:1]
+        return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype) for x in outputs)
 
 
 class Torch(ABC):
-    """What the peers from torch share: as many threads as NumPy's BLAS, tensors over the same memory, and autograd."""
+    """Base of the torch peers: thread count of NumPy's BLAS, tensors that share memory with the inputs, autograd."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         import torch
@@ -122,7 +123,7 @@ class Torch(ABC):
 
     @abstractmethod
     def attend(self) -> Any:
-        """The output, (B, H, S, Dv)."""
+        """Return the output, (B, H, S, Dv)."""
 
     def forward(self) -> Any:
         with self.gradients_recorded():
@@ -138,25 +139,25 @@ class Torch(ABC):
 
 
 class ScaledDotProductAttention(Torch):
-    """torch's scaled_dot_product_attention, held to one of its backends."""
+    """torch's scaled_dot_product_attention, restricted to one backend."""
 
     def __init__(self, backend: str, case: Case, inputs: Inputs, training: bool) -> None:
         super().__init__(case, inputs, training)
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        self.only = partial(sdpa_kernel, getattr(SDPBackend, backend))
+        self.select_backend = partial(sdpa_kernel, getattr(SDPBackend, backend))
         self.function = partial(
             scaled_dot_product_attention, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads
         )
 
     def attend(self) -> Any:
-        with self.only():
+        with self.select_backend():
             return self.function(self.q, self.k, self.v)
 
 
 class FlexAttention(Torch):
-    """torch's FlexAttention, compiled once for all lengths; on a CPU it has no backward."""
+    """torch's FlexAttention, compiled once with dynamic shapes; it has no backward on the CPU."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         super().__init__(case, inputs, training)
@@ -170,7 +171,7 @@ class FlexAttention(Torch):
         return _compiled_flex_attention()(self.q, self.k, self.v, block_mask=self.block_mask, enable_gqa=enable_gqa)
 
 
-# SDPA's backends by the names that people use.
+# Display name -> SDPBackend.
 SDPA_BACKENDS = {
     "SDPA flash": "FLASH_ATTENTION",
     "SDPA efficient": "EFFICIENT_ATTENTION",
@@ -183,11 +184,11 @@ PEERS: dict[str, Callable[[Case, Inputs, bool], Peer]] = {
     **{name: partial(ScaledDotProductAttention, backend) for name, backend in SDPA_BACKENDS.items()},
     FLEX_ATTENTION: FlexAttention,
 }
-HOLDS_SCORES = ("standard", "SDPA math")
+HOLDS_SCORES = ("standard", "SDPA math")  # these materialize the score matrices
 
 
 def limit_threads(threads: int) -> AbstractContextManager[Any]:
-    """NumPy's BLAS, and with it every peer, on this many threads inside the context."""
+    """Limit NumPy's BLAS, whose thread count all peers use, to this many threads."""
     from threadpoolctl import threadpool_limits
 
     limits: AbstractContextManager[Any] = threadpool_limits(threads, user_api="blas")
@@ -195,7 +196,7 @@ def limit_threads(threads: int) -> AbstractContextManager[Any]:
 
 
 def random_inputs(case: Case) -> Inputs:
-    """The same arrays for the same case; filled head by head, so that no larger temporary raises the peak of memory."""
+    """Return the inputs of a case, from a fixed seed; head by head, as larger temporaries would raise peak memory."""
     if case.dtype == "bfloat16":
         from ml_dtypes import bfloat16
 
@@ -214,7 +215,7 @@ def random_inputs(case: Case) -> Inputs:
 
 
 def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str, str]]:
-    """The peers that can compute small problems like these cases here, and why each of the others cannot."""
+    """Return the peers that can run small versions of these cases on this machine, and why the others cannot."""
     names, left_out = [OURS, "standard"], {}
     if importlib.util.find_spec("torch") is None:
         return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")
@@ -241,10 +242,10 @@ def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str,
 
 
 def _flex_attention_fails(cases: Iterable[Case]) -> str | None:
-    """Why FlexAttention cannot be compiled in time; None if it can.
+    """Return why FlexAttention cannot be compiled within FLEX_SECONDS; None if it can.
 
-    It is compiled in a process of its own, which can be stopped when the time is over. What that has compiled lies in
-    torch's cache on disk, where this process finds it.
+    A child process compiles it, because a process can be killed at the timeout. This process then loads the result from
+    torch's on-disk cache.
     """
     process = multiprocessing.get_context("spawn").Process(target=_compile_flex_attention, args=(cases, blas_threads()))
     process.start()
@@ -253,7 +254,7 @@ def _flex_attention_fails(cases: Iterable[Case]) -> str | None:
         process.kill()
         process.join()
         return f"did not compile within {FLEX_SECONDS} s"
-    return None if process.exitcode == 0 else "torch.compile failed, its error is on stderr"
+    return None if process.exitcode == 0 else "torch.compile failed, see stderr"
 
 
 def _compile_flex_attention(cases: Iterable[Case], threads: int) -> None:
@@ -277,7 +278,7 @@ def _causal(b: Any, h: Any, q_index: Any, kv_index: Any) -> Any:
 def _tensor(x: Array) -> Any:
     import torch
 
-    # NumPy's bfloat16 is not known to torch; its bits are.
+    # torch does not know ml_dtypes' bfloat16: pass the bits as int16.
     return (
         torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
     )

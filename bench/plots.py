@@ -1,4 +1,4 @@
-"""Results as plots, one PNG per section or sweep, where matplotlib is installed."""
+"""Plot results with matplotlib, if installed: one PNG per section or sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .gpu import Regime, fastest, of_peers
+from .gpu import Regime, fastest, peer_tflops
 from .memory import NOISE, growth_exponent
 from .peers import OURS
 from .published import flash_attention_3
@@ -15,7 +15,7 @@ from .report import count, names_in, step_seconds
 
 
 def plot(section: str, result: dict[str, Any], path: Path) -> bool:
-    """Draw one section; False where matplotlib is not installed."""
+    """Plot one section; return False if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     records = result[section]["cases"]
@@ -44,8 +44,8 @@ def plot(section: str, result: dict[str, Any], path: Path) -> bool:
 
 
 def plot_sweep(result: dict[str, Any], path: Path) -> bool:
-    """Speed over the sequence length of our fastest tiles, every peer and what was published: a panel for each head
-    dimension and mask that has two lengths. False where there is none, or matplotlib is not installed."""
+    """Plot TFLOP/s over the sequence length for our fastest tile, all peers and published figures: one panel per dtype,
+    head dimension and mask with at least two lengths. Return False if there is none or matplotlib is not installed."""
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     order = ("dtype", "head_dim", "causal", "seqlen")
     for case in sorted(result["cases"], key=lambda case: [case[name] for name in order]):
@@ -57,7 +57,7 @@ def plot_sweep(result: dict[str, Any], path: Path) -> bool:
     rows = -(-len(panels) // 2)
     figure = _figure(13, 4 * rows)
     direction = "backward alone" if result["cases"][0]["backward"] else "forward"
-    figure.suptitle(f"{direction}, 16384 tokens of width 2048, on {result['device']['gpu']}")
+    figure.suptitle(f"{direction}, 16384 tokens, hidden size 2048, on {result['device']['gpu']}")
     for index, ((dtype, head_dim, head_dim_v, causal), cases) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, 2, index + 1)
         for name, points in _lines(cases).items():
@@ -74,7 +74,7 @@ def plot_sweep(result: dict[str, Any], path: Path) -> bool:
 
 
 def _figure(width: float, height: float) -> Any:
-    """An empty one that is drawn to a file alone."""
+    """Return an empty figure with the Agg canvas, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -84,7 +84,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _label(axes: Any, title: str, cases: list[dict[str, Any]]) -> None:
-    """What every panel over the sequence length has."""
+    """Set title, x axis, grid and legend of a panel."""
     lengths = [case["seqlen"] for case in cases]
     axes.set(title=title, xlabel="sequence length S", xscale="log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -94,12 +94,12 @@ def _label(axes: Any, title: str, cases: list[dict[str, Any]]) -> None:
 
 
 def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(length, TFLOP/s) by name, ours first."""
+    """Return (length, TFLOP/s) points by implementation, ours first."""
     lines: dict[str, list[tuple[int, float]]] = {OURS: []}
     for case in cases:
         if (best := fastest(case)) is not None:
             lines[OURS].append((case["seqlen"], case["tflops"][best]))
-        for name, speed in of_peers(case).items():
+        for name, speed in peer_tflops(case).items():
             lines.setdefault(name, []).append((case["seqlen"], speed))
         if published := flash_attention_3(Regime.of(case)):
             lines.setdefault("FA3 (published, H100)", []).append((case["seqlen"], published))
@@ -109,9 +109,9 @@ def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
 def _draw_speed(axes: Any, records: list[dict[str, Any]], stages: tuple[str, ...]) -> None:
     for name in names_in(records, "seconds"):
         points = [
-            (it["seqlen"], it["flops"] / step_seconds(it, name, stages) / 1e9)
-            for it in records
-            if name in it["seconds"]
+            (record["seqlen"], record["flops"] / step_seconds(record, name, stages) / 1e9)
+            for record in records
+            if name in record["seconds"]
         ]
         axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
     axes.set(ylabel="GFLOP/s (higher is better)")
@@ -119,7 +119,9 @@ def _draw_speed(axes: Any, records: list[dict[str, Any]], stages: tuple[str, ...
 
 def _draw_memory(axes: Any, records: list[dict[str, Any]], stage: str) -> None:
     for name in names_in(records, "peaks"):
-        points = [(it["seqlen"], it["peaks"][name][stage]["bytes"]) for it in records if name in it["peaks"]]
+        points = [
+            (record["seqlen"], record["peaks"][name][stage]["bytes"]) for record in records if name in record["peaks"]
+        ]
         lengths, peaks = zip(*points, strict=True)
         label = f"{name}, S^{growth_exponent(lengths, peaks):.1f}" if len(points) > 1 else name
         axes.plot(

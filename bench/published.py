@@ -1,12 +1,12 @@
-"""What others published of kernels that cannot be installed everywhere, in TFLOP/s: quoted, not measured here."""
+"""Published TFLOP/s of kernels that cannot be installed everywhere: quoted, not measured here."""
 
 from __future__ import annotations
 
 from .gpu import Regime
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# FlashAttention-3 (arXiv 2407.08608, figures 5 and 6): 16-bit numbers on an H100 SXM5, 16384 tokens of width 2048.
-# (backward, head dimension, causal): by LENGTHS.
+# FlashAttention-3 (arXiv 2407.08608, figures 5 and 6): 16-bit dtypes, H100 SXM5, 16384 tokens, hidden size 2048.
+# (backward, head dimension, causal) -> TFLOP/s at each of LENGTHS.
 FLASH_ATTENTION_3 = {
     (False, 64, False): (333, 392, 460, 476, 496, 497),
     (False, 64, True): (197, 265, 371, 420, 460, 473),
@@ -20,7 +20,7 @@ FLASH_ATTENTION_3 = {
 
 
 def flash_attention_3(regime: Regime) -> int | None:
-    """The published TFLOP/s; None where none was published."""
+    """Return the published TFLOP/s; None if there is no figure for this regime."""
     if (
         regime.deterministic
         or regime.dtype not in ("float16", "bfloat16")

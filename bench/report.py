@@ -1,4 +1,4 @@
-"""Results as tables: the same ones in the terminal and in docs/benchmarks.md."""
+"""Format results as tables, for the terminal and for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Table:
 
 
 def tables(section: str, result: dict[str, Any]) -> list[Table]:
-    """The tables of one section of a result: "forward", "backward" or "memory"."""
+    """Return the tables of one section of a result: "forward", "backward" or "memory"."""
     cases = result[section]["cases"]
     if section == "memory":
         return [_memory_table(cases, stage) for stage in ("forward", "forward + backward")]
@@ -48,34 +48,34 @@ def tables(section: str, result: dict[str, Any]) -> list[Table]:
 
 
 def provenance(section: str, result: dict[str, Any]) -> str:
-    """The command and the machine that made a section's numbers, and what they are of."""
+    """Return the command, machine, versions and problem sizes behind a section's numbers."""
     device, versions, git, ceilings = (result[key] for key in ("device", "versions", "git", "ceilings"))
     case = result[section]["cases"][0]
-    made = [f"Python {versions['python']}", f"NumPy {versions['numpy']}", f"cupy_flash {versions['cupy_flash']}"]
+    built_with = [f"Python {versions['python']}", f"NumPy {versions['numpy']}", f"cupy_flash {versions['cupy_flash']}"]
     if versions["torch"] is not None:
-        made.insert(2, f"torch {versions['torch']}")
+        built_with.insert(2, f"torch {versions['torch']}")
     if git["commit"] is not None:
-        made.append(f"commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}")
+        built_with.append(f"commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}")
     ceiling = (
         f"matmul {ceilings['flops_per_second'] / 1e9:.0f} GFLOP/s, copy {ceilings['bytes_per_second'] / 1e9:.0f} GB/s"
     )
     machine = f"{device['cpu']}, {count(device['cores'], 'core')}, {count(device['threads'], 'thread')} ({ceiling})"
     heads = f"H {case['heads']} (key/value heads: {case['kv_heads']})"
     return (
-        f"`{result['command']}` on {machine}; {', '.join(made)}.\n"
+        f"`{result['command']}` on {machine}; {', '.join(built_with)}.\n"
         f"B {case['batch']}, {heads}, D {case['head_dim']}, {case['dtype']}."
     )
 
 
 def left_out(section: str, result: dict[str, Any]) -> list[str]:
-    """Who is not in the tables, and why."""
+    """Return the implementations missing from the tables, with the reasons."""
     everywhere = [f"{name}: {reason}" for name, reason in result[section]["left_out"].items()]
-    at = [
+    per_case = [
         f"{name} at S {case['seqlen']}: {reason}"
         for case in result[section]["cases"]
         for name, reason in case["left_out"].items()
     ]
-    return everywhere + list(dict.fromkeys(at))  # causal or not makes no difference
+    return everywhere + list(dict.fromkeys(per_case))  # once for full and causal
 
 
 def count(number: int, noun: str) -> str:
@@ -83,37 +83,38 @@ def count(number: int, noun: str) -> str:
 
 
 def step_seconds(record: dict[str, Any], name: str, stages: tuple[str, ...]) -> float:
-    """The median over the samples of the sum of the stages."""
+    """Return the median over the samples of the summed seconds of the stages."""
     return median(map(sum, zip(*(record["seconds"][name][stage] for stage in stages), strict=True)))
 
 
 def names_in(records: list[dict[str, Any]], key: str) -> list[str]:
-    """Every peer of any record, in their first order."""
+    """Return the implementations in any of the records, in order of first appearance."""
     return list(dict.fromkeys(name for record in records for name in record[key]))
 
 
 def _time_table(records: list[dict[str, Any]], title: str, stages: tuple[str, ...]) -> Table:
     names = names_in(records, "seconds")
-    whole = stages[0] == "forward"  # the roofline is of all that the section runs
+    # roofline_seconds covers the section's whole step, so it has no meaning for the backward alone.
+    has_roofline = stages[0] == "forward"
     rows = []
     for record in records:
         seconds = {name: step_seconds(record, name, stages) for name in record["seconds"]}
         row = [*_case(record), *(_milliseconds(seconds[name]) if name in seconds else NOTHING for name in names)]
         if BASELINE in names:
             row.append(f"{seconds[OURS] / seconds[BASELINE]:.3g}")
-        if whole:
+        if has_roofline:
             row.append(f"{record['roofline_seconds'] / seconds[OURS]:.0%}")
         rows.append(row)
     columns = ["S", "causal", *names]
     if BASELINE in names:
         columns.append(f"over {BASELINE}")
-    if whole:
+    if has_roofline:
         columns.append("of roofline")
     return Table(f"{title}, milliseconds (median)", columns, rows)
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits, or all before the point."""
+    """Format milliseconds with three significant digits, or as an integer from 100 ms on."""
     return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
@@ -153,7 +154,7 @@ def _case(record: dict[str, Any]) -> list[str]:
 
 
 def show(table: Table) -> None:
-    """Print a table, by rich where it is installed."""
+    """Print a table, with rich if installed."""
     if importlib.util.find_spec("rich") is None:
         print("\n" + table.plain())
         return
@@ -161,25 +162,25 @@ def show(table: Table) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    rich_table = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in table.columns:
-        drawn.add_column(column.replace(" ", "\n"), justify="right")  # narrow enough for 80 columns
+        rich_table.add_column(column.replace(" ", "\n"), justify="right")  # to fit into 80 columns
     for row in table.rows:
-        drawn.add_row(*row)
+        rich_table.add_row(*row)
     print()
-    Console().print(drawn)
+    Console().print(rich_table)
 
 
 @contextmanager
 def progress(section: str, steps: int) -> Iterator[Callable[[str], None]]:
-    """A display of how far a section has come, on stderr; call what it gives with the name of each step that begins."""
+    """Show progress on stderr; the context is a function to call with the name of each step as it begins."""
     if importlib.util.find_spec("rich") is None:
-        begun = 0
+        started = 0
 
         def announce(step: str) -> None:
-            nonlocal begun
-            begun += 1
-            print(f"{section} {begun}/{steps}: {step}", file=sys.stderr, flush=True)
+            nonlocal started
+            started += 1
+            print(f"{section} {started}/{steps}: {step}", file=sys.stderr, flush=True)
 
         yield announce
         return
@@ -189,9 +190,9 @@ def progress(section: str, steps: int) -> Iterator[Callable[[str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(section, total=steps)
-        started = iter([0])
+        increments = iter([0])  # the first step starts at 0 completed
 
         def advance(step: str) -> None:
-            bar.update(task, advance=next(started, 1), description=f"{section}: {step}")
+            bar.update(task, advance=next(increments, 1), description=f"{section}: {step}")
 
         yield advance

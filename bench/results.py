@@ -1,4 +1,4 @@
-"""What a result says besides its numbers, and where it is written: one JSON file per run."""
+"""Result metadata (command, commit, device, versions) and the JSON file of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe(arguments: list[str], threads: int) -> dict[str, Any]:
-    """Command, commit, device and versions; None for what cannot be found out."""
+    """Return command, commit, device and versions; unknown values are None."""
     return {
         "command": " ".join(["python -m bench", *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -32,7 +32,7 @@ def describe(arguments: list[str], threads: int) -> dict[str, Any]:
             "architecture": platform.machine(),
             "cores": os.cpu_count(),
             "threads": threads,
-            "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of the last minute, before the run
+            "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # 1-minute load average before the run
             "system": f"{platform.system()} {platform.release()}",
             "gpu": gpu_name(),
         },
@@ -52,13 +52,13 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit checked out, and whether a file differs from it."""
+    """Return the HEAD commit and whether the work tree has changes."""
     commit, changes = (_git(*command) for command in (("rev-parse", "HEAD"), ("status", "--porcelain")))
     return {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 
 def cpu_name() -> str:
-    """The processor as its maker calls it."""
+    """Return the CPU model name."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -69,7 +69,7 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str | None:
-    """The GPU that torch sees."""
+    """Return the name of torch's current GPU; None without torch or a GPU."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -79,7 +79,7 @@ def gpu_name() -> str | None:
 
 def _git(*command: str) -> str | None:
     try:
-        run = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:  # no git here
+        process = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # git is not installed
         return None
-    return run.stdout.strip() if run.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -1,6 +1,6 @@
-"""Attention over several ranks: peak memory and time of each rank, and what a million tokens would take.
+"""Ring attention: measured peak memory and time per rank, and the estimated memory for 2^20 tokens.
 
-A rank is a process of this machine, with a GPU of its own (NCCL) where there are enough, else on the CPU (gloo).
+All ranks are processes on this machine: on one GPU each (NCCL) if there are enough, else on the CPU (gloo).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .report import NOTHING, Table
 
 SEQLENS = (4096, 8192, 16384)
 RANKS = (1, 2, 4)
-REPEATS = 3  # at most
-WARM_UP = 64  # positions per rank
+REPEATS = 3  # upper limit
+WARM_UP = 64  # tokens per rank
 
-# The attention of a model of 8 billion parameters with grouped heads, over 2^20 tokens.
+# The attention shapes of an 8B-parameter GQA model at 2^20 tokens.
 MILLION = Case(batch=1, heads=32, kv_heads=8, head_dim=128, seqlen=2**20, dtype="bfloat16", causal=True)
 MILLION_LAYERS, MILLION_RANKS = 32, (8, 16, 32, 64)
 
@@ -38,24 +38,24 @@ Record = dict[str, Any]
 def ring_cases(
     cases: Sequence[Case], ranks: Sequence[int], repeats: int, threads: int, step: Callable[[str], None]
 ) -> Record:
-    """Every case on every number of ranks: bytes of the rank that held most, seconds of the one that took longest."""
+    """Measure every case on every number of ranks: peak bytes and seconds, each the maximum over ranks."""
     records = []
     for case in cases:
         for count in ranks:
             step(f"S {case.seqlen} on {count}")
-            found = measure(case, count, repeats, max(1, threads // count))
-            records.append(asdict(case) | {"ranks": count, "held": sum(held(case, count).values())} | found)
+            measured = measure(case, count, repeats, max(1, threads // count))
+            records.append(asdict(case) | {"ranks": count, "held": sum(held(case, count).values())} | measured)
     return {"cases": records}
 
 
 def measure(case: Case, ranks: int, repeats: int, threads: int) -> Record:
-    """One case on one number of ranks, each in a fresh process."""
+    """Measure one case; each rank runs in a fresh process."""
     with tempfile.TemporaryDirectory() as folder, _freed_memory_returned():
         rendezvous = f"file://{Path(folder, 'rendezvous')}"
-        # A rank waits for the others, so that each is taken by a process of its own.
+        # The ranks block in the rendezvous, so each of the pool's processes takes exactly one.
         with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
-            waiting = [pool.submit(_rank, rank, ranks, case, repeats, threads, rendezvous) for rank in range(ranks)]
-            results = [future.result() for future in waiting]
+            futures = [pool.submit(_rank, rank, ranks, case, repeats, threads, rendezvous) for rank in range(ranks)]
+            results = [future.result() for future in futures]
     peaks, seconds = zip(*results, strict=True)
     known = [peak for peak in peaks if peak is not None]
     return {"peak": max(known, default=None), "seconds": [max(sample) for sample in zip(*seconds, strict=True)]}
@@ -63,33 +63,34 @@ def measure(case: Case, ranks: int, repeats: int, threads: int) -> Record:
 
 @contextmanager
 def _freed_memory_returned() -> Iterator[None]:
-    """For processes started meanwhile: glibc gives back what is freed, so that the peak is of what is held at once."""
+    """Set glibc's mmap threshold to 64 KiB for processes started inside the context: freed memory then returns to the
+    system, and the peak counts live memory only."""
     name = "MALLOC_MMAP_THRESHOLD_"
-    before = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = str(2**16)
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous
 
 
 def held(case: Case, ranks: int) -> dict[str, int]:
-    """Bytes that a rank holds at the most, in its backward, by what they are; what the engine works with aside."""
+    """Return the bytes of a rank's tensors at the peak, in its backward, by purpose, without workspaces."""
     part = replace(case, seqlen=-(-case.seqlen // ranks))
     element = ITEMSIZE[case.dtype]
-    real = 8 if case.dtype == "float64" else 4
+    accumulator = 8 if case.dtype == "float64" else 4
     q, kv = prod(part.q_shape), 2 * prod(part.kv_shape)
     several = ranks > 1
     return {
         "kept": forward_bytes(part),  # q, k, v, out, lse
         "dout": element * q,
-        "dq": real * q,  # summed up over the ring
-        "keys": 2 * several * element * kv,  # present and arriving
-        "gradients": (3 if several else 1) * real * kv,  # this rank's, those behind them, those that leave
-        "parts": element * (q + kv) // 2,  # of one pair of chunks, which are half a shard
+        "dq": accumulator * q,  # accumulated over the ring steps
+        "keys": 2 * several * element * kv,  # the current shard and the one being received
+        "gradients": (3 if several else 1) * accumulator * kv,  # dK, dV being computed, received and sent
+        "parts": element * (q + kv) // 2,  # dQ, dK, dV of one pair of chunks, half a shard each
     }
 
 
@@ -98,7 +99,7 @@ def time_table(section: Record) -> Table:
 
 
 def memory_table(section: Record) -> Table:
-    """Measured, and in parentheses what `held` adds up."""
+    """Return measured peaks, with the sum of `held` in parentheses."""
 
     def cell(record: Record) -> str:
         measured = NOTHING if record["peak"] is None else f"{record['peak'] / 2**20:.0f}"
@@ -109,26 +110,26 @@ def memory_table(section: Record) -> Table:
 
 
 def _table(title: str, section: Record, cell: Callable[[Record], str]) -> Table:
-    """A row for every length, a column for every number of ranks."""
-    at = {(record["seqlen"], record["ranks"]): cell(record) for record in section["cases"]}
-    lengths, ranks = ([*dict.fromkeys(key[place] for key in at)] for place in (0, 1))
+    """Return a table with a row per length and a column per number of ranks."""
+    cells = {(record["seqlen"], record["ranks"]): cell(record) for record in section["cases"]}
+    lengths, ranks = ([*dict.fromkeys(key[axis] for key in cells)] for axis in (0, 1))
     columns = ["S", *(f"{number} rank{'s' * (number > 1)}" for number in ranks)]
-    return Table(title, columns, [[str(length), *(at[length, number] for number in ranks)] for length in lengths])
+    return Table(title, columns, [[str(length), *(cells[length, number] for number in ranks)] for length in lengths])
 
 
 def plan_table() -> Table:
-    """A million tokens: what the attention of a model holds per rank."""
+    """Return the estimated memory per rank of MILLION's attention layers."""
     rows = []
     hidden = MILLION.heads * MILLION.head_dim * ITEMSIZE[MILLION.dtype]
     for ranks in MILLION_RANKS:
-        bytes_of = held(MILLION, ranks)
+        parts = held(MILLION, ranks)
         inputs = MILLION_LAYERS * MILLION.seqlen // ranks * hidden
-        passing = sum(bytes_of.values()) - bytes_of["kept"]
+        transient = sum(parts.values()) - parts["kept"]
         cells = (
-            bytes_of["kept"],
-            passing,
-            MILLION_LAYERS * bytes_of["kept"] + passing,
-            inputs + sum(bytes_of.values()),
+            parts["kept"],
+            transient,
+            MILLION_LAYERS * parts["kept"] + transient,
+            inputs + sum(parts.values()),
         )
         rows.append([str(ranks), f"{MILLION.seqlen // ranks:,}", *(f"{cell / 2**30:.2f}" for cell in cells)])
     title = (
@@ -152,7 +153,7 @@ def provenance(result: Record) -> str:
 def _rank(
     rank: int, ranks: int, case: Case, repeats: int, threads: int, rendezvous: str
 ) -> tuple[int | None, list[float]]:
-    """(bytes by which the process grew, seconds of each repeat) of one rank."""
+    """Run one rank; return (growth of its peak memory in bytes, seconds of each repeat)."""
     import torch
     from torch import distributed
 
@@ -172,13 +173,13 @@ def _rank(
     def run(q: Any, k: Any, v: Any, dout: Any) -> float:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         distributed.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         out = ring_attention(*leaves, causal=case.causal, layout="bhsd")
         gradients = torch.autograd.grad(out, leaves, dout)
         if on_gpus:
             torch.cuda.synchronize()
         del gradients
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     with limit_threads(threads):
         run(*inputs(WARM_UP))

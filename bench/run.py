@@ -1,4 +1,4 @@
-"""The measurements: each gives the records, plain dicts for JSON, of its section of a result."""
+"""CPU measurements: each function returns one section of a result as plain dicts for JSON."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from .peers import BASELINE, HOLDS_SCORES, OURS, PEERS, Inputs, Peer, present, r
 from .timing import interleave, timed
 
 Record = dict[str, Any]
-Progress = Callable[[str], None]  # told what comes next
+Progress = Callable[[str], None]  # called with the name of each step as it begins
 
-EXACT_UP_TO = 1024  # the fp64 reference holds whole matrices of scores
-# Bytes of scores from which on those who hold them are left out: of the times, so that they stay short, and of memory.
+EXACT_UP_TO = 1024  # longest S for the fp64 reference, which materializes the scores
+# Peers that materialize the scores are skipped from this many bytes of scores on, in time and memory measurements.
 TIME_LIMIT, MEMORY_LIMIT = 2**30, 2 * 2**30
-LOW_PRECISION = "low precision"  # an independent run of standard attention in the dtype of the inputs
+LOW_PRECISION = "low precision"  # standard attention in the dtype of the inputs
 
 
 def time_cases(cases: Sequence[Case], training: bool, repeats: int, ceilings: Ceilings, progress: Progress) -> Record:
-    """Errors and times of every case: of the forward, or in training of forward and backward."""
-    progress("which peers are here")
+    """Return errors and times of every case: of the forward, and in training also of the backward."""
+    progress("find peers")
     names, left_out = present(cases, training)
     records = []
     for case in cases:
         progress(f"S {case.seqlen}{', causal' if case.causal else ''}")
-        here, too_large = _that_fit(names, case, training, TIME_LIMIT)
+        fitting, too_large = _that_fit(names, case, training, TIME_LIMIT)
         inputs = random_inputs(case)
-        peers = {name: PEERS[name](case, inputs, training) for name in here}
+        peers = {name: PEERS[name](case, inputs, training) for name in fitting}
         samples = interleave({name: timed(peer, training) for name, peer in peers.items()}, repeats)
-        flops, moved = forward_flops(case), forward_bytes(case)
+        flops, bytes_moved = forward_flops(case), forward_bytes(case)
         if training:
-            flops, moved = flops + backward_flops(case), moved + backward_bytes(case)
+            flops, bytes_moved = flops + backward_flops(case), bytes_moved + backward_bytes(case)
         record = asdict(case) | {
             "flops": flops,
-            "bytes": moved,
-            "roofline_seconds": roofline_seconds(flops, moved, ceilings),
+            "bytes": bytes_moved,
+            "roofline_seconds": roofline_seconds(flops, bytes_moved, ceilings),
             "left_out": too_large,
             "seconds": {
-                name: {"forward": [first for first, _ in taken], "backward": [second for _, second in taken]}
+                name: {"forward": [forward for forward, _ in pairs], "backward": [backward for _, backward in pairs]}
                 if training
-                else {"forward": [first for first, _ in taken]}
-                for name, taken in samples.items()
+                else {"forward": [forward for forward, _ in pairs]}
+                for name, pairs in samples.items()
             },
         }
         if case.seqlen <= EXACT_UP_TO:
@@ -66,14 +66,14 @@ def time_cases(cases: Sequence[Case], training: bool, repeats: int, ceilings: Ce
 
 
 def memory_cases(cases: Sequence[Case], threads: int, progress: Progress) -> Record:
-    """Peak memory of forward and backward as S grows: ours, what holds the scores, and the best of torch."""
+    """Return peak memory of forward and forward + backward over S: ours, standard attention and BASELINE."""
     available, left_out = present(cases, training=True)
     names = [name for name in (OURS, "standard", BASELINE) if name in available]
     records = []
     for case in cases:
-        here, too_large = _that_fit(names, case, True, MEMORY_LIMIT)
+        fitting, too_large = _that_fit(names, case, True, MEMORY_LIMIT)
         peaks = {}
-        for name in here:
+        for name in fitting:
             progress(f"S {case.seqlen}, {name}")
             forward, both = measure(name, case, threads)
             peaks[name] = {
@@ -85,17 +85,17 @@ def memory_cases(cases: Sequence[Case], threads: int, progress: Progress) -> Rec
 
 
 def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> tuple[list[str], dict[str, str]]:
-    """Who takes part in a case, and why the others do not."""
-    held = scores_bytes(case) * (2 if training else 1)  # the probabilities, and in the backward their gradient
-    if held < limit:
+    """Return the peers whose score matrices fit into `limit` bytes, and why the others are skipped."""
+    needed = scores_bytes(case) * (2 if training else 1)  # P, and in the backward also dS
+    if needed < limit:
         return list(names), {}
-    reason = f"would hold {held / 2**30:.3g} GiB of scores"
+    reason = f"would hold {needed / 2**30:.3g} GiB of scores"
     too_large = {name: reason for name in names if name in HOLDS_SCORES}
     return [name for name in names if name not in too_large], too_large
 
 
 def _errors(case: Case, inputs: Inputs, peers: dict[str, Peer], training: bool) -> Record:
-    """The largest absolute error of every quantity against the fp64 reference, of every peer and of `LOW_PRECISION`."""
+    """Return the largest absolute error against the fp64 reference, by quantity and peer, LOW_PRECISION included."""
     options: dict[str, Any] = dict(causal=case.causal, layout="bhsd")
 
     def run(dtype: np.dtype[Any] | None) -> tuple[Any, ...]:

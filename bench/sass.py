@@ -1,4 +1,4 @@
-"""What a GPU executes of a kernel: the instructions of its steady loop, from NVIDIA's disassembler."""
+"""Count the SASS instructions of a kernel's mainloop, disassembled by nvdisasm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-# Every opcode of the loop is one of these classes; the rest are addresses, conditions and branches.
+# Instruction classes; all other opcodes ("rest") are address arithmetic, predicates and branches.
 CLASSES = {
     "products": ("HMMA", "HGMMA"),
     "ldmatrix": ("LDSM",),
@@ -21,7 +21,7 @@ CLASSES = {
 
 
 def disassembler() -> str:
-    """The path of nvdisasm; FileNotFoundError with what to install where there is none."""
+    """Return the path of nvdisasm; FileNotFoundError says what to install if there is none."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     path = find_nvidia_binary_utility("nvdisasm")
@@ -31,7 +31,7 @@ def disassembler() -> str:
 
 
 def disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
-    """The instructions of a cubin of one kernel, and which of them each label stands before."""
+    """Return the instructions of a one-kernel cubin and, for each label, the index of the instruction after it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -40,27 +40,30 @@ def disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
 
 
 def steady_loop(cubin: bytes) -> dict[str, int]:
-    """How many instructions of each class (`CLASSES`, "rest") one round of the inner loop with most products executes.
+    """Count the instructions by class (`CLASSES`, "rest") that one iteration of the mainloop executes.
 
-    Of the ways round, the one with most products, then most copies, then fewest instructions: a tile that no mask cuts
-    through, none of whose maxima outgrows its reference, while the next tile is copied.
+    The mainloop is the innermost loop with the most matrix instructions. Of the paths through its body, the steady one
+    has the most matrix instructions, then the most copies, then the fewest instructions: an unmasked tile whose row
+    maxima need no rescaling, while the next tile is being loaded.
     """
     instructions, labels = disassemble(cubin)
-    multiply = [
+    matmul_loops = [
         loop
         for loop in loops(instructions, labels)
         if _products(instructions, *loop) and shortest_round(instructions, labels, *loop)
     ]
-    # A loop over tiles of queries holds that over tiles of keys, and may hold products of its own.
-    inner = [loop for loop in multiply if not any(loop[0] < head and back <= loop[1] for head, back in multiply)]
+    # A persistent block's loop over work tiles encloses the mainloop and may contain matrix instructions itself.
+    inner = [
+        loop for loop in matmul_loops if not any(loop[0] < head and back <= loop[1] for head, back in matmul_loops)
+    ]
     head, back = max(inner, key=lambda loop: (_products(instructions, *loop), loop[0] - loop[1]))
     executed = Counter(map(opcode, shortest_round(instructions, labels, head, back)))
-    found = {name: sum(executed.pop(each, 0) for each in opcodes) for name, opcodes in CLASSES.items()}
-    return found | {"rest": executed.total()}
+    counts = {name: sum(executed.pop(each, 0) for each in opcodes) for name, opcodes in CLASSES.items()}
+    return counts | {"rest": executed.total()}
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
-    """The instructions of a disassembly, and which of them each label stands before."""
+    """Return the instructions of a disassembly and, for each label, the index of the instruction after it."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -76,19 +79,19 @@ def opcode(instruction: str) -> str:
 
 
 def target(instruction: str, labels: dict[str, int]) -> int | None:
-    """Where a branch goes; None for anything else."""
-    found = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
-    return labels.get(found[1]) if found else None
+    """Return the index of the instruction that a branch jumps to; None for other instructions."""
+    branch = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
+    return labels.get(branch[1]) if branch else None
 
 
 def loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """(first instruction, branch back) of every loop."""
-    found = []
+    """Return the indices (first instruction, backward branch) of every loop."""
+    bounds = []
     for n, instruction in enumerate(instructions):
         head = target(instruction, labels)
         if head is not None and head <= n:
-            found.append((head, n))
-    return found
+            bounds.append((head, n))
+    return bounds
 
 
 def _products(instructions: list[str], head: int, back: int) -> int:
@@ -96,10 +99,10 @@ def _products(instructions: list[str], head: int, back: int) -> int:
 
 
 def shortest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
-    """The instructions of the way from `head` to the branch `back` that `steady_loop` means; inner loops run once. None
-    where no way leads there: what waits again from the end of the text goes back, but is no loop."""
+    """Return the instructions on the steady path (see `steady_loop`) from `head` to the branch `back`; inner loops
+    count once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no loop."""
     best: dict[int, tuple[int, int, int]] = {head: (0, 0, 0)}
-    came_from: dict[int, int] = {}
+    predecessor: dict[int, int] = {}
     for n in range(head, back):
         if n not in best:
             continue
@@ -107,17 +110,17 @@ def shortest_round(instructions: list[str], labels: dict[str, int], head: int, b
         products, copies, length = best[n]
         name = opcode(instruction)
         value = (products + (name in CLASSES["products"]), copies + (name in CLASSES["copies"]), length - 1)
-        goes_to = target(instruction, labels)
+        branch_target = target(instruction, labels)
         branches_always = name == "BRA" and not re.match(r"@|BRA\S* !?U?P", instruction)
-        following = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]
-        if goes_to is not None and n < goes_to <= back:
-            following.append(goes_to)
-        for successor in following:
+        successors = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]
+        if branch_target is not None and n < branch_target <= back:
+            successors.append(branch_target)
+        for successor in successors:
             if value > best.get(successor, (-1, -1, 0)):
-                best[successor], came_from[successor] = value, n
+                best[successor], predecessor[successor] = value, n
     if back not in best:
         return []
-    way = [back]
-    while way[-1] != head:
-        way.append(came_from[way[-1]])
-    return [instructions[n] for n in reversed(way)]
+    path = [back]
+    while path[-1] != head:
+        path.append(predecessor[path[-1]])
+    return [instructions[n] for n in reversed(path)]

@@ -1,8 +1,8 @@
-"""The static gate: what compiler, disassembler and simulator say of every kernel a plan may choose. No GPU is needed.
+"""Static gate: check every kernel that a plan may choose with compiler, disassembler and simulator, without a GPU.
 
-Compiled is every tile that plans choose at some length (`plan.launches_at_any_length`), of problems that stand for
-all: small and large head dimensions, both accumulations, no option and every option at once. The gate is open when no
-kernel spills registers and the compiler warns of nothing.
+Every tile that plans choose at any length (`plan.launches_at_any_length`) is compiled for a representative set of
+problems: small and large head dimensions, both accumulation dtypes, no option and all options at once. The gate passes
+if no kernel spills registers and the compiler prints no warning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .report import NOTHING, Table
 from .run import Progress
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
-STEP_ARCHS = ("sm_80", hopper.ARCH)  # whose tile steps are counted; on the second those of its own instructions
+STEP_ARCHS = ("sm_80", hopper.ARCH)  # tile steps are counted here; on the second those of the engine wgmma
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
@@ -50,7 +50,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bf16 D 64": dict(dtype="bfloat16", head_dim=64, engine="simt"),
     "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64, engine="simt") | EVERY_OPTION,
     "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
-    # Tensor cores; bf16 differs in two instructions, which Turing does not have.
+    # Tensor cores. bf16 differs in two instructions only, and sm_75 does not have it.
     "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
     "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),
     "fp16 D 128": dict(dtype="float16", head_dim=128, engine="mma"),
@@ -58,10 +58,10 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 256": dict(dtype="float16", head_dim=256, engine="mma"),
     "fp16 D 64 all options": dict(dtype="float16", head_dim=64, engine="mma") | EVERY_OPTION,
     "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
-    # Hopper's own instructions.
+    # wgmma and TMA, on Hopper only.
     **{
-        f"Hopper {name}": words | dict(engine="wgmma")
-        for name, words in {
+        f"Hopper {name}": config | dict(engine="wgmma")
+        for name, config in {
             "fp16 D 64": dict(dtype="float16", head_dim=64),
             "fp16 D 96": dict(dtype="float16", head_dim=96),
             "bf16 D 128": dict(dtype="bfloat16", head_dim=128),
@@ -72,13 +72,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         }.items()
     },
 }
-# Where registers are scarcest: what --all compiles, which is for every architecture and more than one compiler.
+# The problems with the highest register pressure: --all compiles only these, for every architecture and compiler.
 SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
     "Hopper fp16 D 64", "Hopper bf16 D 128", "Hopper fp16 D 256", "Hopper fp16 D 128 all options",
 )  # fmt: skip
-STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tiles are counted
-NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # words of a problem that a call has not
+STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tile steps are counted
+NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 TILE_CONSTANTS = (
     "THREADS",
     "BLOCK_Q",
@@ -90,7 +90,7 @@ TILE_CONSTANTS = (
     "SHARES",
     "DQ_IN_BULK",
 )
-LIMIT = 1.10  # bytes moved over the least that the tiles need
+LIMIT = 1.10  # upper limit for bytes moved over the minimum that the tiles need
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Kernel:
 
     problem: str
     kernel: str
-    tile: tuple[int, int, int] | None  # queries, keys, threads of a block
+    tile: tuple[int, int, int] | None  # BLOCK_Q, BLOCK_KV, threads per block
     arch: str
     compiler: str
     registers: int
@@ -112,52 +112,52 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """What the simulator counts of one kernel and tile: a tile step, and a small launch as a whole."""
+    """Simulator counters of one kernel and tile: of one mainloop iteration, and of a whole small launch."""
 
     problem: str
     kernel: str
     tile: tuple[int, int, int]
-    per_score: dict[str, float]  # instructions of a thread by class, for one score
-    bank_conflicts: int  # wavefronts beyond the least, of the launch
-    bytes_over_least: float | None  # of the launch, global memory; None where options add arrays of their own
-    sass: dict[str, float] | None  # instructions of the steady loop by class, for one score; None without products
+    per_score: dict[str, float]  # thread instructions per score, by class
+    bank_conflicts: int  # excess shared-memory wavefronts of the launch
+    bytes_over_least: float | None  # global bytes of the launch over their minimum; None if options read arrays
+    sass: dict[str, float] | None  # thread instructions of the mainloop per score, by class; None for simt
 
 
 def compile_all(
     problems: Iterable[str], archs: Iterable[str], libraries: Sequence[str | None], jobs: int, progress: Progress
 ) -> list[Kernel]:
-    """Every kernel of the problems for every architecture by every compiler: paths of libnvrtc, None the one found."""
+    """Compile every kernel of the problems for every architecture with every libnvrtc (path, or None: the default)."""
     tasks = [(name, arch) for name in problems for arch in archs if is_served(name, arch)]
-    found: list[Kernel] = []
+    compiled: list[Kernel] = []
     context = multiprocessing.get_context("spawn")
     for library in libraries:
-        # A process keeps the compiler that it has loaded.
+        # A process cannot unload its libnvrtc: one pool per compiler.
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_use, initargs=(library,)) as pool:
             for (name, arch), kernels_of_task in zip(tasks, pool.map(_compile, *zip(*tasks, strict=True)), strict=True):
                 progress(f"{name}, {arch}")
-                found += kernels_of_task
-    return found
+                compiled += kernels_of_task
+    return compiled
 
 
 def step_arch(name: str) -> str:
-    """Where the tile steps of a problem are counted."""
+    """Return the architecture for which the tile steps of a problem are counted."""
     return STEP_ARCHS[PROBLEMS[name].get("engine") == "wgmma"]
 
 
 def is_served(name: str, arch: str) -> bool:
-    """Whether the engine that a problem asks for runs on an architecture."""
+    """Return whether the engine of a problem runs on an architecture."""
     return step_arch(name) != hopper.ARCH or arch == hopper.ARCH
 
 
 def _use(library: str | None) -> None:
-    """Makes this process compile with the libnvrtc of a path."""
+    """Make this process compile with the libnvrtc at a path."""
     if library is not None:
         nvrtc.library = lru_cache(lambda: ctypes.CDLL(library))
 
 
 def _compile(name: str, arch: str) -> list[Kernel]:
-    on = device.named(arch, "cuda")
-    return [_compile_launch(name, launch, arch) for launch in ahead.launches(on, **PROBLEMS[name])]
+    gpu = device.named(arch, "cuda")
+    return [_compile_launch(name, launch, arch) for launch in ahead.launches(gpu, **PROBLEMS[name])]
 
 
 def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
@@ -165,23 +165,23 @@ def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
     begin = time.perf_counter()
     result = nvrtc.compile(text, launch.kernel, arch)
     seconds = time.perf_counter() - begin
-    took = result.resources[launch.function]
-    spills = took.spill_stores + took.spill_loads
+    resources = result.resources[launch.function]
+    spills = resources.spill_stores + resources.spill_loads
     return Kernel(
-        name, launch.kernel, launch.tile, arch, _release(), took.registers, spills,
-        took.smem + launch.shared_bytes, len(result.code), round(seconds, 3), result.warnings,
+        name, launch.kernel, launch.tile, arch, _release(), resources.registers, spills,
+        resources.smem + launch.shared_bytes, len(result.code), round(seconds, 3), result.warnings,
     )  # fmt: skip
 
 
 def _release() -> str:
-    """13.5.37 of the text in which the compiler names itself."""
-    found = re.search(r"V([\d.]+)", nvrtc.identity())
-    return found[1] if found else ".".join(map(str, nvrtc.version()))
+    """Return the compiler's release, for example 13.5.37."""
+    release = re.search(r"V([\d.]+)", nvrtc.identity())
+    return release[1] if release else ".".join(map(str, nvrtc.version()))
 
 
 def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[Step]:
-    """The tile steps of the tiles that plans choose on `arch` for a long problem of each kind, on the simulator."""
-    found = []
+    """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
+    steps = []
     for name in problems:
         if step_arch(name) != arch:
             continue
@@ -189,41 +189,43 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
         for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:
             for launch in _chosen(PROBLEMS[name], backward, arch):
                 if launch.function in ("forward", "backward", "backward_q", "backward_kv"):
-                    found.append(_count(name, launch, backward, arch))
-    return found
+                    steps.append(_count(name, launch, backward, arch))
+    return steps
 
 
-def _chosen(words: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, ...]:
-    """The launches of the plan of a long problem."""
+def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, ...]:
+    """Return the launches of the plan for a long problem."""
     (problem,) = {
         problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
-        for problem in ahead.problems(**words)
+        for problem in ahead.problems(**config)
         if problem.backward == backward and not problem.dlse
     }
     return plan(problem, device.named(arch, "cuda")).launches
 
 
 def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
-    """A launch of 2 x 2 tiles, and what one more tile adds: of keys, or for the kernel whose blocks are keys, of
-    queries."""
-    words, tile = PROBLEMS[name], launch.tile
+    """Simulate a launch of 2 x 2 tiles, and one with a third tile along the mainloop; the difference is one step.
+
+    The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles.
+    """
+    config, tile = PROBLEMS[name], launch.tile
     assert tile is not None
     block_q, block_kv, threads = tile
     by_key = launch.function in ("backward_kv", "backward")
     base, longer = (
-        _run(words, launch, backward, arch, ((2 + more * by_key) * block_q, (2 + more * (not by_key)) * block_kv))
+        _run(config, launch, backward, arch, ((2 + more * by_key) * block_q, (2 + more * (not by_key)) * block_kv))
         for more in (0, 1)
     )
     added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
     scores = 2 * block_q * block_kv
     per_score = {key: 32 * count / scores for key, count in added.items()}
-    # Lanes that read one address cost one; of a sector that several instructions share each counts its part. Boxes have
-    # nothing in common.
-    moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
+    # An access counts its sectors or its bytes, whichever is less: lanes that read one address count once, and several
+    # instructions that share a sector count a part each. TMA boxes share no sectors.
+    bytes_moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
     if launch.boxes:
-        moved = base.global_bytes_read + base.global_bytes_written
-    least = None if "mask" in words else _least_bytes(launch.function, words, block_q, block_kv)
-    over = None if least is None else moved / least
+        bytes_moved = base.global_bytes_read + base.global_bytes_written
+    least = None if "mask" in config else _least_bytes(launch.function, config, block_q, block_kv)
+    over = None if least is None else bytes_moved / least
     return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
 
 
@@ -234,55 +236,55 @@ def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     text = assemble(launch.kernel, dict(launch.constants))
     block_q, block_kv, threads = tile
     if launch.kernel.startswith("wgmma/"):
-        threads -= 128  # of the warpgroup that computes nothing
+        threads -= 128  # the producer warpgroup has no mainloop math
     executed = sass.steady_loop(nvrtc.compile(text, launch.kernel, arch).code)
     return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
 
 
-def _least_bytes(function: str, words: dict[str, Any], block_q: int, block_kv: int) -> int:
-    """Of a launch of 2 x 2 tiles: what a block keeps once, what it visits once for every block."""
-    dtype = np.dtype("uint16" if words["dtype"] == "bfloat16" else words["dtype"])
-    k, v = (dtype.itemsize * words.get(name, words["head_dim"]) for name in ("head_dim", "head_dim_v"))
-    number = max(dtype.itemsize, 4)  # of lse and delta
+def _least_bytes(function: str, config: dict[str, Any], block_q: int, block_kv: int) -> int:
+    """Return the minimum traffic of a launch of 2 x 2 tiles: resident tiles move once, visited tiles once per block."""
+    dtype = np.dtype("uint16" if config["dtype"] == "bfloat16" else config["dtype"])
+    k, v = (dtype.itemsize * config.get(name, config["head_dim"]) for name in ("head_dim", "head_dim_v"))
+    row_stat = max(dtype.itemsize, 4)  # bytes of one lse or delta
     queries, keys = 2 * block_q, 2 * block_kv
     if function == "forward":  # Q, O, lse; K and V
-        return queries * (k + v + number) + 2 * keys * (k + v)
-    of_queries = queries * (k + v + 2 * number)  # Q, dO, lse, delta
+        return queries * (k + v + row_stat) + 2 * keys * (k + v)
+    query_bytes = queries * (k + v + 2 * row_stat)  # Q, dO, lse, delta
     if function == "backward_q":
-        return of_queries + queries * k + 2 * keys * (k + v)
-    if function == "backward":  # and every block adds to dQ
-        of_queries += queries * 4 * -(-words["head_dim"] // 16) * 16
-    return 2 * keys * (k + v) + 2 * of_queries  # K, V, dK, dV
+        return query_bytes + queries * k + 2 * keys * (k + v)
+    if function == "backward":  # every block also adds to dQ in fp32
+        query_bytes += queries * 4 * -(-config["head_dim"] // 16) * 16
+    return 2 * keys * (k + v) + 2 * query_bytes  # K, V, dK, dV
 
 
-def _run(words: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
-    """The counters of a kernel on so many queries and keys, of one head."""
-    options = {key: value for key, value in words.items() if key not in NOT_OPTIONS}
-    (q_len, kv_len), dim = lengths, words["head_dim"]
+def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
+    """Simulate a kernel on (queries, keys) of one head and return its counters."""
+    options = {key: value for key, value in config.items() if key not in NOT_OPTIONS}
+    (q_len, kv_len), dim = lengths, config["head_dim"]
     rng = np.random.default_rng(0)
-    element = ahead.element_dtype(words["dtype"])
+    element = ahead.element_dtype(config["dtype"])
 
     def array(rows: int, dim: int) -> Any:
         return rng.standard_normal((1, rows, 1, dim)).astype(element)
 
-    dim_v = words.get("head_dim_v", dim)
+    dim_v = config.get("head_dim_v", dim)
     arrays = array(q_len, dim), array(kv_len, dim), array(kv_len, dim_v)
-    if "mask" in options:  # every option: as arrays, and nothing hidden but by the mask
+    if "mask" in options:  # all options, as arrays; causal and window are off, so that no tile is skipped
         options |= dict(
             alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
             mask=np.ones((q_len, kv_len), bool), sink=np.zeros(1, element), seed=1,
             q_lengths=np.array([q_len], np.int32), kv_lengths=np.array([kv_len], np.int32),
             causal=False, window=None,
         )  # fmt: skip
-    counted: dict[str, Counters] = {}
+    counters: dict[str, Counters] = {}
 
     def counting(work: kernels.Work) -> None:
-        counted.update(zip((each.kernel for each in work.launches), start(work), strict=True))
+        counters.update(zip((each.kernel for each in work.launches), start(work), strict=True))
 
     def planned(saved: Saved | None) -> tuple[Plan, Operands]:
         problem, operands = pose("static", arrays, Options(**options, backend="simulator"), None, saved)
         chosen = plan(problem, device.named(arch))
-        # This kernel with the tile it is counted with, for the constants of the problem that is run.
+        # Keep the small problem's constants, but use the tile that is to be counted.
         launches = tuple(_with_tile(each, launch) if each.kernel == launch.kernel else each for each in chosen.launches)
         return chosen._replace(launches=launches), operands
 
@@ -291,61 +293,63 @@ def _run(words: dict[str, Any], launch: Launch, backward: bool, arch: str, lengt
     if backward:
         saved = Saved(array(q_len, dim_v), out.owner, lse.owner, lse.owner if "mask" in options else None)
         kernels.backward(*planned(saved), counting)
-    return counted[launch.kernel]
+    return counters[launch.kernel]
 
 
 def _with_tile(launch: Launch, other: Launch) -> Launch:
-    """A launch of up to 3 tiles in the tile of another of its kernel."""
+    """Return `launch` with the tile of `other`, a launch of the same kernel, and a grid of 3 blocks."""
     tile = {name: value for name, value in other.constants if name in TILE_CONSTANTS}
     constants = tuple((name, tile.get(name, value)) for name, value in launch.constants)
     return other._replace(constants=constants, grid=(3, *launch.grid[1:]))
 
 
 def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
-    """What keeps the gate shut."""
-    found = []
-    for it in compiled:
-        where = f"{it.kernel}, {it.problem}, tile {_size(it.tile)}, {it.arch}, NVRTC {it.compiler}"
-        found += [f"{where}: spills {it.spills} bytes"] if it.spills else []
-        found += [f"{where}: {warning}" for warning in it.warnings]
+    """Return the reasons why the gate fails; empty if it passes."""
+    reasons = []
+    for kernel in compiled:
+        name = f"{kernel.kernel}, {kernel.problem}, tile {_size(kernel.tile)}, {kernel.arch}, NVRTC {kernel.compiler}"
+        reasons += [f"{name}: spills {kernel.spills} bytes"] if kernel.spills else []
+        reasons += [f"{name}: {warning}" for warning in kernel.warnings]
     for step in steps:
-        where = f"{step.kernel}, {step.problem}, tile {_size(step.tile)}"
-        found += [f"{where}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []
+        name = f"{step.kernel}, {step.problem}, tile {_size(step.tile)}"
+        reasons += [f"{name}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []
         if step.bytes_over_least is not None and step.bytes_over_least > LIMIT:
-            found.append(f"{where}: moves {step.bytes_over_least:.2f} times the least bytes")
-    return found
+            reasons.append(f"{name}: moves {step.bytes_over_least:.2f} times the minimum bytes")
+    return reasons
 
 
 def record(compiled: Sequence[Kernel], steps: Iterable[Step]) -> dict[str, Any]:
-    """The section of a result. Of thousands of kernels each is one line of text."""
+    """Return the section of a result; each of the thousands of kernels is one JSON string, to keep the file short."""
     names = [field.name for field in fields(Kernel)]
-    lines = [json.dumps([getattr(it, name) for name in names]) for it in compiled]
+    lines = [json.dumps([getattr(kernel, name) for name in names]) for kernel in compiled]
     return {"columns": names, "kernels": lines, "steps": [asdict(step) for step in steps]}
 
 
 def tables(section: dict[str, Any]) -> list[Table]:
-    """The kernels, the worst of all tiles, compilers and architectures of each; and the tile steps."""
+    """Return the table of kernels, each the maximum over tiles and compilers, and the tables of tile steps."""
     compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for it in compiled:
-        groups[it["problem"], it["kernel"]].append(it)
-    archs = list(dict.fromkeys(it["arch"] for it in compiled))
+    for record in compiled:
+        groups[record["problem"], record["kernel"]].append(record)
+    archs = list(dict.fromkeys(record["arch"] for record in compiled))
     rows = []
     for (problem, kernel), group in groups.items():
-        registers = [max((it["registers"] for it in group if it["arch"] == arch), default=0) for arch in archs]
+        registers = [
+            max((record["registers"] for record in group if record["arch"] == arch), default=0) for arch in archs
+        ]
         rows.append(
             [
                 problem,
                 kernel,
-                str(len({tuple(it["tile"] or ()) for it in group})),
+                str(len({tuple(record["tile"] or ()) for record in group})),
                 *map(str, registers),
-                str(sum(it["spills"] for it in group)),
-                f"{max(it['shared_bytes'] for it in group) / 1024:.0f}",
-                f"{max(it['cubin_bytes'] for it in group) / 1024:.0f}",
-                f"{max(it['seconds'] for it in group):.1f}",
+                str(sum(record["spills"] for record in group)),
+                f"{max(record['shared_bytes'] for record in group) / 1024:.0f}",
+                f"{max(record['cubin_bytes'] for record in group) / 1024:.0f}",
+                f"{max(record['seconds'] for record in group):.1f}",
             ]
         )
-    compilers = ", ".join(dict.fromkeys(it["compiler"] for it in compiled))
+    compilers = ", ".join(dict.fromkeys(record["compiler"] for record in compiled))
     heading = f"Registers by architecture, the most of all tiles that a plan may choose (NVRTC {compilers})"
     columns = ["problem", "kernel", "tiles", *archs, "spilled bytes", "shared KiB", "cubin KiB", "compile s"]
     return [Table(heading, columns, rows), *_step_tables(section["steps"])]
@@ -365,25 +369,25 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
         for step in steps
     ]
     columns = ["problem", "kernel", "tile", *classes, "bank conflicts", "bytes over least"]
-    found = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
-    with_products = [step for step in steps if step["sass"] is not None]
-    if with_products:
-        classes = list(with_products[0]["sass"])
+    step_tables = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
+    tensor_core_steps = [step for step in steps if step["sass"] is not None]
+    if tensor_core_steps:
+        classes = list(tensor_core_steps[0]["sass"])
         rows = [
             [
                 *_named(step),
                 *(f"{step['sass'][key]:.2f}" for key in classes),
                 f"{sum(count for key, count in step['sass'].items() if key != 'products'):.2f}",
             ]
-            for step in with_products
+            for step in tensor_core_steps
         ]
         columns = ["problem", "kernel", "tile", *classes, "all but products"]
-        found.append(
+        step_tables.append(
             Table(
                 "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows
             )
         )
-    return found
+    return step_tables
 
 
 def _named(step: dict[str, Any]) -> list[str]:

@@ -1,9 +1,9 @@
-"""The tables of docs/benchmarks.md, generated from the stored results.
+"""Generate the tables of docs/benchmarks.md from bench/results.
 
-Between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` stands what bench/results says. NAME is the stem of a file
-there and what of it: cpu-forward is the section "forward" of bench/results/cpu.json. What a file holds of one thing is
-named by the stem alone (static, ring, sweep-forward); static-sass is the last table of static, and sweep-forward-marks
-are the regimes of that sweep that have a mark.
+The text between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is generated. NAME is a file stem and a section:
+cpu-forward is the section "forward" of bench/results/cpu.json. Files with a single section are named by the stem alone
+(static, ring, sweep-forward). static-sass is the last table of static, and sweep-forward-marks contains the regimes of
+that sweep that have a mark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=nam
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
 
 
-# What a file holds of one thing, by its stem; the files of sweeps begin with "sweep-".
+# Files with a single section, by stem, and their tables. Files of sweeps begin with "sweep-".
 WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "static": lambda result: static.tables(result["static"]),
     "ring": lambda result: [ring.memory_table(result["ring"]), ring.plan_table()],
@@ -33,27 +33,27 @@ SWEEP, MARKS, SASS = "sweep-", "-marks", "static-sass"
 
 
 def stem(name: str) -> str:
-    """The file, without .json, that a block is of."""
+    """Return the stem of the file that a block is generated from."""
     if name.startswith(SWEEP):
         return name.removesuffix(MARKS)
     return name if name in WHOLE else name.rpartition("-")[0]
 
 
 def block(name: str, results: Path) -> str:
-    """The Markdown of one table."""
+    """Return the Markdown of one block."""
     path = results / f"{stem(name)}.json"
     if not path.is_file():
-        raise ValueError(f"bench:{name} asks for {path.name}, which is not among the results")
+        raise ValueError(f"bench:{name}: {results} has no {path.name}")
     result = json.loads(path.read_text(encoding="utf-8"))
-    shown, made, said = _shown(name, result)
-    return "\n\n".join([made, *(table.markdown() for table in shown), *said])
+    block_tables, source, notes = _block(name, result)
+    return "\n\n".join([source, *(table.markdown() for table in block_tables), *notes])
 
 
-def _shown(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[str]]:
-    """The tables of a block, what comes before and what after them."""
+def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[str]]:
+    """Return the tables of a block, the line before them and the notes after them."""
     if name.startswith(SWEEP):
-        made = f"`{result['command']}` on {result['device']['gpu']}."
-        return [marks.table(result)] if name.endswith(MARKS) else sweep.tables(result["cases"]), made, []
+        source = f"`{result['command']}` on {result['device']['gpu']}."
+        return [marks.table(result)] if name.endswith(MARKS) else sweep.tables(result["cases"]), source, []
     if name == SASS:
         return static.tables(result["static"])[-1:], f"`{result['command']}`.", []
     if name == "ring":
@@ -68,24 +68,24 @@ def _shown(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         )
     section = name.rpartition("-")[2]
     if section not in ("forward", "backward", "memory") or section not in result:
-        raise ValueError(f"bench:{name} asks for the section {section!r}, which {stem(name)}.json does not have")
-    absent = left_out(section, result)
+        raise ValueError(f"bench:{name}: {stem(name)}.json has no section {section!r}")
+    reasons = left_out(section, result)
     return (
         tables(section, result),
         provenance(section, result),
-        ["Not measured: " + "; ".join(absent) + "."] if absent else [],
+        ["Not measured: " + "; ".join(reasons) + "."] if reasons else [],
     )
 
 
 def regenerate(text: str, results: Path) -> str:
-    """The text of a page with every table as the results have it."""
-    pairs = list(MARKED.finditer(text))
-    if 2 * len(pairs) != len(ANY_MARKER.findall(text)):
-        raise ValueError("a bench marker lacks its other half")
+    """Return the text of a page with every block regenerated."""
+    blocks = list(MARKED.finditer(text))
+    if 2 * len(blocks) != len(ANY_MARKER.findall(text)):
+        raise ValueError("a bench marker has no matching start or end")
     return MARKED.sub(lambda match: f"{match[1]}{block(match['name'], results)}\n{match[3]}", text)
 
 
 def without_block(text: str, results: Path) -> list[str]:
-    """The results of which a page shows nothing."""
-    shown = {stem(match["name"]) for match in MARKED.finditer(text)}
-    return [path.name for path in sorted(results.glob("*.json")) if path.stem not in shown]
+    """Return the result files without a block in a page."""
+    stems = {stem(match["name"]) for match in MARKED.finditer(text)}
+    return [path.name for path in sorted(results.glob("*.json")) if path.stem not in stems]

@@ -1,4 +1,4 @@
-"""Interleaved timing: whatever disturbs the machine disturbs every peer alike."""
+"""Interleaved timing: a disturbance of the machine affects all peers alike."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .model import Ceilings
 from .peers import Peer
 
 Sample = TypeVar("Sample")
-SECONDS = 1.0  # a peer that has been measured for this long in one case, and LEAST_REPEATS times, sits out the rest
+SECONDS = 1.0  # time budget per peer and case: after it, and LEAST_REPEATS samples, no further samples
 LEAST_REPEATS = 3
 
 
 def interleave(
     calls: Mapping[str, Callable[[], Sample]], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[Sample]]:
-    """Up to `repeats` rounds of one sample of every call, each round beginning with the next call in turn.
+    """Sample every call in up to `repeats` rounds; each round starts with the next call.
 
-    A call runs twice and its second result is the sample: the first finds caches, pages of memory and threads (some
-    still spin) as its predecessor left them, the second as it leaves them itself.
+    A call runs twice per sample and the second result counts: the first run meets the caches, pages and spinning
+    threads that the previous call left behind.
     """
     names = list(calls)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -40,7 +40,7 @@ def interleave(
 
 
 def timed(peer: Peer, training: bool) -> Callable[[], tuple[float, float]]:
-    """A call that gives the seconds of the forward and, in training, of the backward (else 0)."""
+    """Return a call that measures the seconds of the forward and, in training, of the backward (else 0)."""
 
     def call() -> tuple[float, float]:
         start = time.perf_counter()
@@ -55,7 +55,7 @@ def timed(peer: Peer, training: bool) -> Callable[[], tuple[float, float]]:
 
 
 def measure_ceilings(dtype: str) -> Ceilings:
-    """The best of NumPy here: a matrix product in the dtype that attention accumulates in, and a copy."""
+    """Measure NumPy's matmul in the accumulation dtype of attention, and a copy; the best of 9."""
     size = 1024
     x = np.ones((size, size), "float64" if dtype == "float64" else "float32")
     source, target = np.ones(2**26, np.uint8), np.empty(2**26, np.uint8)

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`memory` by its first use: not every process models what training takes."""
+    """Import `cupy_flash.memory` lazily, on first use."""
     if name == "memory":
         from importlib import import_module
 

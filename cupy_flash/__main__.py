@@ -1,4 +1,4 @@
-"""python -m cupy_flash: the command line."""
+"""Command line: python -m cupy_flash info | compile | memory | cache."""
 
 import argparse
 import platform
@@ -15,36 +15,36 @@ import numpy as np
 from . import __version__, ahead, cache, device, environment, memory, nvrtc, source
 from .problem import DTYPES, FP8
 
-# Looked up in the metadata of what is installed, never imported.
+# Versions are read from package metadata, without an import.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; `argv` defaults to the arguments of the process."""
+    """Run one command and return its exit status; `argv` defaults to the arguments of the process."""
     parser = argparse.ArgumentParser(prog="python -m cupy_flash", description="Exact attention for Python arrays.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("info", help="what is installed and which engines serve this machine").set_defaults(run=info)
     add_compile(commands)
     add_memory(commands)
-    kept = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
+    actions = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
         required=True, metavar="ACTION"
     )
-    kept.add_parser("size", help="where it is and what it holds").set_defaults(run=cache_size)
-    kept.add_parser("clear", help="remove the compiled kernels, and nothing else").set_defaults(run=cache_clear)
-    asked = vars(parser.parse_args(argv))
-    status: int = asked.pop("run")(**asked)
+    actions.add_parser("size", help="show its path and size").set_defaults(run=cache_size)
+    actions.add_parser("clear", help="remove the compiled kernels, and nothing else").set_defaults(run=cache_clear)
+    arguments = vars(parser.parse_args(argv))
+    status: int = arguments.pop("run")(**arguments)
     return status
 
 
 def add_compile(commands: Any) -> None:
-    """The command compile: the words of cupy_flash.compile."""
+    """Add the command compile, whose options are the arguments of cupy_flash.compile."""
     command = commands.add_parser("compile", help="fill the cache with the kernels of later calls; needs no GPU")
     command.set_defaults(run=compile_kernels)
     command.add_argument("--arch", choices=list(device.GPUS), help="default: that of this machine's GPU")
     command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
     command.add_argument("--head-dim", type=int, required=True, metavar="D")
     command.add_argument("--head-dim-v", type=int, metavar="DV", help="default: D")
-    command.add_argument("--no-backward", dest="backward", action="store_false", help="the forward alone")
+    command.add_argument("--no-backward", dest="backward", action="store_false", help="forward only")
     command.add_argument("--packed", action="store_true", help="for attention_varlen")
     command.add_argument(
         "--causal", nargs="?", const=True, default=False, choices=(True, "top_left"), metavar="top_left"
@@ -58,11 +58,11 @@ def add_compile(commands: Any) -> None:
         command.add_argument(f"--{name}", action="store_true")
 
 
-def compile_kernels(arch: str | None, **words: Any) -> int:
-    """Compiles, a line for each kernel; what is wrong with the words goes to stderr."""
+def compile_kernels(arch: str | None, **arguments: Any) -> int:
+    """Compile the kernels and print a line for each; errors go to stderr, with exit status 1."""
     try:
         on = ahead.device_for(arch)
-        launches = ahead.launches(on, **words)
+        launches = ahead.launches(on, **arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -70,7 +70,7 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
         begin = time.perf_counter()
         try:
             registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
-        except (ImportError, OSError, RuntimeError) as error:  # no NVRTC, no kernels_cu, or a text that is refused
+        except (ImportError, OSError, RuntimeError) as error:  # no NVRTC, no kernels_cu, or a compile error
             print(error, file=sys.stderr)
             return 1
         tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
@@ -80,7 +80,7 @@ def compile_kernels(arch: str | None, **words: Any) -> int:
 
 
 def add_memory(commands: Any) -> None:
-    """The command memory: the words of cupy_flash.memory.Training."""
+    """Add the command memory, whose options are the fields of cupy_flash.memory.Training."""
     command = commands.add_parser("memory", help="how much memory training takes, with standard and flash attention")
     command.set_defaults(run=estimate_memory)
     command.add_argument(
@@ -92,23 +92,23 @@ def add_memory(commands: Any) -> None:
         "--checkpoint",
         choices=list(memory.KEPT),
         default="none",
-        help="what the backward computes again; default: none",
+        help="what the backward recomputes; default: none",
     )
     command.add_argument("--precision", choices=list(memory.ITEMSIZE), default="mixed", help="default: mixed")
-    command.add_argument("--fsdp", type=int, default=1, metavar="GPUS", help="that share parameters and optimizer")
-    command.add_argument("--tensor", type=int, default=1, metavar="GPUS", help="that share the matrices of a layer")
+    command.add_argument("--fsdp", type=int, default=1, metavar="GPUS", help="GPUs that shard parameters and optimizer")
+    command.add_argument("--tensor", type=int, default=1, metavar="GPUS", help="GPUs of tensor parallelism")
     command.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True)
-    command.add_argument("--ring", type=int, default=1, metavar="GPUS", help="that share a sequence")
-    command.add_argument("--gb", type=float, metavar="N", help="also: what fits into N GB (10^9 bytes)")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="also: draw it, as PNG or SVG; needs matplotlib")
+    command.add_argument("--ring", type=int, default=1, metavar="GPUS", help="GPUs of ring attention")
+    command.add_argument("--gb", type=float, metavar="N", help="also print what fits into N GB (10^9 bytes)")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="also plot to a PNG or SVG; needs matplotlib")
 
 
-def estimate_memory(model: str, seq: int | None, gb: float | None, plot: Path | None, **words: Any) -> int:
-    """Prints where the bytes of one GPU go, and what fits; what is wrong with the words goes to stderr."""
+def estimate_memory(model: str, seq: int | None, gb: float | None, plot: Path | None, **arguments: Any) -> int:
+    """Print the memory of one GPU by part, and what fits; errors go to stderr, with exit status 1."""
     limit = None if gb is None else gb * memory.GB
     try:
         sizes = memory.load(model)
-        training = memory.Training(seqlen=sizes.context if seq is None else seq, **words)
+        training = memory.Training(seqlen=sizes.context if seq is None else seq, **arguments)
         title = f"{model}, {sizes.parameters / 1e9:.3g}e9 parameters: {describe(training)}"
         rows = estimate_rows(sizes, training, limit)
         if plot is not None:
@@ -125,8 +125,8 @@ def estimate_memory(model: str, seq: int | None, gb: float | None, plot: Path | 
 def estimate_rows(
     sizes: memory.Transformer, training: memory.Training, limit: float | None
 ) -> list[tuple[str | int, ...]]:
-    """A table with a column per attention; `limit` in bytes adds what fits into it."""
-    # Ring attention never has all scores in one place.
+    """Rows of a table with a column per attention; `limit` in bytes adds the largest batch and sequence that fit."""
+    # Standard attention cannot run on a ring: it needs all scores on one GPU.
     attentions = memory.ATTENTIONS if training.ring == 1 else ("flash",)
     columns = [replace(training, attention=attention) for attention in attentions]
     parts = [memory.estimate(sizes, column) for column in columns]
@@ -149,7 +149,7 @@ def estimate_rows(
 
 
 def describe(training: memory.Training) -> str:
-    """Size, precision and shares of a training in a line."""
+    """Batch, length, precision and parallelism of a training, in one line."""
     shares = [f"{name} {getattr(training, name)}" for name in ("fsdp", "tensor", "ring") if getattr(training, name) > 1]
     if training.tensor > 1 and not training.sequence_parallel:
         shares.append("no sequence parallelism")
@@ -157,7 +157,7 @@ def describe(training: memory.Training) -> str:
 
 
 def info() -> int:
-    """Prints what a report of a problem should hold."""
+    """Print the environment, as bug reports need it."""
     providers = packages_distributions()
     rows = {
         "cupy_flash": __version__,
@@ -189,16 +189,18 @@ def blas() -> str:
     libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
     if not libraries:
         return "none that threadpoolctl knows"
-    return ", ".join(f"{it['internal_api']} {it['version']}, {it['num_threads']} threads" for it in libraries)
+    return ", ".join(
+        f"{library['internal_api']} {library['version']}, {library['num_threads']} threads" for library in libraries
+    )
 
 
 def installed(distributions: Sequence[str]) -> str:
-    """The distributions that provide a library and their versions; cupy alone comes under several names."""
+    """Names and versions of the distributions that provide a library (CuPy has several)."""
     return ", ".join(f"{name} {version(name)}" for name in sorted(set(distributions))) or "not installed"
 
 
 def import_cupy() -> str:
-    """Whether `import cupy` works here: it makes a cache folder, and where it cannot it fails with any exception."""
+    """Whether `import cupy` works; it creates a cache folder, and may fail with any exception if it cannot."""
     try:
         import cupy
 
@@ -208,7 +210,7 @@ def import_cupy() -> str:
 
 
 def kernels() -> str:
-    """Where the CUDA source is, and how much of it there is."""
+    """Path of the CUDA sources and number of kernels."""
     try:
         folder = source.kernel_folder()
     except FileNotFoundError as error:
@@ -217,7 +219,7 @@ def kernels() -> str:
 
 
 def compiler() -> str:
-    """The run-time compiler and the GPUs it can compile for, or why there is none."""
+    """NVRTC's version and architectures, or why it is not available."""
     try:
         return f"{'.'.join(map(str, nvrtc.version()))}, for sm_{', '.join(map(str, nvrtc.architectures()))}"
     except ImportError as error:
@@ -225,7 +227,7 @@ def compiler() -> str:
 
 
 def gpu_engine() -> str:
-    """The GPU that the engine simt serves, or why there is none."""
+    """The GPU that the engine simt can use, or why there is none."""
     try:
         return f"serves this machine: {ahead.device_for(None)}"
     except RuntimeError as error:
@@ -233,7 +235,7 @@ def gpu_engine() -> str:
 
 
 def kernel_cache() -> str:
-    """The folder of compiled kernels and what is in it, or why it is not used."""
+    """Path and size of the kernel cache, or why it is not used."""
     try:
         folder = cache.location()
         if folder.exists():
@@ -245,13 +247,13 @@ def kernel_cache() -> str:
 
 
 def cache_size() -> int:
-    """Prints where compiled kernels are kept, how many there are and what they take."""
+    """Print the path and size of the kernel cache."""
     print(kernel_cache())
     return 0
 
 
 def cache_clear() -> int:
-    """Removes the compiled kernels of the cache folder; a process that runs compiles again what it still needs."""
+    """Remove all compiled kernels from the cache folder; running processes recompile what they still need."""
     try:
         cache.clear(cache.location())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What later calls will need, without their arrays: every kernel that their plans may launch."""
+"""Ahead-of-time compilation: the kernels that later calls may launch, derived from their options without arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .source import assemble
 
 
 def device_for(arch: str | None) -> Device:
-    """The GPU to compile for: one by its architecture, or for None the current one of this machine.
+    """The GPU to compile for, by its architecture; for None this machine's current GPU.
 
-    RuntimeError where there is none.
+    Raises ValueError for an unknown architecture, RuntimeError without a GPU.
     """
     if arch is not None:
         return device.named(arch, "cuda")
@@ -34,10 +34,10 @@ def device_for(arch: str | None) -> Device:
         raise RuntimeError(f'there is no GPU to compile for; name one, as in arch="sm_90a" ({error})') from error
 
 
-def launches(on: Device, **words: Any) -> tuple[Launch, ...]:
-    """A launch of every kernel that calls with these words (`problems`) may need, each kernel once."""
-    every = [launch for problem in problems(**words) for launch in launches_at_any_length(problem, on)]
-    return tuple({(launch.kernel, launch.constants): launch for launch in every}.values())
+def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
+    """One launch per kernel that calls with these arguments (see `problems`) may need on a device."""
+    candidates = [launch for problem in problems(**arguments) for launch in launches_at_any_length(problem, on)]
+    return tuple({(launch.kernel, launch.constants): launch for launch in candidates}.values())
 
 
 def problems(
@@ -50,9 +50,9 @@ def problems(
     packed: bool = False,
     **options: Any,
 ) -> list[Problem]:
-    """The kinds of problems of calls with these words, at the smallest size.
+    """The problems (forward, and backward without and with dlse) of calls with these options, at the smallest size.
 
-    The words are those of `cupy_flash.compile`; what is wrong with them is found as in a call.
+    Takes the arguments of `cupy_flash.compile`; raises TypeError or ValueError as a call would.
     """
     sizes = dict(head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v, group=group)
     for name, size in sizes.items():
@@ -60,40 +60,40 @@ def problems(
             if isinstance(size, bool):
                 raise TypeError
             in_range = 1 <= operator.index(size) < 2**31
-        except Exception as error:  # objects of others raise what they like
+        except Exception as error:  # __index__ of a foreign object may raise anything
             raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
         if not in_range:
             raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
     for name, chosen in dict(backward=backward, packed=packed).items():
         if not isinstance(chosen, (bool, np.bool_)):
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
-    asked = Options.of("compile", options)
-    forward = _problem(asked, element_dtype(dtype), *sizes.values(), packed=packed)
+    settings = Options.of("compile", options)
+    forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
     if not backward:
         return [forward]
-    # Only who takes lse can give back its gradient.
+    # A call without return_lse has no gradient of lse.
     return [forward] + [
         forward._replace(backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
-        for dlse in ((False, True) if asked.return_lse else (False,))
+        for dlse in ((False, True) if settings.return_lse else (False,))
     ]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
-    """The kernel of a launch as nvrtc.compile makes it for a target, from the cache where it is there."""
+    """Compile the kernel of a launch for a target ("sm_90a"), through the cache."""
     return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
 
 
 def _problem(
-    asked: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
+    settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
 ) -> Problem:
-    """The forward of a call with these words: one key, and as many queries as heads, so that layouts have one shape."""
+    """The forward problem of placeholder arrays: one key, and as many queries as heads, so that all layouts agree."""
 
     def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
-        return np.broadcast_to(np.zeros((), dtype), shape)  # one element, whatever the shape
+        return np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
 
     def given(name: str, dtype: Any, *shape: int) -> np.ndarray[Any, Any] | None:
-        """The array that an option stands for: True is one of its usual dtype, else its dtype is named."""
-        value = getattr(asked, name)
+        """A placeholder for an array option: True means its usual dtype, anything else names the dtype."""
+        value = getattr(settings, name)
         if value is None or value is False:
             return None
         return array(dtype if value is True else element_dtype(value), *shape)
@@ -101,7 +101,7 @@ def _problem(
     batch = () if packed else (1,)
     wide = element if element.name in DTYPES else named_dtype("bfloat16")
     call = replace(
-        asked,
+        settings,
         alibi_slopes=given("alibi_slopes", np.float32, group),
         bias=given("bias", wide, 1),
         mask=given("mask", np.bool_, 1),
@@ -116,16 +116,16 @@ def _problem(
     )
     bounds = array(np.int32, 2)
     problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
-    # Of arrays as they usually are.
-    return problem._replace(device="cuda:0", framework="cupy", backend=asked.backend, aligned=True)
+    # Assume 16-byte aligned arrays on a GPU.
+    return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 
 
 def element_dtype(dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype of any library's, or of its name."""
-    if not isinstance(dtype, str) and dtype is not None:  # NumPy takes None for float64
+    """The NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
+    if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
         try:
             return np.dtype(dtype)
-        except Exception:  # torch's; objects of others raise what they like
+        except Exception:  # a torch dtype, or a foreign object that may raise anything
             dtype = str(dtype).removeprefix("torch.")
     if dtype not in (*DTYPES, FP8):
         raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, {FP8}, not {dtype!r}")

@@ -1,7 +1,7 @@
-"""Any array -> pointer, shape, strides, dtype, device; and outputs in the caller's framework.
+"""Converts arrays of any library to `Array` (pointer, shape, strides, dtype, device), and allocates outputs.
 
-The only module of the flow that knows array libraries. A library is recognised only when the caller has imported it:
-nothing here imports torch, jax or CuPy to look. No element is read, written, or copied between devices.
+The only core module that knows array libraries. It detects a library only if the caller has imported it, without
+importing torch, jax or CuPy for that. It reads and writes no elements and copies nothing between devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """One operand of a call, whoever made it. `owner` keeps the memory alive; `strides` count elements, not bytes."""
+    """One operand of a call. `owner` keeps the memory alive; `strides` count elements, not bytes."""
 
     pointer: int  # address of element 0
     shape: tuple[int, ...]
@@ -31,17 +31,17 @@ class Array:
     framework: str  # "numpy", "torch", "jax", "cupy", "dlpack" or "cuda_array_interface"
     owner: Any = field(repr=False)
     readonly: bool = False
-    capsule: Any = field(default=None, repr=False)  # DLPack: its own destructor returns the memory to the producer
-    sharding: Any = field(default=None, repr=False)  # where `result` puts the buffer a jax output was written to
+    capsule: Any = field(default=None, repr=False)  # DLPack capsule; its destructor returns the memory to the producer
+    sharding: Any = field(default=None, repr=False)  # jax outputs: sharding of the jax.Array that `result` makes
 
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:
             raise ValueError(f"the memory of this {self.shape} array has been freed or was never allocated")
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The same CPU memory as a NumPy array, never a copy; read-only where the caller's array is.
+        """View the memory as a NumPy array, never a copy; read-only if the caller's array is.
 
-        Raises TypeError for an array on a GPU: device memory is not copied to the host.
+        Raises TypeError for an array on a GPU.
         """
         if self.device != "cpu":
             raise TypeError(f"an array on {self.device} has no view in host memory")
@@ -57,27 +57,27 @@ class Array:
                 "typestr": f"|V{self.dtype.itemsize}",
             },
         )
-        return np.asarray(memory).view(self.dtype)  # in two steps, as bf16 and fp8 have no typestr
+        return np.asarray(memory).view(self.dtype)  # via raw bytes, because bf16 and fp8 have no typestr
 
     def result(self) -> Any:
-        """What the caller gets back, in the caller's framework. A jax array is immutable: write before, not after."""
+        """The array in the caller's framework, to return to the caller. For jax, writes must precede this call."""
         if self.sharding is None:
             return self.owner
         import jax
 
         if self.device == "cpu":
             return jax.device_put(self.owner, self.sharding, may_alias=True)
-        with self.owner.device:  # CuPy makes jax's stream wait for the one that it works on there
+        with self.owner.device:  # CuPy makes jax's stream wait for its current stream on that device
             return jax.dlpack.from_dlpack(self.owner)
 
 
 def as_array(x: Any, name: str) -> Array:
-    """Describe `x`, an array of any library, without a copy (a lazily negated or conjugated torch tensor is resolved).
+    """Describe `x`, an array of any library, without a copy (except a lazily negated or conjugated torch tensor).
 
-    Taken, in this order: cupy.ndarray, torch.Tensor, numpy.ndarray, jax.Array, `__dlpack__`,
+    Accepts, in this order: cupy.ndarray, torch.Tensor, numpy.ndarray, jax.Array, `__dlpack__`,
     `__cuda_array_interface__`; any shape, dtype and strides (negative and 0 too), on the CPU or a CUDA device,
-    read-only or not, with or without gradient. `name` is the argument's name in the error: TypeError for what is
-    not such an array, ValueError for one whose memory cannot be used.
+    read-only or not, with or without gradient. Raises TypeError for anything else and ValueError for unusable memory;
+    the messages start with `name`, the argument's name.
     """
     try:
         if _is_instance(x, "cupy", "ndarray"):
@@ -90,7 +90,7 @@ def as_array(x: Any, name: str) -> Array:
             return _from_jax(x)
         if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
             return _from_dlpack(x, "dlpack")
-        if isinstance(interface := _asked(getattr, x, "__cuda_array_interface__", None), dict):
+        if isinstance(interface := _call_producer(getattr, x, "__cuda_array_interface__", None), dict):
             return _from_cuda_array_interface(x, interface)
         raise TypeError("not a NumPy, CuPy, torch or jax array, and without __dlpack__ and __cuda_array_interface__")
     except (TypeError, ValueError) as error:
@@ -99,23 +99,23 @@ def as_array(x: Any, name: str) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
-    """An uninitialised, writable, C-contiguous output of the framework and on the device of `like`.
+    """Allocate an uninitialised, writable, C-contiguous output in the framework and on the device of `like`.
 
-    Frameworks that give no way to allocate an array that may be written get a NumPy array (on a GPU: a CuPy array).
-    jax arrays cannot be written: the output is a buffer that `result` hands to jax, without a copy on the CPU.
+    For frameworks without a way to allocate a writable array it is a NumPy array (on a GPU: CuPy). jax arrays are
+    immutable: the output is a buffer that `result` passes to jax, on the CPU without a copy.
     """
     dtype = np.dtype(dtype)
     if like.framework == "torch":
         import torch
 
-        # Of NumPy's dtype the name is slow to tell.
-        theirs = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype.name)
-        made = torch.empty(shape, dtype=theirs, device=like.owner.device)
-        return Array(made.data_ptr(), shape, made.stride(), dtype, like.device, "torch", made)
+        # np.dtype.name costs microseconds: reuse `like`'s torch dtype if equal.
+        torch_dtype = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype.name)
+        tensor = torch.empty(shape, dtype=torch_dtype, device=like.owner.device)
+        return Array(tensor.data_ptr(), shape, tensor.stride(), dtype, like.device, "torch", tensor)
     if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
         namespace = like.owner.__array_namespace__()
-        theirs = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
-        output = as_array(namespace.empty(shape, dtype=theirs, device=like.owner.device), "output")
+        namespace_dtype = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
+        output = as_array(namespace.empty(shape, dtype=namespace_dtype, device=like.owner.device), "output")
         if output.readonly or output.pointer != as_array(output.owner, "output").pointer:
             raise TypeError(
                 f"{type(output.owner)} exports a copy or read-only memory: an output cannot be written to it"
@@ -135,8 +135,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """A copy with C-contiguous strides, made by its own framework on its own device: it starts where that puts a new
-    array, even if these values are contiguous already."""
+    """Copy to a new C-contiguous array of the same framework and device, even if `array` is contiguous: a new
+    allocation is aligned."""
     if array.framework == "torch":
         import torch
 
@@ -146,15 +146,15 @@ def contiguous(array: Array) -> Array:
     import cupy
 
     with cupy.cuda.Device(_device_index(array.device)):
-        taken = cupy.from_dlpack(array.owner) if array.framework in ("jax", "dlpack") else cupy.asarray(array.owner)
-        return as_array(cupy.array(taken, order="C"), "operand")
+        source = cupy.from_dlpack(array.owner) if array.framework in ("jax", "dlpack") else cupy.asarray(array.owner)
+        return as_array(cupy.array(source, order="C"), "operand")
 
 
 def stream_of(like: Array) -> int:
-    """The CUDA stream for kernels on arrays like this one, as the driver's handle: where torch, and CuPy for all other
-    libraries, work at this moment. They hand out the memory of outputs and workspaces again in that stream's order.
+    """The CUDA stream handle for kernels on arrays like this one; 0 for CPU arrays.
 
-    0 for CPU arrays.
+    It is the current stream of torch, or of CuPy for all other libraries: their allocators reuse the memory of outputs
+    and workspaces in that stream's order.
     """
     if like.device == "cpu":
         return 0
@@ -168,9 +168,9 @@ def stream_of(like: Array) -> int:
 
 
 def made_on(array: Array) -> int | None:
-    """The stream of another library on which an array's contents are ready, for that of `stream_of` to wait for.
+    """The stream on which the array's contents are produced, for the stream of `stream_of` to wait for.
 
-    None where the caller has seen to it, as for torch and CuPy.
+    None if no wait is needed: torch and CuPy arrays are used on their library's current stream.
     """
     if array.framework == "cuda_array_interface":
         stream = array.owner.__cuda_array_interface__.get("stream")
@@ -178,10 +178,10 @@ def made_on(array: Array) -> int | None:
     return LEGACY_DEFAULT_STREAM if array.framework in ("jax", "dlpack") and array.device != "cpu" else None
 
 
-def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """What a producer answers; TypeError, with its words, for whatever it raises instead."""
+def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of the array's library; whatever it raises becomes a TypeError that quotes it."""
     try:
-        return question(*arguments)
+        return function(*arguments)
     except Exception as error:
         raise TypeError(f"its producer does not export it: {error!r}") from error
 
@@ -196,7 +196,7 @@ def _device_index(device: str) -> int:
 
 
 def named_dtype(name: str) -> np.dtype[Any]:
-    """float32 -> NumPy's, bfloat16 and float8_* -> ml_dtypes'."""
+    """The NumPy dtype of a name; bfloat16 and float8_* are ml_dtypes'."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
@@ -219,7 +219,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """XLA takes a host buffer without a copy only where it starts at a multiple of 64 bytes."""
+    """np.empty aligned to 64 bytes, without which XLA copies a host buffer."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -258,18 +258,18 @@ def _from_torch(x: Any) -> Array:
     import torch
 
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise TypeError("a tensor subclass that stands for other tensors and has no memory of its own")
+        raise TypeError("a tensor subclass that wraps other tensors and has no memory of its own")
     if x.is_nested or x.is_quantized or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise TypeError(f"the tensor is {kind}, not dense")
     device = _torch_device(x.device)
     if not device.startswith(("cpu", "cuda")):
         raise TypeError(f"device {device} is neither the CPU nor a CUDA device")
-    if x.is_neg() or x.is_conj():  # flags that memory does not show: z.conj().imag is z.imag with the flag set
+    if x.is_neg() or x.is_conj():  # lazy flags: the memory of z.conj().imag is that of z.imag
         x = x.detach().resolve_neg().resolve_conj()
     try:
         pointer = x.data_ptr()
-    except RuntimeError as error:  # inside torch.func transforms a tensor is a stand-in, though of the plain type
+    except RuntimeError as error:  # torch.func transforms pass wrappers of type torch.Tensor
         raise TypeError("a tensor inside a torch.func transform has no memory of its own") from error
     return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), device, "torch", x)
 
@@ -286,12 +286,12 @@ def _from_jax(x: Any) -> Array:
     if len(x.devices()) != 1:
         raise TypeError(f"sharded over {len(x.devices())} devices: pass the shards one by one")
     array = _from_dlpack(x, "jax")
-    array.readonly = True  # jax arrays are immutable; its capsules do not say so
+    array.readonly = True  # jax arrays are immutable, but jax's capsules lack the read-only flag
     return array
 
 
 def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
-    """Versions 2 and 3. The protocol does not name the device: the driver is asked through CuPy, else it is cuda:0."""
+    """Versions 2 and 3. The protocol lacks the device: CuPy queries the driver for it; without CuPy it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
     missing = [key for key in ("shape", "typestr", "data") if key not in interface]
@@ -316,7 +316,7 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
     return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
 
 
-# DLPack, read by hand: NumPy's reader knows neither bf16 nor fp8 nor CUDA. The structures are those of dlpack.h 1.x.
+# DLPack through ctypes, because NumPy's importer supports neither bf16, fp8 nor CUDA. Structures of dlpack.h 1.x.
 
 
 class _DLTensor(ctypes.Structure):
@@ -346,7 +346,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
 
 
 _FLAG_READ_ONLY = 1
-LEGACY_DEFAULT_STREAM = 1  # DLPack's name for CUDA stream 0, and CUDA's own
+LEGACY_DEFAULT_STREAM = 1  # cudaStreamLegacy, also DLPack's number for the default stream
 _DLPACK_DEVICES = {1: "cpu", 3: "cpu", 2: "cuda:{}", 13: "cuda:{}"}  # CPU, pinned host, CUDA, CUDA managed
 _DLPACK_DTYPES = {
     (code, bits): f"{kind}{bits}"
@@ -369,7 +369,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def _from_dlpack(x: Any, framework: str) -> Array:
-    device_type, device_index = _asked(lambda: map(int, x.__dlpack_device__()))
+    device_type, device_index = _call_producer(lambda: map(int, x.__dlpack_device__()))
     if device_type not in _DLPACK_DEVICES:
         raise TypeError(f"DLPack device type {device_type} is neither the CPU nor a CUDA device")
     device = _DLPACK_DEVICES[device_type].format(device_index)
@@ -378,10 +378,10 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     def capsule_of() -> Any:
         try:
             return x.__dlpack__(max_version=(1, 0), **stream)
-        except TypeError:  # a producer older than DLPack 1.0 knows no max_version
+        except TypeError:  # producers before DLPack 1.0 have no max_version
             return x.__dlpack__(**stream)
 
-    capsule = _asked(capsule_of)
+    capsule = _call_producer(capsule_of)
     tensor, readonly = _read_capsule(capsule)
     code, bits, lanes = tensor.dtype_code, tensor.dtype_bits, tensor.dtype_lanes
     if lanes != 1 or (code, bits) not in _DLPACK_DTYPES:
@@ -394,8 +394,8 @@ def _from_dlpack(x: Any, framework: str) -> Array:
 
 
 def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
-    """The tensor in a capsule, and whether it is read-only. The capsule keeps its name, so that its destructor still
-    returns the memory; a consumer that renames it has to call the deleter itself."""
+    """(tensor in a DLPack capsule, read-only flag). The capsule keeps its name, instead of "used_dltensor", so that its
+    destructor calls the deleter."""
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.major != 1:

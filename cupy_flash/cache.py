@@ -1,11 +1,11 @@
-"""Compiled kernels, kept in memory and in a folder that a person can read.
+"""Cache of compiled kernels, in memory and in a human-readable folder.
 
-One entry is one folder `<kernel>.<digest>`: source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with how
-they were made and their checksums. The digest is that of text, flags and compiler, so an entry is never stale; which
-compiler that is, a note says beside the entries, for as long as the compiler's file stays what it is. An entry is
-published by one rename and needs no lock: processes that compile the same kernel at once waste time, nothing else. What
-fails its checksum is compiled again. As a cubin is code that will run, the folder must be its user's or root's, and
-closed to the writing of others; where that is not so, or nothing can be written, kernels live in memory.
+An entry is a folder `<kernel>.<digest>` with source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with flags,
+compiler and checksums. The digest covers text, flags and compiler identity, so entries never go stale. A note beside
+the entries records the compiler's identity while its library file is unchanged. Entries are published by an atomic
+rename, without locks: processes that compile the same kernel concurrently only duplicate work. An entry that fails its
+checksum is recompiled. A cubin is executable code, so the folder must belong to the user or root and must not be
+writable by others; otherwise, or if it cannot be written, kernels are kept in memory only.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from pathlib import Path
 from . import environment, nvrtc
 from .nvrtc import Compiled, CompileError
 
-FORMAT = 1  # of an entry; one of another format is replaced
+FORMAT = 1  # version of the entry format; entries of another version are replaced
 FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt", "entry.json")
-PUBLISHING = "publishing-"  # how the folder of an entry that is not complete begins
-ABANDONED = 24 * 60 * 60  # seconds after which its publisher is taken for dead
+PUBLISHING = "publishing-"  # name prefix of folders of incomplete entries
+ABANDONED = 24 * 60 * 60  # age in seconds after which an incomplete entry is removed
 OURS = re.compile(rf"[A-Za-z_][\w.]*\.[0-9a-f]{{32}}|{PUBLISHING}\w+")
 
-failures = itertools.count()  # to use the folder, in this process
+failures = itertools.count()  # failed uses of the folder in this process
 
 
 @lru_cache(maxsize=256)
 def compiled(text: str, name: str, target: str) -> Compiled:
-    """`nvrtc.compile(text, name, target)`, from memory or the cache folder where it was compiled before.
+    """`nvrtc.compile(text, name, target)` through the cache: from memory, the cache folder, or compiled and stored.
 
-    The text of a failed compilation is saved in the folder too, and named by the CompileError.
+    The text of a failed compilation is stored too; the CompileError names the file.
     """
     try:
         folder = usable_folder()
     except OSError as error:
         warn_once(error)
         return nvrtc.compile(text, name, target)
-    said = noted_compiler(folder)
-    if said is not None and (found := Entry(folder, text, name, target, said).load()) is not None:
-        return found
+    noted = noted_compiler(folder)
+    if noted is not None and (hit := Entry(folder, text, name, target, noted).load()) is not None:
+        return hit
     entry = Entry(folder, text, name, target, nvrtc.identity())
-    if said != entry.compiler and (found := entry.load()) is not None:
+    if noted != entry.compiler and (hit := entry.load()) is not None:
         note_compiler(folder)
-        return found
+        return hit
     try:
         result = nvrtc.compile(text, name, target)
     except CompileError as error:
@@ -65,14 +65,14 @@ def compiled(text: str, name: str, target: str) -> Compiled:
     files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
     if not store(entry, files):
         return result
-    if said != entry.compiler:
+    if noted != entry.compiler:
         note_compiler(folder)
     return replace(result, path=entry.path / entry.payload)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one compiled text in a cache folder."""
+    """Cache key of one compiled text, and its path in a cache folder."""
 
     folder: Path
     text: str
@@ -85,7 +85,7 @@ class Entry:
         key = "\0".join((self.compiler, *nvrtc.flags(self.target), self.text))
         kernel = re.sub(r"\W", ".", self.name)
         path = self.folder / f"{kernel}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-        object.__setattr__(self, "path", path)  # as a frozen dataclass sets its own
+        object.__setattr__(self, "path", path)  # the dataclass is frozen
 
     @property
     def payload(self) -> str:
@@ -93,7 +93,7 @@ class Entry:
         return "kernel.cubin" if self.target.startswith("sm_") else "kernel.ptx"
 
     def record(self, result: Compiled) -> bytes:
-        """What entry.json holds when code and log are those of `result`."""
+        """The contents of entry.json for `result`."""
         checksums = {self.payload: result.code, "log.txt": result.log.encode()}
         record = {
             "format": FORMAT,
@@ -105,27 +105,27 @@ class Entry:
         return json.dumps(record, indent=4).encode()
 
     def load(self) -> Compiled | None:
-        """What was stored; None where there is nothing, or nothing that can be trusted."""
+        """The stored result; None if it is missing, damaged or unsafe."""
         path = self.path
         try:
             check_safe(path)
             code, log, record = (read_safe(path / file) for file in (self.payload, "log.txt", "entry.json"))
-            found = Compiled(self.name, self.target, code, log.decode(), path / self.payload)
+            stored = Compiled(self.name, self.target, code, log.decode(), path / self.payload)
         except (OSError, UnicodeDecodeError):
             return None
-        return found if record == self.record(found) else None
+        return stored if record == self.record(stored) else None
 
     def publish(self, files: Mapping[str, bytes]) -> None:
-        """Makes the entry of source.cu and `files`, unless another process was quicker.
+        """Atomically create the entry from source.cu and `files`, unless another process already has.
 
-        Whoever reads the entry sees all of it or nothing. Raises OSError where the folder takes no entry.
+        Raises OSError if the folder cannot be written.
         """
         mode = writable_mode(self.folder)
         remove_abandoned(self.folder)
         workplace = Path(tempfile.mkdtemp(prefix=PUBLISHING, dir=self.folder))
         try:
             complete = workplace / "entry"
-            complete.mkdir(mode & 0o755)  # who may read the folder may read the entry
+            complete.mkdir(mode & 0o755)  # readable by those who can read the folder
             for name, content in {"source.cu": self.text.encode(), **files}.items():
                 write(complete / name, content, mode & 0o644)
             for attempt in itertools.count():
@@ -136,7 +136,7 @@ class Entry:
                         raise
                 if self.load() is not None:
                     return None
-                # What is there is damaged. Another process may be first to move it away.
+                # The existing entry is damaged: move it away, unless another process does so first.
                 with suppress(FileNotFoundError):
                     os.rename(self.path, workplace / f"damaged{attempt}")
         finally:
@@ -144,7 +144,7 @@ class Entry:
 
 
 def write(path: Path, content: bytes, mode: int) -> None:
-    """A new file whose content is on the disk before the rename that publishes it can be."""
+    """Create a file and flush it to disk, so that a later rename cannot publish it without its contents."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
         file.flush()
@@ -152,17 +152,19 @@ def write(path: Path, content: bytes, mode: int) -> None:
 
 
 def noted_compiler(folder: Path) -> str | None:
-    """What the compiler of this environment said of itself (nvrtc.identity) when its file was what it is now; None
-    where that is not known. To find, load and ask it takes longer than all else that a kernel from the folder needs."""
+    """The noted nvrtc.identity() of this environment's compiler; None without a note or if the library has changed.
+
+    Finding, loading and querying NVRTC would take longer than the rest of loading a cached kernel.
+    """
     try:
-        library, *state, said = json.loads(read_safe(_note(folder)))
-        return str(said) if state == _state(Path(library)) else None
-    except (OSError, ValueError, TypeError, RecursionError):  # no note, no library, or another's text
+        library, *state, identity = json.loads(read_safe(_note(folder)))
+        return str(identity) if state == _state(Path(library)) else None
+    except (OSError, ValueError, TypeError, RecursionError):  # no note, no library, or not our JSON
         return None
 
 
 def note_compiler(folder: Path) -> None:
-    """Notes it for the next process, if the folder takes a note."""
+    """Write the compiler's identity to the note for later processes, if the folder is writable."""
     with suppress(OSError):
         mode, library = writable_mode(folder), nvrtc.path()
         note = json.dumps([str(library), *_state(library), nvrtc.identity()])
@@ -182,7 +184,7 @@ def _state(file: Path) -> list[int]:
 
 
 def store(entry: Entry, files: Mapping[str, bytes]) -> bool:
-    """Publishes the entry if it can; else says why it cannot."""
+    """Publish the entry; returns False, after a warning, if that fails."""
     try:
         entry.publish(files)
     except OSError as error:
@@ -192,10 +194,10 @@ def store(entry: Entry, files: Mapping[str, bytes]) -> bool:
 
 
 def warn_once(error: OSError) -> None:
-    """The first of these warnings in a process; the next kernel's would tell nothing new."""
+    """Warn that kernels cannot be stored, once per process."""
     if next(failures) == 0:
         warnings.warn(
-            f"compiled kernels cannot be kept on disk, so every process compiles them anew: {error}. Set "
+            f"compiled kernels cannot be stored on disk, so every process recompiles them: {error}. Set "
             "CUPY_FLASH_CACHE_DIR to a folder on a disk with space that you own and that others cannot write to.",
             RuntimeWarning,
             stacklevel=2,
@@ -203,15 +205,15 @@ def warn_once(error: OSError) -> None:
 
 
 def location() -> Path:
-    """The cache folder: CUPY_FLASH_CACHE_DIR, else the user's. It need not exist. OSError where there is no home."""
-    folder = Path(environment.cache_dir() or _users())
-    if not folder.is_absolute():  # older platformdirs leave the ~ of a home that does not exist
+    """The cache folder, CUPY_FLASH_CACHE_DIR or the user's; it need not exist. OSError without a home directory."""
+    folder = Path(environment.cache_dir() or _user_folder())
+    if not folder.is_absolute():  # older platformdirs do not expand ~ without a home directory
         raise FileNotFoundError(f"{folder} is not an absolute path")
     return folder
 
 
-def _users() -> str:
-    """The user's cache folder, where this system keeps such folders."""
+def _user_folder() -> str:
+    """The platform's per-user cache folder."""
     from platformdirs import user_cache_dir
 
     try:
@@ -221,7 +223,7 @@ def _users() -> str:
 
 
 def usable_folder() -> Path:
-    """The cache folder, made if need be. OSError says why it cannot be used."""
+    """The cache folder, created if missing. Raises OSError if it cannot be used."""
     folder = location()
     make(folder)
     check_safe(folder)
@@ -229,25 +231,25 @@ def usable_folder() -> Path:
 
 
 def make(folder: Path) -> None:
-    """Makes a folder and those above it, each for its user alone."""
+    """Create a folder and its parents with mode 0700."""
     if not folder.parent.is_dir():
         make(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_safe(folder: Path) -> None:
-    """Raises OSError where somebody else could have put code into the folder, or could yet."""
+    """Raise OSError unless `folder` is a directory that no other user except root can write to."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{folder} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'no folder'}")
+        raise NotADirectoryError(f"{folder} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'not a folder'}")
     _check_owner(folder, status)
 
 
 def read_safe(file: Path) -> bytes:
-    """What is in a file; OSError where it is none, or somebody else could have written it or could yet."""
+    """Read a file; OSError unless it is a regular file that no other user except root can write to."""
     status = os.lstat(file)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{file} is no regular file")
+        raise OSError(f"{file} is not a regular file")
     _check_owner(file, status)
     return file.read_bytes()
 
@@ -262,7 +264,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def writable_mode(folder: Path) -> int:
-    """The mode of a folder that its user may write to; else PermissionError, where root could write all the same."""
+    """The mode of a folder; PermissionError if its owner may not write, which the system itself would not deny root."""
     mode = os.lstat(folder).st_mode
     if has_owners() and not mode & stat.S_IWUSR:
         raise PermissionError(f"{folder} is read-only")
@@ -270,26 +272,25 @@ def writable_mode(folder: Path) -> int:
 
 
 def has_owners() -> bool:
-    """Whether files have POSIX owners and modes. On Windows they have not, and a user's cache folder is private."""
+    """Whether files have POSIX owners and modes. On Windows they do not; a user's cache folder is private there."""
     return hasattr(os, "geteuid")
 
 
 def entries(folder: Path) -> Iterator[Path]:
-    """The folders in a cache folder that this module made, those of interrupted processes too."""
+    """The entry folders in a cache folder, including incomplete ones of interrupted processes."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if OURS.fullmatch(path.name) and stat.S_ISDIR(os.lstat(path).st_mode):
             yield path
 
 
 def size(folder: Path) -> tuple[int, int]:
-    """(entries, bytes) of a cache folder."""
-    found = list(entries(folder))
-    return len(found), sum(file.lstat().st_size for path in found for file in path.rglob("*") if file.is_file())
+    """(number of entries, total bytes) of a cache folder."""
+    paths = list(entries(folder))
+    return len(paths), sum(file.lstat().st_size for path in paths for file in path.rglob("*") if file.is_file())
 
 
 def clear(folder: Path) -> None:
-    """Removes the entries of a cache folder, and the notes. A file that is not of an entry stays, and its folder with
-    it."""
+    """Remove the entries and notes of a cache folder. Foreign files stay, and so do the folders that contain them."""
     for path in entries(folder):
         remove(path)
     for note in folder.glob("compiler.*.json"):
@@ -297,16 +298,16 @@ def clear(folder: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what publishers have left that were killed: no publisher takes a day."""
+    """Remove incomplete entries older than ABANDONED, left by killed processes."""
     for path in folder.glob(f"{PUBLISHING}*"):
-        with suppress(OSError):  # another process may remove it, or not let us
+        with suppress(OSError):  # another process may remove it first, or it may not be ours
             status = os.lstat(path)
             if OURS.fullmatch(path.name) and stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > ABANDONED:
                 remove(path)
 
 
 def remove(entry: Path) -> None:
-    """Removes what this module writes into a folder, then the folder if nothing else is in it."""
+    """Remove the files that this module writes into an entry, then the folder if it is empty."""
     for path in entry.iterdir():
         if stat.S_ISDIR(os.lstat(path).st_mode) and entry.name.startswith(PUBLISHING):
             remove(path)

@@ -1,4 +1,4 @@
-"""What a call runs on: asked of the machine once, and frozen."""
+"""The devices that a call can run on, with the properties that planning needs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 
 class Device(NamedTuple):
-    """A processor as the plan sees it."""
+    """A processor, as far as planning depends on it."""
 
     backend: str  # "cpu", "cuda", "simulator"
     arch: str  # "x86_64", "arm64"; "sm_80"
-    units: int  # multiprocessors; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
-    shared_bytes: int = 0  # shared memory that one block may have
+    units: int  # SMs; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
+    shared_bytes: int = 0  # largest shared memory of a block
 
     def __str__(self) -> str:
         unit = "thread" if self.backend == "cpu" else "multiprocessor"
         return f"{self.backend} ({self.arch}, {self.units} {unit}{'s' * (self.units != 1)})"
 
 
-# Shared memory that one block may have, in KiB, by compute capability (CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability"), and multiprocessors of a common card of that capability.
+# By architecture: largest shared memory of a block in KiB (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"), and the number of SMs of a common GPU.
 GPUS = {
     "sm_75": (64, 40),
     "sm_80": (163, 108),
@@ -37,7 +37,7 @@ GPUS = {
 
 
 def named(arch: str, backend: str = "simulator") -> Device:
-    """A GPU by its compute capability, for planning, compiling and simulating without one."""
+    """A GPU by its architecture, for planning, compiling and simulating without one; ValueError if unknown."""
     if not isinstance(arch, str) or arch not in GPUS:
         raise ValueError(f"unknown GPU architecture {arch!r}; known are {', '.join(GPUS)}")
     shared_kib, units = GPUS[arch]
@@ -45,17 +45,17 @@ def named(arch: str, backend: str = "simulator") -> Device:
 
 
 def cpu() -> Device:
-    """This machine's processor, with the number of threads that NumPy's BLAS may use at this moment."""
+    """This machine's CPU, with the number of threads that NumPy's BLAS may currently use."""
     return Device("cpu", platform.machine(), blas_threads())
 
 
 @lru_cache
 def gpu(index: int) -> Device:
-    """A GPU of this machine, asked through CuPy."""
+    """A GPU of this machine by its CUDA index, queried through CuPy."""
     import cupy
 
     card = cupy.cuda.Device(index)
-    # A Hopper card runs what is compiled for sm_90a, the only target with all of its instructions.
+    # Hopper needs the target sm_90a for wgmma and setmaxnreg.
     arch = f"sm_{card.compute_capability}".replace("sm_90", "sm_90a")
     attributes = card.attributes
     return Device("cuda", arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"])
@@ -63,12 +63,12 @@ def gpu(index: int) -> Device:
 
 @lru_cache(maxsize=1)
 def blas_controller() -> Any:
-    """threadpoolctl's handle on NumPy's BLAS. Finding the libraries takes milliseconds, so it is done once."""
+    """threadpoolctl's controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")
 
 
 def blas_threads() -> int:
-    """Threads that BLAS may use now; 1 where it cannot be asked (a BLAS that threadpoolctl does not know)."""
+    """Threads that BLAS may currently use; 1 for a BLAS that threadpoolctl does not know."""
     return max((library.num_threads for library in blas_controller().lib_controllers), default=1)

@@ -1,10 +1,10 @@
-"""Dropout as a pure function of (seed, batch, head, query, key): Philox 4x32-10 in NumPy.
+"""Dropout as a pure function of (seed, batch, head, query, key): Philox 4x32-10 (Salmon et al., 2011) in NumPy.
 
-The bits do not depend on the engine, the tile or the shard: every backend draws the same ones from the positions alone.
-One Philox call serves the eight elements that one thread holds of a 16 x 16 tile of mma fragments:
+The bits do not depend on engine, tile or shard: they are derived from positions in the whole sequence. One Philox call
+serves the eight elements of a 16 x 16 tile that one thread holds in mma fragments:
 
     counter = (i // 16, j // 16, b * Hq + h, 4 * (i % 8) + (j % 8) // 2)        key = (seed % 2**32, seed // 2**32)
-    n       = 4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2                   which of the eight 16-bit halves
+    n       = 4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2                   index of its 16-bit half, 0 to 7
 
 Half n is the low (n even) or high (n odd) 16 bits of output word n // 2.
 An element is kept where its half is at least t = round(65536 p), and then multiplied by 65536 / (65536 - t).
@@ -29,7 +29,7 @@ def philox(
     counter0: npt.ArrayLike, counter1: npt.ArrayLike, counter2: npt.ArrayLike, counter3: npt.ArrayLike, seed: int
 ) -> tuple[UInt32Array, UInt32Array, UInt32Array, UInt32Array]:
     """Philox 4x32-10 of the broadcast counter words, each below 2**32; the key is `seed` modulo 2**64."""
-    # Words live in uint64 so that one multiply gives both halves of the 64-bit product.
+    # uint64, so that one multiplication yields both halves of the 64-bit product.
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in (counter0, counter1, counter2, counter3))
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(ROUNDS):
@@ -42,22 +42,22 @@ def philox(
 
 
 def threshold(p: float) -> int:
-    """t = round(65536 p): the number of the 65536 possible halves that drop an element, for p in [0, 1]."""
+    """t = round(65536 p), p in [0, 1]: 16-bit values below t drop the element."""
     return round(65536 * p)
 
 
 def keep_scale(p: float) -> float:
-    """65536 / (65536 - t), one over the exact probability of keeping; needs t < 65536, which problem.py ensures."""
+    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which problem.py checks."""
     return 65536 / (65536 - threshold(p))
 
 
 def keep_mask(
     seed: int, head_index: int, q_start: int, q_stop: int, kv_start: int, kv_stop: int, p: float
 ) -> npt.NDArray[np.bool_]:
-    """True where dropout keeps the probability of query i and key j, shape (q_stop - q_start, kv_stop - kv_start).
+    """Keep mask of a tile, bool (q_stop - q_start, kv_stop - kv_start): True where P[i, j] is kept.
 
-    i and j are positions in the whole sequence, so any split of a range gives the same bits. `head_index` is
-    b * Hq + h; `seed` a Python int, taken modulo 2**64.
+    i and j are positions in the whole sequence, so any tiling gives the same bits. `head_index` is b * Hq + h; `seed`
+    is taken modulo 2**64.
     """
     q_block, kv_block = q_start // TILE, kv_start // TILE
     q_blocks, kv_blocks = -(-q_stop // TILE) - q_block, -(-kv_stop // TILE) - kv_block
@@ -70,7 +70,7 @@ def keep_mask(
         4 * row + column_pair,
         seed,
     )
-    # Little-endian storage puts the low half of a word first, where the even column belongs.
+    # In little-endian order the low half, which is the even column, comes first.
     block_words = np.empty((q_blocks, 2, 8, kv_blocks, 2, 4), "<u4")
     for n, word in enumerate(words):
         block_words[:, n // 2, :, :, n % 2] = word
@@ -82,7 +82,7 @@ def keep_mask(
 def keep_mask_at(
     seed: int, head_index: int, queries: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], p: float
 ) -> npt.NDArray[np.bool_]:
-    """`keep_mask` of any positions, (len(queries), len(keys)); a Philox call for each element, not for eight."""
+    """`keep_mask` at arbitrary positions, bool (len(queries), len(keys)); one Philox call per element."""
     i, j = queries[:, None], keys
     words = philox(i // TILE, j // TILE, head_index, 4 * (i % 8) + (j % 8) // 2, seed)
     word = np.choose(2 * (i // 8 % 2) + j // 8 % 2, words)

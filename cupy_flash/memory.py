@@ -1,10 +1,9 @@
-"""How much memory training takes: a model of it, the measurement beside it, and what a graph keeps too long.
+"""Training memory: a model, a measurement, and a search for tensors that an autograd graph retains too long.
 
-A block of a transformer keeps m = alpha b s d + beta b h s^2 + gamma b s bytes from its forward to its backward: b
-sequences of s tokens, d the width, h heads of D = d / h dimensions, k of them for keys and values, f the width of the
-MLP. Activations of 2 bytes (fp16, bf16):
+A transformer block saves m = alpha b s d + beta b h s^2 + gamma b s bytes for its backward: b sequences of s tokens,
+width d, h query heads and k key/value heads of D = d / h dimensions, MLP width f. With 2-byte activations (fp16, bf16):
 
-    tensor that is kept                               elements    bytes  GPT-2 (f = 4 d)   Llama 2 7B (f = 2.6875 d)
+    saved tensor                                      elements    bytes  GPT-2 (f = 4 d)   Llama 2 7B (f = 2.6875 d)
     input of the first norm                           b s d           2          2                 2
     input of the projections to q, k, v               b s d           2          2                 2
     q                                                 b s h D         2          2                 2
@@ -14,7 +13,7 @@ MLP. Activations of 2 bytes (fp16, bf16):
     input of the second norm                          b s d           2          2                 2
     input of the MLP                                  b s d           2          2                 2
     input of the activation function (not for relu)   b s f           2          8                 5.375
-    its result and the factor of it (gated MLP)       2 b s f         2          -                10.75
+    its result and the gate's factor (gated MLP)      2 b s f         2          -                10.75
     input of the MLP's last projection                b s f           2          8                 5.375
     mask of the dropout after it                      b s d           1          1                 -
                                                                          alpha = 34        alpha = 37.5
@@ -27,11 +26,11 @@ MLP. Activations of 2 bytes (fp16, bf16):
     lse, flash attention alone                        b s h           4         4 h               4 h
                                                                          gamma = 16 + 4 h  gamma = 8 + 4 h
 
-Flash attention has beta = 0. fp32 activations take twice as much but for masks and statistics. alpha and beta are those
-of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", who leave gamma out. What
-is assumed: residual stream, norms and softmax in the dtype of the activations; norms, dropout, activation functions and
-rotary embeddings that are one operator each; keys and values not repeated for the query heads. `measure` counts what a
-model really keeps.
+Flash attention has beta = 0. fp32 activations take twice as much, except masks and statistics. alpha and beta are those
+of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", which omits gamma.
+Assumptions: residual stream, norms and softmax in the activations' dtype; norms, dropout, activation functions and
+rotary embeddings are one operator each; keys and values are not repeated for the query heads. `measure` counts what a
+model actually saves.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
 GB = 10**9
 ATTENTIONS = ("standard", "flash")
 ACTIVATIONS = ("gelu", "relu", "swiglu")
-ITEMSIZE = {"float32": 4, "mixed": 2}  # precision: bytes of an activation
-# What a block keeps under each kind of checkpointing; the rest of one block at a time is computed again.
+ITEMSIZE = {"float32": 4, "mixed": 2}  # {precision: bytes of an activation}
+# Kinds of tensors that a block saves under each checkpointing; the rest is recomputed, one block at a time.
 KEPT = {
     "none": ("input", "channels", "statistics", "scores"),
     "selective": ("input", "channels", "statistics"),
@@ -59,25 +58,25 @@ KEPT = {
 
 
 def _not_whole(sizes: dict[str, Any]) -> list[str]:
-    """Which of the sizes are no whole numbers: anything may stand in a config.json."""
-    wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
-    return [f"{name} must be a whole number, not {size!r}" for name, size in wrong.items()]
+    """Error messages for sizes that are not integers, as a config.json may contain."""
+    invalid = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
+    return [f"{name} must be a whole number, not {size!r}" for name, size in invalid.items()]
 
 
 def _out_of_range(sizes: dict[str, int]) -> list[str]:
-    """Which of the whole numbers are no sizes."""
-    wrong = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
-    return wrong + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
+    """Error messages for integers that are not positive or not below 2**63."""
+    reasons = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
+    return reasons + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
 
 
-def _refuse(where: str, wrong: list[str]) -> None:
-    if wrong:
-        raise ValueError(f"{where}: {'; '.join(wrong)}")
+def _refuse(where: str, reasons: list[str]) -> None:
+    if reasons:
+        raise ValueError(f"{where}: {'; '.join(reasons)}")
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder-only language model by its dimensions, with the letters of the papers; the defaults are GPT-2's design.
+    """Dimensions of a decoder-only language model; the defaults are GPT-2's design.
 
     Raises ValueError with every reason.
     """
@@ -86,16 +85,16 @@ class Transformer:
     embed_dim: int  # d
     heads: int  # h
     vocab_size: int  # V
-    context: int  # tokens of a training sequence
-    kv_heads: int = 0  # k; 0: as many as heads
+    context: int  # tokens per training sequence
+    kv_heads: int = 0  # k; 0: heads
     head_dim: int = 0  # D; 0: embed_dim // heads
     mlp_dim: int = 0  # f; 0: 4 * embed_dim
-    activation: str = "gelu"  # "swiglu" is gated: a third matrix in the MLP
-    layer_norm: bool = True  # False: rms norm, with one vector and one statistic where layer norm has two
-    bias: bool = True  # of every projection in a block
+    activation: str = "gelu"  # "gelu", "relu", or "swiglu", which is gated: a third matrix in the MLP
+    layer_norm: bool = True  # False: RMS norm, with one vector and one statistic instead of two
+    bias: bool = True  # in every projection of a block
     learned_positions: bool = True  # False: rotary
-    tied: bool = True  # whether the head is the embedding
-    dropout: bool = True  # on embeddings, attention probabilities and the results of both halves of a block
+    tied: bool = True  # head and embedding share weights
+    dropout: bool = True  # on embeddings, attention probabilities and the outputs of attention and MLP
 
     def __post_init__(self) -> None:
         names = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
@@ -108,16 +107,16 @@ class Transformer:
         }.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
-        wrong = _out_of_range({name: getattr(self, name) for name in names})
-        if not wrong and self.heads % self.kv_heads:
-            wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        reasons = _out_of_range({name: getattr(self, name) for name in names})
+        if not reasons and self.heads % self.kv_heads:
+            reasons.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.activation not in ACTIVATIONS:
-            wrong.append(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}")
-        _refuse("Transformer", wrong)
+            reasons.append(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}")
+        _refuse("Transformer", reasons)
 
     @property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """Number of parameters of one block."""
         d, f, q, kv = self.embed_dim, self.mlp_dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = d * (q + 2 * kv) + q * d + (3 if self.activation == "swiglu" else 2) * d * f
         biases = (q + 2 * kv) + d + f + d if self.bias else 0
@@ -125,14 +124,14 @@ class Transformer:
 
     @property
     def end_parameters(self) -> int:
-        """Of what is before the first block and after the last: embeddings, final norm, head."""
-        words = self.vocab_size * self.embed_dim
+        """Number of parameters outside the blocks: embeddings, final norm, head."""
+        embedding = self.vocab_size * self.embed_dim
         positions = self.context * self.embed_dim if self.learned_positions else 0
-        return words + positions + self._norm_parameters + (0 if self.tied else words)
+        return embedding + positions + self._norm_parameters + (0 if self.tied else embedding)
 
     @property
     def parameters(self) -> int:
-        """N, of the whole model."""
+        """Number of parameters N of the model."""
         return self.layers * self.block_parameters + self.end_parameters
 
     @property
@@ -144,7 +143,7 @@ _LLAMA: dict[str, Any] = dict(
     activation="swiglu", layer_norm=False, bias=False, learned_positions=False, tied=False, dropout=False
 )
 
-# By their authors' public dimensions.
+# Published dimensions.
 PRESETS = {
     "gpt2": Transformer(12, 768, 12, 50257, 1024),
     "llama2-7b": Transformer(32, 4096, 32, 32000, 4096, mlp_dim=11008, **_LLAMA),
@@ -155,10 +154,10 @@ PRESETS = {
 
 
 def load(name: str) -> Transformer:
-    """A model of PRESETS by its name, or the one that a transformers config.json describes by the path of that file.
+    """Load a model by its name in PRESETS, or by the path of a transformers config.json.
 
-    Of config.json the model types gpt2, llama and mistral are read. Raises ValueError for any other and for a name that
-    is neither, and OSError for a file that cannot be read.
+    Supports config.json of model types gpt2, llama and mistral. Raises ValueError for any other type or name, OSError
+    for a file that cannot be read.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -168,9 +167,9 @@ def load(name: str) -> Transformer:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
@@ -181,7 +180,7 @@ def load(name: str) -> Transformer:
         raise ValueError(f"{path} has no {missing}") from missing
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    raise ValueError(f"{path} describes a model of type {kind!r}; gpt2, llama and mistral are known")
+    raise ValueError(f"{path} describes a model of type {kind!r}; supported are gpt2, llama and mistral")
 
 
 def _gpt2(config: dict[str, Any]) -> Transformer:
@@ -208,38 +207,38 @@ def _llama(config: dict[str, Any]) -> Transformer:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. Raises ValueError with every reason.
+    """Training configuration. Raises ValueError with every reason.
 
-    batch and seqlen are those of one group of tensor * ring GPUs; with data parallelism every such group has its own.
+    batch and seqlen are per group of tensor * ring GPUs; with data parallelism every such group has its own batch.
     """
 
     batch: int  # b
     seqlen: int  # s
     attention: str = "flash"  # or "standard", which stores the probabilities
-    checkpoint: str = "none"  # "selective": the probabilities are computed again; "full": the whole block is
-    precision: str = "mixed"  # bf16 activations and weights beside fp32 weights; or "float32"
-    fsdp: int = 1  # GPUs that share parameters, gradients and optimizer (ZeRO 3)
-    tensor: int = 1  # GPUs that share the matrices of every layer
-    sequence_parallel: bool = True  # whether those also share what tensor parallelism alone leaves whole
-    ring: int = 1  # GPUs that share a sequence, by ring attention
+    checkpoint: str = "none"  # "selective": recompute the probabilities; "full": recompute the whole block
+    precision: str = "mixed"  # bf16 activations and working weights, fp32 master weights; or "float32"
+    fsdp: int = 1  # GPUs that shard parameters, gradients and optimizer (ZeRO 3)
+    tensor: int = 1  # GPUs of tensor parallelism
+    sequence_parallel: bool = True  # shard the activations that tensor parallelism alone replicates
+    ring: int = 1  # GPUs that shard a sequence, by ring attention
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen", "fsdp", "tensor", "ring")}
         _refuse("Training", _not_whole(sizes))
-        wrong = _out_of_range(sizes)
+        reasons = _out_of_range(sizes)
         for name, known in (("attention", ATTENTIONS), ("checkpoint", tuple(KEPT)), ("precision", tuple(ITEMSIZE))):
             if getattr(self, name) not in known:
-                wrong.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+                reasons.append(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.ring > 1 and self.attention == "standard":
-            wrong.append(f"ring {self.ring} needs flash attention: standard attention has all keys in one place")
-        _refuse("Training", wrong)
+            reasons.append(f"ring {self.ring} needs flash attention: standard attention needs all keys on one GPU")
+        _refuse("Training", reasons)
 
 
 class Saved(NamedTuple):
-    """A tensor that a block keeps for its backward: the part of it that is on one GPU."""
+    """One GPU's part of a tensor that a block saves for its backward."""
 
     name: str
-    kind: str  # input: that of the block; channels: alpha; scores: beta; statistics: gamma
+    kind: str  # "input" (of the block) and "channels": alpha; "scores": beta; "statistics": gamma
     elements: int
     itemsize: int
 
@@ -249,10 +248,10 @@ class Saved(NamedTuple):
 
 
 def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
-    """What one block keeps without checkpointing, on one GPU: the table at the top of this module.
+    """The tensors that one block saves without checkpointing, on one GPU: the table in this module's docstring.
 
-    Tensor parallelism divides what is between the projections, and with sequence_parallel the rest as well; ring
-    attention divides the sequence.
+    Tensor parallelism shards the tensors between the projections, sequence_parallel also the others; ring attention
+    shards the sequence. Raises ValueError where `training.tensor` does not divide the heads or mlp_dim.
     """
     _check_shares(model, training)
     size, t = ITEMSIZE[training.precision], training.tensor
@@ -271,7 +270,7 @@ def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
             scores.append(Saved("probabilities after dropout", "scores", scores[0].elements, size))
     activation = {
         "gelu": [Saved("input of gelu", "channels", tokens * f, size)],
-        "relu": [],  # its derivative is read off its result
+        "relu": [],  # its derivative follows from its result
         "swiglu": [
             Saved("input of silu", "channels", tokens * f, size),
             Saved("silu", "channels", tokens * f, size),
@@ -297,7 +296,7 @@ def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
 
 
 class Coefficients(NamedTuple):
-    """m = alpha b s d + beta b h s^2 + gamma b s, in bytes on one GPU, of b, s, d and h of the whole."""
+    """Coefficients of m = alpha b s d + beta b h s^2 + gamma b s: bytes on one GPU, for unsharded b, s, d and h."""
 
     alpha: float
     beta: float
@@ -305,35 +304,37 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(model: Transformer, training: Training) -> Coefficients:
-    """The coefficients of what one block keeps under `training.checkpoint`.
+    """The coefficients of the memory that one block saves under `training.checkpoint`.
 
     >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
     Coefficients(alpha=34.0, beta=5.0, gamma=16.0)
     """
-    kept = dict.fromkeys(KEPT["none"], 0)
+    saved = dict.fromkeys(KEPT["none"], 0)
     for tensor in saved_by_block(model, training):
-        kept[tensor.kind] += tensor.bytes if tensor.kind in KEPT[training.checkpoint] else 0
+        saved[tensor.kind] += tensor.bytes if tensor.kind in KEPT[training.checkpoint] else 0
     b, s, d, h = training.batch, training.seqlen, model.embed_dim, model.heads
     return Coefficients(
-        (kept["input"] + kept["channels"]) / (b * s * d), kept["scores"] / (b * h * s**2), kept["statistics"] / (b * s)
+        (saved["input"] + saved["channels"]) / (b * s * d),
+        saved["scores"] / (b * h * s**2),
+        saved["statistics"] / (b * s),
     )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. What operators need while they run and what an allocator wastes comes on top."""
+    """Bytes on one GPU, without operators' temporary memory and allocator overhead."""
 
     parameters: int  # in fp32
-    working: int  # copies of them that the matrix products read; with FSDP also their gradients before the exchange
+    working: int  # copies that the matmuls read; with FSDP also unsharded gradients before the reduce-scatter
     gradients: int
     optimizer: int
-    blocks: int  # kept by all blocks
-    recomputed: int  # of the one block that checkpointing computes again
-    ends: int  # kept by the embedding and the language-model head
+    blocks: int  # saved by all blocks
+    recomputed: int  # recomputed by checkpointing, one block at a time
+    ends: int  # saved by the embedding and the language-model head
 
     @property
     def states(self) -> int:
-        """What does not depend on batch and seqlen."""
+        """Bytes that do not depend on batch and seqlen."""
         return self.parameters + self.working + self.gradients + self.optimizer
 
     @property
@@ -345,37 +346,37 @@ class Memory:
         return self.states + self.activations
 
 
-# The parts of a Memory, in words.
+# Labels of the parts of a Memory.
 PARTS = {
     "parameters": "parameters",
-    "working": "copies of them in use",
+    "working": "working copies of parameters",
     "gradients": "gradients",
     "optimizer": "optimizer",
-    "blocks": "kept by the blocks",
-    "recomputed": "one block, computed again",
-    "ends": "kept by embedding and head",
+    "blocks": "saved by the blocks",
+    "recomputed": "one block, recomputed",
+    "ends": "saved by embedding and head",
 }
 
 
 def estimate(model: Transformer, training: Training) -> Memory:
-    """The memory of one GPU when the backward begins.
+    """The memory of one GPU at the start of the backward.
 
     States, for N parameters with Adam: 4 N bytes of parameters, 4 N of gradients and 8 N of optimizer, in fp32. Mixed
-    precision adds a bf16 copy, 2 N. Tensor parallelism divides N. FSDP divides all of it but the copy, which is then of
-    what is gathered at one moment: the embedding and the head, the block that runs and the next one; with the gradients
-    of the embedding, the head and one block.
+    precision adds a bf16 copy, 2 N. Tensor parallelism divides N. FSDP shards everything except the copy, which then
+    consists of what is gathered at a time: the embedding and the head, the running block and the next one; plus the
+    gradients of the embedding, the head and one block.
 
-    Ends: the token ids (8 bytes each) and the mask of dropout on the embedding; then the final norm, the input of the
-    head, the targets, and the logarithm of the softmax over the vocabulary, in fp32.
+    Ends: the token ids (8 bytes each) and the dropout mask of the embedding; then the final norm, the input of the
+    head, the targets, and the log-softmax over the vocabulary, in fp32.
 
-    The block that is computed again and the head are not there at the same moment; both are counted, in place of the
-    gradients of activations, which are not.
+    The recomputed block and the head do not coexist; both are counted, to stand for the gradients of activations, which
+    are not counted.
 
-    Raises ValueError where heads or mlp_dim cannot be shared by `training.tensor` GPUs.
+    Raises ValueError if `training.tensor` does not divide heads and mlp_dim.
     """
     saved = saved_by_block(model, training)
     block = sum(tensor.bytes for tensor in saved)
-    kept = sum(tensor.bytes for tensor in saved if tensor.kind in KEPT[training.checkpoint])
+    checkpointed = sum(tensor.bytes for tensor in saved if tensor.kind in KEPT[training.checkpoint])
 
     size, t = ITEMSIZE[training.precision], training.tensor
     tokens, rows = _tokens(training)
@@ -384,34 +385,34 @@ def estimate(model: Transformer, training: Training) -> Memory:
     head = 2 * size * width + 4 * rows * (2 if model.layer_norm else 1) + 8 * tokens
     logits = 4 * tokens * -(-model.vocab_size // t)
 
-    own = -(-model.parameters // (t * training.fsdp))
+    shard = -(-model.parameters // (t * training.fsdp))
     if training.fsdp > 1:
         working = size * (2 * model.end_parameters + 3 * model.block_parameters) // t
     else:
-        working = 2 * own if training.precision == "mixed" else 0
+        working = 2 * shard if training.precision == "mixed" else 0
     return Memory(
-        parameters=4 * own,
+        parameters=4 * shard,
         working=working,
-        gradients=4 * own,
-        optimizer=8 * own,
-        blocks=model.layers * kept,
-        recomputed=block - kept,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        blocks=model.layers * checkpointed,
+        recomputed=block - checkpointed,
         ends=embedding + head + logits,
     )
 
 
 def largest_batch(model: Transformer, training: Training, memory: float) -> int:
-    """The largest batch whose `estimate` is at most `memory` bytes; 0 if there is none. Ignores `training`'s own."""
+    """The largest batch whose `estimate` is at most `memory` bytes, or 0. Ignores `training.batch`."""
     return _largest(lambda batch: estimate(model, replace(training, batch=batch)).total, memory)
 
 
 def longest_sequence(model: Transformer, training: Training, memory: float) -> int:
-    """The longest sequence whose `estimate` is at most `memory` bytes; 0 if there is none. Ignores `training`'s own."""
+    """The longest sequence whose `estimate` is at most `memory` bytes, or 0. Ignores `training.seqlen`."""
     return _largest(lambda seqlen: estimate(model, replace(training, seqlen=seqlen)).total, memory)
 
 
 def _largest(total: Callable[[int], int], memory: float) -> int:
-    """The largest n >= 1 with total(n) <= memory, for a total that grows with n."""
+    """The largest n >= 1 with total(n) <= memory, or 0, for a total that grows with n."""
     if not math.isfinite(memory):
         raise ValueError(f"memory must be a number of bytes, not {memory}")
     below, above = 0, 1
@@ -424,34 +425,34 @@ def _largest(total: Callable[[int], int], memory: float) -> int:
 
 
 def _tokens(training: Training) -> tuple[int, int]:
-    """Tokens of one GPU: where tensor parallelism divides the channels, and where it may divide the sequence."""
+    """(tokens, rows) on one GPU: rows are the tokens where sequence_parallel shards them."""
     tokens = training.batch * -(-training.seqlen // training.ring)
     return tokens, -(-tokens // training.tensor) if training.sequence_parallel else tokens
 
 
 def _check_shares(model: Transformer, training: Training) -> None:
-    t, wrong = training.tensor, []
+    t, reasons = training.tensor, []
     for name in ("heads", "mlp_dim"):
         if getattr(model, name) % t:
-            wrong.append(f"{name} {getattr(model, name)} must be a multiple of tensor {t}")
+            reasons.append(f"{name} {getattr(model, name)} must be a multiple of tensor {t}")
     if model.kv_heads % t and t % model.kv_heads:
-        wrong.append(f"kv_heads {model.kv_heads} must be a multiple or a divisor of tensor {t}")
-    _refuse("estimate", wrong)
+        reasons.append(f"kv_heads {model.kv_heads} must be a multiple or a divisor of tensor {t}")
+    _refuse("estimate", reasons)
 
 
 def measure(model: Any, batch: Any) -> dict[str, int]:
-    """Bytes that the forward of a torch module keeps for its backward, by submodule.
+    """Bytes that the forward of a torch module saves for its backward, by submodule. Runs the forward once.
 
     Args:
         model: a torch.nn.Module.
-        batch: what it is called with: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+        batch: its arguments: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
 
     Returns:
         {name of a submodule ("" is the model itself): bytes of the tensors that it was the first to save}. Tensors that
-        share memory count once; parameters and buffers do not count, and the input does if anything saves it. What is
-        inside a checkpoint counts as checkpointing keeps it. Works on tensors of any device, without contents too.
+        share memory count once. Parameters and buffers do not count; the input does if it is saved. Inside a
+        checkpoint, only what checkpointing saves counts. Works on any device, also meta.
 
-    The forward runs once, with gradients, and nothing of it is kept.
+    Raises TypeError unless model is a torch.nn.Module.
     """
     from .adapters.torch import saved
 
@@ -459,22 +460,23 @@ def measure(model: Any, batch: Any) -> dict[str, int]:
 
 
 def find_retained(loss: Any) -> list[Retained]:
-    """Tensors that the graph of a torch tensor still holds, each with the module that it belongs to.
+    """Tensors that the autograd graph of a torch tensor still holds, each with its module.
 
-    To be called after the backward, when a graph should hold none. A graph lives as long as anything refers to it: the
-    loss, an output, a hook. Autograd drops what a node saved once it has run, but nothing drops a tensor that a
-    torch.autograd.Function puts on its ctx, or restores into an object that hangs there: every layer then keeps its
-    activations, with checkpointing too.
+    Call it after the backward, when the graph should hold none. A graph lives as long as something refers to it: the
+    loss, an output, a hook. Autograd frees the tensors that a node saved once the node has run, but not a tensor that a
+    torch.autograd.Function stores on ctx or in an object on ctx: every layer then keeps its activations, even with
+    checkpointing.
 
     Args:
-        loss: any tensor of the graph from which the nodes can be reached.
+        loss: a tensor from which all nodes of the graph are reachable.
 
     Returns:
-        Retained(module, path, shape, dtype, bytes) per tensor. `module` is the one whose parameters are nearest before
-        the node, by its name in the whole model; "" where no living module has any. `path` leads from the node to the
-        tensor. Parameters, leaves, their gradients and `loss` itself are not listed.
+        Retained(module, path, shape, dtype, bytes) per tensor. `module` is the full name of the module whose parameters
+        are nearest before the node; "" if there is none. `path` leads from the node to the tensor. Parameters, leaves,
+        their gradients and `loss` itself are not listed.
 
-    Before the backward, or with retain_graph=True, what autograd saved is still there and is listed.
+    Before the backward, or with retain_graph=True, the tensors saved by autograd are still held and listed. Raises
+    TypeError unless loss is a torch.Tensor.
     """
     from .adapters.torch import saved
 
@@ -482,9 +484,9 @@ def find_retained(loss: Any) -> list[Retained]:
 
 
 def plot(model: Transformer, training: Training, path: Path, memory: float | None = None, title: str = "") -> None:
-    """Draws the memory of one GPU over the sequence length and, for `training.seqlen`, where it goes; as PNG or SVG.
+    """Plot the memory of one GPU over the sequence length, and its parts at `training.seqlen`, to a PNG or SVG file.
 
-    Needs matplotlib. `memory` in bytes is drawn as a line.
+    `memory` in bytes is drawn as a line. Raises ImportError without matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -498,9 +500,9 @@ def plot(model: Transformer, training: Training, path: Path, memory: float | Non
         replace(training, attention=attention, checkpoint=checkpoint)
         for attention in attentions
         for checkpoint in KEPT
-        if (attention, checkpoint) != ("flash", "selective")  # flash attention has no scores to compute again
+        if (attention, checkpoint) != ("flash", "selective")  # flash attention stores no scores, so nothing changes
     ]
-    names = [f"{it.attention}, checkpoint {it.checkpoint}" for it in setups]
+    names = [f"{setup.attention}, checkpoint {setup.checkpoint}" for setup in setups]
 
     lengths = sorted({max(1, int(training.seqlen * 2.0**power)) for power in range(-3, 4)})
     for setup, name in zip(setups, names, strict=True):
@@ -513,10 +515,10 @@ def plot(model: Transformer, training: Training, path: Path, memory: float | Non
     lengths_axes.set_xticks(lengths, [str(length) for length in lengths])
     lengths_axes.minorticks_off()
 
-    parts = [estimate(model, setup) for setup in setups]
-    left = [0.0] * len(parts)
+    estimates = [estimate(model, setup) for setup in setups]
+    left = [0.0] * len(estimates)
     for part, label in PARTS.items():
-        sizes = [getattr(it, part) / GB for it in parts]
+        sizes = [getattr(estimated, part) / GB for estimated in estimates]
         parts_axes.barh(names, sizes, left=left, label=label)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     parts_axes.invert_yaxis()

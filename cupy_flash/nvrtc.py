@@ -1,7 +1,7 @@
-"""CUDA text to cubin or PTX with NVRTC, through ctypes: no toolkit, no driver, no GPU, no CuPy.
+"""Compiles CUDA text to cubin or PTX with NVRTC through ctypes; needs no toolkit, driver, GPU or CuPy.
 
-NVRTC 12 and 13 alike, found with cuda-pathfinder: a wheel of the extras cuda12 and cuda13, or a toolkit. Nothing is
-read but the text: there is no include path, so text, flags and compiler version say everything about the result.
+NVRTC 12 or 13 is found with cuda-pathfinder: in a wheel of the extras cuda12 and cuda13, or in a toolkit. There is no
+include path, so text, flags and compiler version determine the result.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MISSING = (
-    "NVRTC, NVIDIA's run-time compiler, was not found. The extra of your CUDA version brings it: "
-    'python -m pip install "cupy-flash[cuda13]" (or cuda12). So do CuPy\'s wheels as "cupy-cuda13x[ctk]" (or 12x), '
-    "and a CUDA toolkit whose folder CUDA_PATH names."
+    "NVRTC, NVIDIA's run-time compiler, was not found. Install the extra of your CUDA version: "
+    'python -m pip install "cupy-flash[cuda13]" (or cuda12). CuPy\'s wheels "cupy-cuda13x[ctk]" (or 12x) contain it '
+    "too, as does a CUDA toolkit in the folder CUDA_PATH."
 )
 
 
 class Resources(NamedTuple):
-    """What ptxas says one kernel takes: registers per thread, then bytes."""
+    """Resource usage of a kernel as ptxas reports it: registers per thread; the rest in bytes."""
 
     registers: int
     stack: int
@@ -36,47 +36,47 @@ class Compiled:
 
     name: str  # "simt/forward"
     target: str  # "sm_90a", "compute_80"
-    code: bytes  # the cubin of an sm target, the PTX text of a compute target
+    code: bytes  # cubin of an sm target, PTX text of a compute target
     log: str
-    path: Path | None = None  # the file that holds `code`; None when it was not stored
+    path: Path | None = None  # the file with `code`; None if not stored
 
     @property
     def ptx(self) -> str:
-        """The text of a compute target. Its `.file` lines name files as the assembled text does."""
+        """The PTX text of a compute target; ValueError for a cubin. `.file` lines name files relative to kernels_cu."""
         if not self.target.startswith("compute_"):
             raise ValueError(f"{self.name} was compiled for {self.target}: a cubin, not PTX; ask for a compute target")
         return self.code.decode()
 
     @property
     def resources(self) -> dict[str, Resources]:
-        """Of every kernel by its name; empty for PTX, which ptxas has not seen.
+        """Resource usage by kernel name, parsed from the log; empty for PTX, which ptxas has not compiled.
 
-        Spills and stack include those of the functions that a kernel calls and ptxas did not inline.
+        Spills and stack include those of called functions that ptxas did not inline.
         """
-        found = {}
+        usage = {}
         _, *kernels = re.split(r"Compiling entry function '(\w+)'", self.log)
         for kernel, log in zip(kernels[::2], kernels[1::2], strict=True):
             frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
             registers, smem = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes smem", log)
             if registers is None or not frames:
-                raise RuntimeError(f"ptxas wrote about {kernel} what is not understood:\n{self.log}")
+                raise RuntimeError(f"the ptxas log of {kernel} cannot be parsed:\n{self.log}")
             stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
-            found[kernel] = Resources(int(registers[1]), stack, stores, loads, int(smem[1]) if smem else 0)
-        return found
+            usage[kernel] = Resources(int(registers[1]), stack, stores, loads, int(smem[1]) if smem else 0)
+        return usage
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines of the log that warn. ptxas says "info (C7508) ..." of what costs speed: numbered lines count too."""
+        """Warning lines of the log, including numbered infos: ptxas reports lost performance as "info (C7508) ..."."""
         return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning\s*[:#]|\(C\d+\)", line))
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a text. Its log names files and lines as they stand in kernels_cu."""
+    """NVRTC failed to compile a text. The log's file names and line numbers are those of kernels_cu."""
 
     def __init__(self, name: str, target: str, log: str, source: Path | None = None) -> None:
         super().__init__(name, target, log, source)
         self.name, self.target, self.log = name, target, log
-        self.source = source  # the file that holds the assembled text, where one could be written
+        self.source = source  # file with the assembled text; None if it could not be written
 
     def __str__(self) -> str:
         saved = f" The assembled text is in {self.source}" if self.source else ""
@@ -85,7 +85,7 @@ class CompileError(RuntimeError):
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """libnvrtc, loaded once. ImportError where there is none."""
+    """libnvrtc, loaded once; ImportError if it is not installed."""
     from cuda import pathfinder
 
     try:
@@ -95,13 +95,13 @@ def library() -> ctypes.CDLL:
 
 
 def path() -> Path:
-    """The file that `library` has loaded."""
+    """Path of the loaded libnvrtc."""
     return Path(library()._name)
 
 
 @lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
-    """(major, minor) of the CUDA release that the compiler belongs to."""
+    """(major, minor) of NVRTC's CUDA release."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
@@ -109,13 +109,13 @@ def version() -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def identity() -> str:
-    """What the compiler writes of itself on top of all PTX: release and build, 13.5.37 where `version` says 13.5."""
+    """The compiler's header in PTX, with release and build: 13.5.37 where `version` has only 13.5."""
     ptx = compile("", "identity", f"compute_{architectures()[0]}").ptx
     return ", ".join(line.strip("/ ") for line in ptx.splitlines() if line.startswith("// "))
 
 
 def architectures() -> tuple[int, ...]:
-    """The compute capabilities this compiler knows, 90 for 9.0; variants such as 90a are not listed."""
+    """The compute capabilities that this compiler supports, 90 for 9.0; without variants such as 90a."""
     count = ctypes.c_int()
     call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
     known = (ctypes.c_int * count.value)()
@@ -124,19 +124,19 @@ def architectures() -> tuple[int, ...]:
 
 
 def flags(target: str) -> tuple[str, ...]:
-    """All the flags of NVRTC for a target: "sm_90a" makes a cubin for that GPU, "compute_80" makes PTX."""
+    """All NVRTC flags for a target: "sm_90a" compiles to a cubin, "compute_80" to PTX. ValueError if malformed."""
     if not re.fullmatch(r"(sm|compute)_\d{2,3}[af]?", target):
         raise ValueError(f'target must be like "sm_90a" (a cubin) or "compute_80" (PTX), not {target!r}')
-    # Without --no-source-include NVRTC would look for files beside the text's name, in the working directory.
+    # Without --no-source-include, NVRTC would search the working directory for headers.
     common = (f"--gpu-architecture={target}", "--std=c++17", "--no-source-include")
     if target.startswith("sm_"):
-        return (*common, "--ptxas-options=-v")  # registers and spills into the log
-    # The simulator names source lines. A cubin goes without: it would more than double in size.
+        return (*common, "--ptxas-options=-v")  # log registers and spills
+    # For the simulator's source lines. Cubins have no line info, which would more than double their size.
     return (*common, "--generate-line-info")
 
 
 def compile(text: str, name: str, target: str) -> Compiled:
-    """Compiles `text`, called `name` in messages. ctypes lets other threads run meanwhile.
+    """Compile `text`, called `name` in messages, for `target`. Releases the GIL.
 
     Raises CompileError with the compiler's log, ValueError for a malformed target, ImportError without NVRTC.
     """
@@ -156,11 +156,11 @@ def compile(text: str, name: str, target: str) -> Compiled:
 
 
 def with_names_of(text: str, ptx: str) -> str:
-    """PTX whose `.file` lines hold the names of the #line markers in `text`.
+    """`ptx` with the `.file` names reduced to those of the #line markers in `text`.
 
-    NVRTC puts the working directory before them, and equal texts would give unequal PTX.
+    NVRTC prefixes them with the working directory, which would make the PTX of equal texts differ.
     """
-    # Of two names that fit, mask.cuh and simt/mask.cuh, the longer is meant.
+    # Longest first: a path that ends in simt/mask.cuh ends in mask.cuh too.
     names = sorted(set(re.findall(r'^#line \d+ "(.+)"$', text, re.MULTILINE)), key=len, reverse=True)
 
     def rename(line: re.Match[str]) -> str:
@@ -171,7 +171,7 @@ def with_names_of(text: str, ptx: str) -> str:
 
 
 def output(kind: str, program: ctypes.c_void_p) -> bytes:
-    """What NVRTC holds of a program: its "ProgramLog", "PTX" or "CUBIN"."""
+    """Fetch an output of a program from NVRTC; kind is "ProgramLog", "PTX" or "CUBIN"."""
     size = ctypes.c_size_t()
     call(f"nvrtcGet{kind}Size", program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -180,14 +180,14 @@ def output(kind: str, program: ctypes.c_void_p) -> bytes:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Calls NVRTC; RuntimeError says what went wrong."""
+    """Call an NVRTC function; RuntimeError with NVRTC's error name if it fails."""
     status = getattr(library(), function)(*arguments)
     if status != 0:
         raise RuntimeError(f"{function} failed: {error_string(status)}")
 
 
 def error_string(status: int) -> str:
-    """NVRTC's name of a status."""
+    """NVRTC's name of a status code."""
     describe = library().nvrtcGetErrorString
     describe.restype = ctypes.c_char_p
     return str(describe(status).decode())

@@ -1,6 +1,6 @@
-"""(out, lse) + (out, lse) -> (out, lse): the algebra of split keys, ring attention and cascades.
+"""Merges two partial results (out, lse) over disjoint sets of keys, as split-KV and ring attention need.
 
-Attention over the union of two disjoint sets of keys is the average of the two outputs, weighted by exp(lse).
+Attention over the union of the keys is the average of the two outputs, weighted by exp(lse).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from .arrays import Array, empty
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
-    """(out, lse) of two partial results in host memory, out_a, lse_a, out_b, lse_b; packed ones have layout "thd"."""
+    """Merge parts = (out_a, lse_a, out_b, lse_b), CPU arrays, into (out, lse) of their shapes and dtypes.
+
+    Layout "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
+    """
     out_a, lse_a, out_b, lse_b = parts
     out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
     accumulation = lse.dtype
@@ -29,9 +32,9 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 
 
 def merge_weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, Any, Any]:
-    """(lse, weight of a, weight of b). A row that saw nothing on one side takes the other's; on both: -inf, 0 and 0.
+    """(lse, weight of a, weight of b), shaped as lse. A side with lse -inf has weight 0; if both are, lse is -inf.
 
-    The weights are divided by their sum: exp(lse_a - lse) would carry the rounding of lse, 1e-3 where scores are 1e4.
+    Weights are normalised by their sum, as exp(lse_a - lse) would carry the rounding of lse: 1e-3 at scores of 1e4.
     """
     largest = np.maximum(lse_a, lse_b)
     reference = np.where(largest == -np.inf, 0, largest)

@@ -1,6 +1,6 @@
-"""The formula and its gradient, dense and plain: the specification that every engine is tested against.
+"""Dense reference implementation of attention and its gradients: the specification that every engine is tested against.
 
-Nothing here is fast, and nothing but the dropout bits is shared with an engine. Arrays are NumPy (bf16 by ml_dtypes).
+It shares nothing with the engines except the dropout bits. Arrays are NumPy (bf16 and fp8 through ml_dtypes).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FP8 = "float8_e4m3fn"
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes of their inputs; None for a bias or sink that was not given."""
+    """Gradients, shaped as their inputs; None for a bias or sink that was not given."""
 
     dq: Array
     dk: Array
@@ -31,13 +31,15 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
+    """Keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
 
-    `dtype` is the precision of the run. None: fp64, or np.longdouble for fp64 inputs. fp16, bf16, fp32, fp64: an
-    independent run of standard attention in that precision, whose error sets the tolerance of the tests: matmuls
-    accumulate in fp32 (fp64 for fp64), P and dS are rounded to dtype before they are multiplied, out and the gradients
-    at the end. float8_e4m3fn, of a forward: P is rounded before it is divided by its sum, the largest of a row 256;
-    matmuls keep 14 bits of a sum after each 32 products, as Hopper's do; out is rounded to bf16.
+    `dtype` is the precision of the run:
+    None: fp64, or np.longdouble for fp64 inputs.
+    fp16, bf16, fp32, fp64: standard attention in that precision, whose error sets the tolerance of the tests. Matmuls
+        accumulate in fp32 (fp64 for fp64); P and dS are rounded to dtype before their matmuls, out and gradients at
+        the end.
+    float8_e4m3fn (forward only): P is rounded unnormalised, with row maximum 256; matmuls truncate the accumulator to
+        14 bits after every 32 products, as Hopper's wgmma does; out is rounded to bf16.
     """
 
     causal: bool | str = False
@@ -52,23 +54,23 @@ class Options:
     kv_lengths: npt.ArrayLike | None = None  # (B,)
     dropout: float = 0.0
     seed: int | None = None
-    q_descale: npt.ArrayLike | None = None  # (B, Hk), and so the others
-    k_descale: npt.ArrayLike | None = None
-    v_descale: npt.ArrayLike | None = None
+    q_descale: npt.ArrayLike | None = None  # (B, Hk)
+    k_descale: npt.ArrayLike | None = None  # (B, Hk)
+    v_descale: npt.ArrayLike | None = None  # (B, Hk)
     layout: str = "bshd"
     dtype: npt.DTypeLike | None = None
 
 
 class Forward(NamedTuple):
-    """What the forward pass leaves for the gradient; keys and values are already repeated for their query heads."""
+    """Intermediate results that the backward needs; k and v are repeated for the query heads of their group."""
 
     q: Array  # (B, Hq, Sq, D)
     k: Array  # (B, Hq, Sk, D)
     v: Array  # (B, Hq, Sk, Dv)
     scale: Any
     softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
-    scores: Array  # changed and masked, (B, Hq, Sq, Sk)
-    dropped: Array | float  # what dropout multiplies the probabilities by: 0 or its keep_scale
+    scores: Array  # after all score modifications and masks, (B, Hq, Sq, Sk)
+    dropped: Array | float  # dropout factors of the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
     out: Array  # (B, Hq, Sq, Dv)
     lse: Array  # (B, Hq, Sq)
 
@@ -76,14 +78,15 @@ class Forward(NamedTuple):
 def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Any) -> tuple[Array, Array]:
     """Attention of q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv): out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
-    The keyword options are the fields of `Options`. In NumPy, for one sequence and one head:
+    Keyword options are the fields of `Options`; with layout="bhsd", heads precede the sequence in q, k, v and out.
+    For one sequence and one head it is:
 
     >>> import numpy as np
     >>> from cupy_flash import reference
     >>> rng = np.random.default_rng(0)
     >>> Q, K, V = rng.normal(size=(5, 8)), rng.normal(size=(7, 8)), rng.normal(size=(7, 4))
     >>> slope, bias, sink = 0.5, rng.normal(size=(5, 7)), 0.3
-    >>> i, j, o = np.arange(5)[:, None], np.arange(7), 7 - 5           # o: the last query stands beside the last key
+    >>> i, j, o = np.arange(5)[:, None], np.arange(7), 7 - 5           # o aligns the last query with the last key
     >>> S = 10 * np.tanh(Q @ K.T / np.sqrt(8) / 10) - slope * abs(i + o - j) + bias
     >>> S = np.where((j <= i + o) & (j >= i + o - 3), S, -np.inf)      # causal, window=(3, None)
     >>> denominator = np.exp(S).sum(axis=1, keepdims=True) + np.exp(sink)
@@ -97,7 +100,7 @@ def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: A
     settings = Options(**options)
     forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, v)))
     storage, _ = _precision(q, settings.dtype)
-    return _from_heads_first(forward.out, settings.layout).astype(_of_results(storage)), forward.lse
+    return _from_heads_first(forward.out, settings.layout).astype(_out_dtype(storage)), forward.lse
 
 
 def attention_backward(
@@ -111,7 +114,7 @@ def attention_backward(
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
 
-    dout has the shape and layout of out, dlse (B, Hq, Sq) that of lse; entries on rows whose lse is -inf are not read.
+    dout has the shape and layout of out, dlse is (B, Hq, Sq); their rows where lse is -inf are ignored.
     """
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
@@ -128,19 +131,19 @@ def attention_varlen(
     cu_seqlens_k: npt.ArrayLike,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Packed sequences, q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
+    """Attention of packed q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
 
     Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v.
-    Rows past the last sequence: out 0, lse -inf.
+    Rows past the last sequence get out 0 and lse -inf.
     """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
-    out = np.zeros((*q.shape[:2], v.shape[2]), _of_results(storage))
+    out = np.zeros((*q.shape[:2], v.shape[2]), _out_dtype(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
     for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
         arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
-        forward = _forward(_of_sequence(settings, b), b, *arrays)
+        forward = _forward(_options_of_sequence(settings, b), b, *arrays)
         out[rows] = forward.out[0].swapaxes(0, 1)
         lse[:, rows] = forward.lse[0]
     return out, lse
@@ -166,16 +169,20 @@ def attention_varlen_backward(
     for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
         arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
-        gradients = _backward(_of_sequence(settings, b), b, dlse_b, *arrays)
-        for whole, part, place in ((dq, gradients.dq, rows), (dk, gradients.dk, columns), (dv, gradients.dv, columns)):
-            whole[place] = part[0].swapaxes(0, 1)
+        gradients = _backward(_options_of_sequence(settings, b), b, dlse_b, *arrays)
+        for whole, part, part_rows in (
+            (dq, gradients.dq, rows),
+            (dk, gradients.dk, columns),
+            (dv, gradients.dv, columns),
+        ):
+            whole[part_rows] = part[0].swapaxes(0, 1)
         if dsink is not None:
             dsink += gradients.dsink
     return Gradients(dq, dk, dv, None, dsink)
 
 
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:
-    """Heads-first arrays; dropout draws the bits of batch `first_batch` for entry 0."""
+    """The forward of q, k, v (B, H, S, D); dropout bits are those of batch indices first_batch, first_batch + 1, ..."""
     storage, compute = _precision(q, options.dtype)
     batch, q_heads, q_length, head_dim = q.shape
     kv_length, group = k.shape[2], q_heads // k.shape[1]
@@ -184,7 +191,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     kv_lengths = _lengths(options.kv_lengths, kv_length)
     offset = 0 if options.causal == "top_left" else kv_lengths - q_lengths
 
-    # Padding may hold anything, and 0 * NaN is NaN, so it is replaced and not only masked.
+    # Zero the padding instead of only masking it: it may hold NaN, and 0 * NaN is NaN.
     q = np.where(i < q_lengths, q.astype(storage).astype(compute), 0)
     k = np.where(j[:, None] < kv_lengths, k.astype(storage).astype(compute), 0).repeat(group, axis=1)
     v = np.where(j[:, None] < kv_lengths, v.astype(storage).astype(compute), 0).repeat(group, axis=1)
@@ -205,14 +212,14 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         scores = scores - slopes * np.abs(i + offset - j).astype(compute)
     if options.bias is not None:
         bias = np.asarray(options.bias).astype(compute)
-        scores = np.where(np.isneginf(bias), bias, scores + bias)  # hidden, even where the product is NaN
+        scores = np.where(np.isneginf(bias), bias, scores + bias)  # -inf masks even where q.k is NaN
 
     scores = np.where(_visible(options, i, j, q_lengths, kv_lengths, offset), scores, -np.inf)
 
     sink = np.full(q_heads, -np.inf) if options.sink is None else np.asarray(options.sink)
     sink = np.where(i < q_lengths, sink.astype(compute)[:, None, None], -np.inf)  # (1 or B, Hq, Sq, 1)
     row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row that sees nothing: exp(-inf - 0) is 0, not NaN
+    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row that sees no key: exp(-inf - 0) is 0, not NaN
     exponentials = np.exp(scores - row_max)
     row_sum = exponentials.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
     probabilities = exponentials / np.where(row_sum == 0, 1, row_sum)
@@ -227,13 +234,11 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
         keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
         dropped = keep * compute.type(keep_scale(options.dropout))
-    # Before they are rounded to fp8, probabilities grow to what it has; what they grew by is taken back afterwards.
-    growth = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
-    weights = (probabilities * dropped * growth).astype(storage).astype(compute)
-    out = v_descale * multiply(weights, v) / np.where(growth == 0, 1, growth)
-    return Forward(
-        q, k, v, scale, softcap_slope, scores, dropped, out.astype(_of_results(storage)).astype(compute), lse
-    )
+    # For fp8, scale P to unnormalised probabilities of at most 256 before rounding, and undo the factor in out.
+    factor = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
+    weights = (probabilities * dropped * factor).astype(storage).astype(compute)
+    out = v_descale * multiply(weights, v) / np.where(factor == 0, 1, factor)
+    return Forward(q, k, v, scale, softcap_slope, scores, dropped, out.astype(_out_dtype(storage)).astype(compute), lse)
 
 
 def _backward(
@@ -244,7 +249,7 @@ def _backward(
         raise TypeError("fp8 and its descales have no gradient")
     forward = _forward(options, first_batch, q, k, v)
     lse = forward.lse[..., None]  # (B, Hq, Sq, 1)
-    # Recomputed, not taken from the forward: the rounding of lse is what a backward that is given lse has to bear.
+    # Recompute P from lse, as a backward does, so that the tolerance includes the rounding of lse.
     probabilities = np.exp(forward.scores - np.where(np.isneginf(lse), np.inf, lse))
     dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
@@ -275,7 +280,7 @@ def _backward(
 def _visible(
     options: Options, i: Array, j: Array, q_lengths: Array, kv_lengths: Array, offset: Array | int
 ) -> npt.NDArray[np.bool_]:
-    """Which key j each query i sees, broadcastable to (B, Hq, Sq, Sk)."""
+    """The mask, True where query i sees key j, broadcastable to (B, Hq, Sq, Sk)."""
     visible: npt.NDArray[np.bool_] = (i < q_lengths) & (j < kv_lengths)
     left, right = options.window or (None, None)
     if options.causal:
@@ -290,7 +295,7 @@ def _visible(
 
 
 def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The dtype that values are rounded to, and the one that arithmetic uses."""
+    """(storage dtype that values are rounded to, dtype of the arithmetic)."""
     if dtype is None:
         wide = np.asarray(q).dtype in (np.dtype(np.float64), np.dtype(np.longdouble))
         exact = np.dtype(np.longdouble if wide else np.float64)
@@ -299,31 +304,31 @@ def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[
     return storage, np.dtype(np.float64 if storage == np.float64 else np.float32)
 
 
-def _of_results(storage: np.dtype[Any]) -> np.dtype[Any]:
-    """What out is rounded to where q, k and v are of `storage`."""
+def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of out: `storage`, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if storage.name == FP8 else storage
 
 
 def _multiply_in_14_bits(a: Array, b: Array) -> Array:
-    """a @ b, 32 products at once: of them and of the sum so far, 14 bits from where the largest begins, the rest cut
-    off; and so of their sum."""
+    """a @ b in Hopper's fp8 arithmetic: 32 products and the accumulator are aligned to the largest of them, truncated
+    to 14 bits and added; their sum is truncated to 14 bits."""
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for first in range(0, a.shape[-1], 32):
         columns = range(first, min(first + 32, a.shape[-1]))
         terms = [total, *(a[..., k, None] * b[..., k, None, :] for k in columns)]
         largest = reduce(np.maximum, map(np.abs, terms))
-        total = _cut(np.asarray(sum(_cut(x, largest) for x in terms)))
+        total = _truncate(np.asarray(sum(_truncate(x, largest) for x in terms)))
     return total
 
 
-def _cut(x: Array, largest: Array | None = None) -> Array:
-    """The 14 bits of x from the first of `largest` on, by default its own."""
+def _truncate(x: Array, largest: Array | None = None) -> Array:
+    """Truncate x to 14 bits, counted from the leading bit of `largest`, by default of x."""
     exponent = np.frexp(x if largest is None else largest)[1] - 14
     return np.asarray(np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent))
 
 
 def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
-    """Shape (B, 1, 1, 1), or (1, 1, 1, 1) where every sequence is whole."""
+    """The lengths as (B, 1, 1, 1); without lengths `whole`, as (1, 1, 1, 1)."""
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
 
 
@@ -340,36 +345,37 @@ def _packed_heads_first(x: Array) -> Array:
 
 
 def _sum_groups(x: Array, kv_heads: int) -> Array:
-    """Sum (B, Hq, Sk, D) over the query heads that share a key head -> (B, Hk, Sk, D)."""
+    """Sum (B, Hq, Sk, D) over the query heads of each GQA group -> (B, Hk, Sk, D)."""
     batch, q_heads, length, dim = x.shape
     return np.asarray(x.reshape(batch, kv_heads, q_heads // kv_heads, length, dim).sum(axis=2))
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum over the dimensions that broadcasting `shape` to x.shape added or stretched."""
+    """Sum over the dimensions that broadcasting `shape` to x.shape added or expanded."""
     aligned = (1,) * (x.ndim - len(shape)) + shape
-    stretched = tuple(axis for axis, size in enumerate(aligned) if size == 1)
-    return np.asarray(x.sum(axis=stretched, keepdims=True)).reshape(shape)
+    expanded = tuple(axis for axis, size in enumerate(aligned) if size == 1)
+    return np.asarray(x.sum(axis=expanded, keepdims=True)).reshape(shape)
 
 
 def _varlen_options(options: dict[str, Any]) -> Options:
     dense_only = sorted({"bias", "mask", "q_lengths", "kv_lengths", "layout"} & options.keys())
     if dense_only:
-        raise TypeError(f"packed sequences take no {', '.join(dense_only)}")
+        raise TypeError(f"packed sequences do not support {', '.join(dense_only)}")
     return Options(**options)
 
 
-def _of_sequence(options: Options, b: int) -> Options:
+def _options_of_sequence(options: Options, b: int) -> Options:
+    """The options with per-sequence arrays sliced to sequence b."""
     slopes = options.alibi_slopes
-    of_sequences = {} if slopes is None or np.ndim(slopes) == 1 else {"alibi_slopes": np.asarray(slopes)[b]}
+    arrays = {} if slopes is None or np.ndim(slopes) == 1 else {"alibi_slopes": np.asarray(slopes)[b]}
     for name in ("q_descale", "k_descale", "v_descale"):
         if (descale := getattr(options, name)) is not None:
-            of_sequences[name] = np.asarray(descale)[b : b + 1]
-    return replace(options, **of_sequences)
+            arrays[name] = np.asarray(descale)[b : b + 1]
+    return replace(options, **arrays)
 
 
 def _sequences(cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike) -> list[tuple[slice, slice]]:
-    """Rows of q and rows of k of each sequence."""
+    """(rows of q, rows of k) of each sequence."""
     q_ends, k_ends = np.asarray(cu_seqlens_q).tolist(), np.asarray(cu_seqlens_k).tolist()
     bounds = zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
     return [(slice(q_start, q_stop), slice(k_start, k_stop)) for q_start, q_stop, k_start, k_stop in bounds]

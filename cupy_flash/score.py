@@ -1,8 +1,8 @@
-"""What happens to a tile of scores between Q K^T and the softmax: the Python twin of score.cuh.
+"""Score modifications between Q K^T and the softmax, on one tile: the Python twin of score.cuh.
 
-A feature is one small class with `apply` and `gradient` side by side. `apply` changes the tile of scores S in place and
-returns what its gradient will need (None when that is nothing, or when no gradient follows); `gradient` turns the tile
-dS, the gradient of the changed scores, into that of the scores before, in place. Their order is the formula's:
+Each is a class with `apply` and `gradient`. `apply` modifies the tile S in place and, with `save`, returns what the
+gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place. They are
+applied in this order:
 
     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias
 """
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 
-class Place(NamedTuple):
-    """Which positions the rows of a sequence are: query i is position q_first + i step of it, key j kv_first + j step.
+class Positions(NamedTuple):
+    """Positions of a shard's rows in the whole sequence: query i at q_first + i step, key j at kv_first + j step.
 
-    Of a whole sequence the rows are the positions, and `offset` is the diagonal offset o; of a shard it is
-    q_first + o - kv_first, so that query i lies i step + offset - j step positions past key j.
+    offset = q_first + o - kv_first with the diagonal offset o, so that query i lies (i - j) step + offset positions
+    past key j. A whole sequence has q_first = kv_first = 0, step = 1 and offset = o.
     """
 
     q_first: int
@@ -27,8 +27,8 @@ class Place(NamedTuple):
     step: int
 
 
-class Tile(NamedTuple):
-    """Where a tile of scores lies: batch entry, query head, and half-open ranges of queries and keys."""
+class ScoreTile(NamedTuple):
+    """Coordinates of a tile of scores: sequence index, query head, half-open ranges of queries and keys."""
 
     batch: int
     head: int
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     q_stop: int
     kv_start: int
     kv_stop: int
-    place: Place
+    positions: Positions
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
         return self.kv_start, self.kv_stop
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
-        """This tile of an array that broadcasts to (B, Hq, Sq, Sk); dimensions of size 1 stay 1."""
+        """Slice this tile from an array (B or 1, Hq or 1, Sq or 1, Sk or 1); dimensions of size 1 stay 1."""
         batch, head, rows, columns = dense.shape
         plane = dense[self.batch if batch > 1 else 0, self.head if head > 1 else 0]
         return plane[
@@ -57,57 +57,57 @@ class Tile(NamedTuple):
 
 
 class ScoreStep(Protocol):
-    """One change of the scores with its gradient."""
+    """One score modification and its gradient; S and dS are (queries, keys) of the tile."""
 
-    def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> np.ndarray | None: ...
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None: ...
 
-    def gradient(self, dS: np.ndarray, tile: Tile, kept: Any) -> None: ...
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None: ...
 
 
 class Softcap:
-    """s <- c tanh(s / c): scores stay inside (-c, c)."""
+    """s <- c tanh(s / c), which keeps scores inside (-c, c) (Gemma 2)."""
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
 
-    def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> np.ndarray | None:
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
         S /= self.cap
         np.tanh(S, out=S)
-        slope = 1 - S * S if keep else None
+        slope = 1 - S * S if save else None
         S *= self.cap
         return slope
 
-    def gradient(self, dS: np.ndarray, tile: Tile, kept: np.ndarray) -> None:
-        dS *= kept
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
+        dS *= saved
 
 
 class Alibi:
-    """s <- s - slope |i + o - j|, a slope per head (Press et al., Train Short, Test Long). Slopes have no gradient."""
+    """s <- s - slope |i + o - j|, one slope per head (Press et al., Train Short, Test Long). Slopes get no gradient."""
 
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)
 
-    def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> None:
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
         i = np.arange(tile.q_start, tile.q_stop)[:, None]
         j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
-        S -= slope * np.abs((i - j) * tile.place.step + tile.place.offset)
+        S -= slope * np.abs((i - j) * tile.positions.step + tile.positions.offset)
 
-    def gradient(self, dS: np.ndarray, tile: Tile, kept: None) -> None:
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
         pass
 
 
 class Bias:
-    """s <- s + bias; -inf hides a key. The gradient is summed over the dimensions that the bias broadcasts over."""
+    """s <- s + bias; -inf masks a key. dbias sums dS over the dimensions of size 1."""
 
     def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
-        self.dbias = dbias  # the bias's shape, in the accumulation dtype
+        self.dbias = dbias  # bias.shape, in the accumulation dtype; None: no gradient wanted
 
-    def apply(self, S: np.ndarray, tile: Tile, keep: bool) -> None:
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
         S += tile.cut(self.bias).astype(S.dtype, copy=False)
 
-    def gradient(self, dS: np.ndarray, tile: Tile, kept: None) -> None:
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
         if self.dbias is not None:
             target = tile.cut(self.dbias)
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)

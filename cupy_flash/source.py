@@ -1,7 +1,7 @@
-"""Where the CUDA source text lives, and how one kernel and all that it includes become one text.
+"""Assembles a kernel and its headers into one self-contained CUDA text.
 
-The text is everything that the compiler sees. It is made of the files and the constants alone, holds no path of this
-machine, and is equal when they are equal: it can be the key under which the compiled kernel is kept.
+The text is the compiler's only input. It depends only on the files and the constants and contains no local path, so it
+can serve as the cache key of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Constant = int | float | bool | str
 
 
 def kernel_folder() -> Path:
-    """The folder of the .cu and .cuh files: in a wheel inside the package, else (editable, checkout) beside it.
+    """The folder of the .cu and .cuh files: inside the package in a wheel, beside it in a checkout or editable install.
 
-    Raises FileNotFoundError, naming both places, when neither has it: the installation is broken.
+    Raises FileNotFoundError with both paths if the installation has neither.
     """
     package = Path(__file__).resolve().parent
     candidates = (package / "kernels_cu", package.parent / "kernels_cu")
-    # importlib.resources would not do: it cannot find the folder in an editable install or a checkout.
+    # Not importlib.resources, which cannot find the folder in an editable install or a checkout.
     for folder in candidates:
         if (folder / "README.md").is_file():
             return folder
@@ -39,15 +39,15 @@ def kernel_folder() -> Path:
 
 
 def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
-    """The text of kernels_cu/<kernel>.cu with every header inlined once and config.cuh's values replaced.
+    """The text of kernels_cu/<kernel>.cu with every header inlined once and the values of config.cuh replaced.
 
-    `kernel` is like "simt/forward". `constants` replaces defaults of config.cuh by name, which says what a name may
-    hold: an int for `constexpr int`, True or False for `constexpr bool` and `#define`, a number for `constexpr float`,
-    the name of a type for `using`. Of `#if NAME` and `#if !NAME` on a `#define` of config.cuh only the chosen branch
-    is in the text, and only its headers. #line markers keep messages at the original file and line.
+    `kernel` is like "simt/forward". `constants` replaces defaults of config.cuh by name; the declaration determines the
+    value's type: int for `constexpr int`, bool for `constexpr bool` and `#define`, a number for `constexpr float`, a
+    type name for `using`. `#if NAME` and `#if !NAME` on a `#define` of config.cuh are resolved here, so that only the
+    taken branch and its headers are in the text. #line markers preserve original files and lines in messages.
 
-    Raises ValueError for an unknown constant or a value that its name does not take, an include cycle, and what
-    inlining cannot do; FileNotFoundError for a missing kernel or header. The message holds the chain of includes.
+    Raises ValueError for an unknown constant, a value of the wrong type, an include cycle, or a directive that cannot
+    be inlined; FileNotFoundError for a missing kernel or header. The message contains the chain of includes.
     """
     if not re.fullmatch(rf"{IDENTIFIER}(/{IDENTIFIER})*", kernel):
         raise ValueError(f'kernel must be like "simt/forward", not {kernel!r}')
@@ -60,7 +60,7 @@ def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
 
 
 def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict[str, bool]]:
-    """config.cuh with `constants` in place of its defaults, and the values of its switches."""
+    """(config.cuh with `constants` replacing its defaults, the values of its `#define` switches)."""
     lines = []
     names = []
     switches = {}
@@ -85,7 +85,7 @@ def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict
 
 
 def literal(kind: str, name: str, value: Constant) -> str:
-    """`value` as C++ writes it: nothing but a number, true, false, 0, 1 or an identifier."""
+    """`value` as a C++ literal or identifier; ValueError if it does not fit the kind of declaration."""
     if kind == "constexpr int" and type(value) is int and -(2**31) <= value < 2**31:
         return repr(value)
     if kind == "constexpr bool" and type(value) is bool:
@@ -100,7 +100,7 @@ def literal(kind: str, name: str, value: Constant) -> str:
 
 
 class Text:
-    """The text of one kernel while it grows."""
+    """Builder of one kernel's text."""
 
     def __init__(self, folder: Path, config: str, switches: Mapping[str, bool]) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ class Text:
         self.inlined: set[str] = set()
 
     def inline(self, name: str, chain: tuple[str, ...]) -> None:
-        """Appends the file `name`, a path inside kernels_cu, with its headers where it includes them."""
+        """Append the file `name`, a path inside kernels_cu, with its headers inlined; `chain` is the include stack."""
         if name in chain:
             raise ValueError(f"include cycle: {' -> '.join((*chain, name))}")
         if name in self.inlined:
@@ -118,14 +118,14 @@ class Text:
         self.inlined.add(name)
         chain = (*chain, name)
         text = self.config if name == CONFIG else (self.folder / name).read_text(encoding="utf-8")
-        counted = 0  # the number that the compiler would give to the next line of this file
+        counted = 0  # line number that the compiler would assign to the next line
         for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
             directive = DIRECTIVE.fullmatch(line)
             if directive and directive["word"] == "include":
-                place = f"{' -> '.join(chain)}:{number}"
+                location = f"{' -> '.join(chain)}:{number}"
                 if not certain:
-                    raise ValueError(f"{place}: an #include can only depend on a #define of {CONFIG}")
-                self.inline(self.header(directive["rest"], name, place), chain)
+                    raise ValueError(f"{location}: an #include can only depend on a #define of {CONFIG}")
+                self.inline(self.header(directive["rest"], name, location), chain)
             elif counted == number:
                 self.lines.append(line)
                 counted += 1
@@ -133,22 +133,25 @@ class Text:
                 self.lines += [f'#line {number} "{name}"', line]
                 counted = number + 1
 
-    def header(self, operand: str, including: str, place: str) -> str:
-        """The path inside kernels_cu of what `#include operand` names, seen from the file `including` or the root."""
+    def header(self, operand: str, including: str, location: str) -> str:
+        """The path inside kernels_cu of `#include operand`, relative to the file `including` or to the root."""
         if not re.fullmatch(r'"[\w./]+"', operand) or operand.startswith('"/'):
-            raise ValueError(f'{place}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
+            raise ValueError(f'{location}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
         for base in (posixpath.dirname(including), ""):
             path = posixpath.normpath(posixpath.join(base, operand.strip('"')))
-            # A path or a link that leads out of the folder is not followed.
+            # Do not follow paths or links out of the folder.
             file = (self.folder / path).resolve()
             if file.is_file() and file.is_relative_to(self.folder):
                 return path
-        raise FileNotFoundError(f"{place}: {operand} is not a file of kernels_cu")
+        raise FileNotFoundError(f"{location}: {operand} is not a file of kernels_cu")
 
 
-def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterator[tuple[int, str, bool]]:
-    """The numbered lines that `#if` on a switch leaves; last: whether no #if that only the compiler decides is open."""
-    branches: list[bool | None] = []  # of every open #if: whether we are in the chosen branch; None: the compiler knows
+def chosen_lines(text: str, switches: Mapping[str, bool], location: str) -> Iterator[tuple[int, str, bool]]:
+    """(number, line, unconditional) of the lines that remain after resolving `#if` on switches.
+
+    `unconditional` is False inside an #if that is left to the compiler.
+    """
+    branches: list[bool | None] = []  # per open #if: whether this branch is taken; None: left to the compiler
     for number, line in enumerate(text.splitlines(), 1):
         directive = DIRECTIVE.fullmatch(line)
         word, operand = (directive["word"], directive["rest"]) if directive else ("", "")
@@ -160,10 +163,10 @@ def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterato
             branches.append(None)
         elif word in ("elif", "else", "endif"):
             if not branches:
-                raise ValueError(f"{place}:{number}: #{word} without #if")
+                raise ValueError(f"{location}:{number}: #{word} without #if")
             if branches[-1] is not None and word == "elif":
                 raise ValueError(
-                    f"{place}:{number}: #elif cannot follow #if on a #define of {CONFIG}; nest the second #if"
+                    f"{location}:{number}: #elif cannot follow #if on a #define of {CONFIG}; nest the second #if"
                 )
             branch = branches.pop()
             if word != "endif":
@@ -175,4 +178,4 @@ def chosen_lines(text: str, switches: Mapping[str, bool], place: str) -> Iterato
         if False not in branches:
             yield number, line, None not in branches
     if branches:
-        raise ValueError(f"{place}: #if without #endif")
+        raise ValueError(f"{location}: #if without #endif")

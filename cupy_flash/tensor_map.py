@@ -1,7 +1,7 @@
-"""Tensor maps: what tells Hopper's copies how a tensor lies in memory, 128 bytes in the argument of a kernel.
+"""TMA tensor maps (CUtensorMap): 128-byte kernel arguments that describe a tensor's layout to Hopper's TMA.
 
-TensorMap holds the arguments of the driver's cuTensorMapEncodeTiled. A GPU reads what the driver makes of them; the
-simulator reads what `encode_for_simulator` makes of them: the same arguments and errors, in an encoding of our own.
+TensorMap holds the arguments of the driver's cuTensorMapEncodeTiled. For a GPU the driver encodes them; for the
+simulator `encode_for_simulator` does, with the same arguments and errors but an encoding of our own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DATA_TYPES = {
     **{"f16": 6, "f32": 7, "f64": 8, "bf16": 9, "f32.ftz": 10, "tf32": 11, "tf32.ftz": 12},
 }
 _ITEM_BYTES = dict(zip(DATA_TYPES.values(), (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4), strict=True))
-# CUtensorMapSwizzle by its bytes, CUtensorMapL2promotion by its bytes
+# {bytes: CUtensorMapSwizzle}, {bytes: CUtensorMapL2promotion}
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 
@@ -30,11 +30,11 @@ _MAGIC = b"cfTM"
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The arguments of cuTensorMapEncodeTiled, dimensions innermost first; interleave is none, out of bounds is zero.
+    """Arguments of cuTensorMapEncodeTiled, dimensions innermost first; no interleave, out-of-bounds elements read as 0.
 
     data_type: a CUtensorMapDataType. address: of the first element, in bytes. shape: elements. strides: bytes, of every
     dimension but the first. box: elements. swizzle: bytes, 0 for none. l2_promotion: bytes, 0 for none.
-    Raises ValueError, with every reason, for what the driver would refuse.
+    Raises ValueError with every reason for which the driver would refuse them.
     """
 
     data_type: int
@@ -46,18 +46,18 @@ class TensorMap:
     l2_promotion: int = 256
 
     def __post_init__(self) -> None:
-        wrong = self._reasons()
-        if wrong:
-            raise ValueError(f"{self} is no tensor map: {'; '.join(wrong)}")
+        reasons = self._reasons()
+        if reasons:
+            raise ValueError(f"{self} is not a valid tensor map: {'; '.join(reasons)}")
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return _ITEM_BYTES[self.data_type]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a box's innermost rows."""
+        """Bytes of a box's innermost dimension."""
         return self.box[0] * self.item_bytes
 
     def _reasons(self) -> list[str]:
@@ -65,43 +65,43 @@ class TensorMap:
         if self.data_type not in _ITEM_BYTES:
             return [f"data_type {self.data_type} is unknown"]
         if not 1 <= rank <= 5 or len(self.strides) != rank - 1 or len(self.box) != rank:
-            return ["a map has 1 to 5 dimensions, as many of the box, and a stride less"]
-        found = []
+            return ["a map has 1 to 5 dimensions, the box as many, and strides one fewer"]
+        reasons = []
         if self.address % 16:
-            found.append("the address must be a multiple of 16")
+            reasons.append("the address must be a multiple of 16")
         if not all(1 <= size <= 1 << 32 for size in self.shape):
-            found.append("dimensions must be 1 to 2**32")
+            reasons.append("dimensions must be 1 to 2**32")
         if not all(stride % 16 == 0 and 0 <= stride < 1 << 40 for stride in self.strides):
-            found.append("strides must be multiples of 16 below 2**40")
+            reasons.append("strides must be multiples of 16 below 2**40")
         if not all(1 <= size <= 256 for size in self.box):
-            found.append("the box must be 1 to 256 elements in each dimension")
+            reasons.append("the box must be 1 to 256 elements in each dimension")
         if self.row_bytes % 16:
-            found.append("the box's rows must be multiples of 16 bytes")
+            reasons.append("the box's rows must be multiples of 16 bytes")
         if self.swizzle not in SWIZZLES:
-            found.append("swizzle must be 0, 32, 64 or 128 bytes")
+            reasons.append("swizzle must be 0, 32, 64 or 128 bytes")
         elif self.swizzle and self.row_bytes > self.swizzle:
-            found.append(f"the box's rows must not be longer than the {self.swizzle} bytes of the swizzle")
+            reasons.append(f"the box's rows must not be longer than the {self.swizzle} bytes of the swizzle")
         if self.l2_promotion not in L2_PROMOTIONS:
-            found.append("l2_promotion must be 0, 64, 128 or 256 bytes")
-        return found
+            reasons.append("l2_promotion must be 0, 64, 128 or 256 bytes")
+        return reasons
 
 
 class Box(NamedTuple):
-    """What a kernel copies at once of an operand: rows by columns of one head of one sequence."""
+    """A TMA box of an operand: rows x columns of one head of one sequence."""
 
-    operand: str  # by its name in params.cuh
+    operand: str  # name in params.cuh
     rows: int
     columns: int
 
 
 @lru_cache(maxsize=1)
 def driver() -> Any:
-    """The CUDA driver's library; OSError where there is none."""
+    """The CUDA driver library; OSError if there is none."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def encode_for_gpu(tensor_map: TensorMap) -> bytes:
-    """The 128 bytes that a GPU reads, made by the driver. RuntimeError, with the driver's code, if it refuses."""
+    """The 128-byte CUtensorMap, encoded by the driver. RuntimeError with the driver's error code if it refuses."""
     rank = len(tensor_map.shape)
     buffer = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(buffer) % ALIGNMENT
@@ -126,7 +126,7 @@ def encode_for_gpu(tensor_map: TensorMap) -> bytes:
 
 
 def encode_for_simulator(tensor_map: TensorMap) -> bytes:
-    """The 128 bytes that the simulator reads."""
+    """The 128-byte encoding that the simulator reads."""
     rank = len(tensor_map.shape)
     numbers = [tensor_map.data_type, rank, SWIZZLES[tensor_map.swizzle], L2_PROMOTIONS[tensor_map.l2_promotion]]
     shape = (*tensor_map.shape, *[1] * (5 - rank))
@@ -138,7 +138,7 @@ def encode_for_simulator(tensor_map: TensorMap) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode(encoded: bytes) -> TensorMap | None:
-    """What `encode_for_simulator` made these bytes of; None if it made them not."""
+    """The TensorMap of bytes from `encode_for_simulator`; None for any other bytes."""
     magic, *fields = _FORMAT.unpack_from(encoded)
     if magic != _MAGIC:
         return None

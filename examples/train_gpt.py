@@ -1,15 +1,15 @@
-"""Train a small GPT on the source of Python's own standard library, its attention by cupy_flash, forward and backward.
+"""Train a small GPT on the source of Python's standard library, with cupy_flash attention.
 
     python examples/train_gpt.py                                       # a minute on two CPU cores
-    python examples/train_gpt.py --attention sdpa                      # the same run with torch's own attention
-    python examples/train_gpt.py --steps 2000 --save gpt.pt            # stop it when you like; run it again, it goes on
-    python examples/train_gpt.py --checkpoint --context 1024           # less memory: blocks keep their input alone
-    torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp        # two processes share parameters and batch
-    torchrun --nproc-per-node 2 -- examples/train_gpt.py --ring        # every sequence spread over two processes
+    python examples/train_gpt.py --attention sdpa                      # the same with torch's attention
+    python examples/train_gpt.py --steps 2000 --save gpt.pt            # stop it any time; run it again to resume
+    python examples/train_gpt.py --checkpoint --context 1024           # less memory: activation checkpointing
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp        # parameters and batch sharded over 2 processes
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --ring        # every sequence sharded over two processes
 
-One seed gives one run: the same batches and first weights, and with either attention the same losses but for rounding,
-unless there is dropout, for which the two draw other random bits. Written to be read from top to bottom and copied: the
-text, the model, the processes, the saved state, the loop.
+A seed determines batches and initial weights. Both attentions then give the same losses up to rounding, except with
+dropout, for which they draw different random bits. The file is meant to be read from top to bottom and copied: text,
+model, processes, saved state, training loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cupy_flash.adapters.torch import attention
 from cupy_flash.distributed import positions, ring_attention
 
 VOCABULARY = 256  # a token is a byte
-HELD_OUT = 10  # every tenth file is for validation
+HELD_OUT = 10  # every tenth file is validation data
 VALIDATE_EVERY, VALIDATION_BATCHES = 20, 4
 SAMPLE_BYTES, TEMPERATURE = 200, 0.8
 CHECKSUM_BYTES = 32  # SHA-256
@@ -48,35 +48,45 @@ CHECKSUM_BYTES = 32  # SHA-256
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of Python's standard library.")
-    parser.add_argument("--attention", choices=ATTENTIONS, default="cupy_flash", help="whose attention [%(default)s]")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all [%(default)s]")
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, default="cupy_flash", help="attention implementation [%(default)s]"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="total optimizer steps [%(default)s]")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step [%(default)s]")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence [%(default)s]")
     parser.add_argument("--layers", type=int, default=4, help="blocks [%(default)s]")
     parser.add_argument("--heads", type=int, default=4, help="attention heads per block [%(default)s]")
-    parser.add_argument("--embed", type=int, default=128, help="width, a multiple of --heads [%(default)s]")
+    parser.add_argument("--embed", type=int, default=128, help="embedding size, a multiple of --heads [%(default)s]")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability [%(default)s]")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout and samples [%(default)s]")
-    parser.add_argument("--device", default="cpu", help="a torch device that the attention serves [%(default)s]")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate [%(default)s]")
     parser.add_argument(
-        "--checkpoint", action="store_true", help="keep the input of a block alone; its backward reruns it"
+        "--seed", type=int, default=0, help="seed of weights, batches, dropout and samples [%(default)s]"
+    )
+    parser.add_argument("--device", default="cpu", help="torch device that the attention supports [%(default)s]")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="activation checkpointing: save only the input of each block"
     )
     shared = parser.add_mutually_exclusive_group()
-    shared.add_argument("--fsdp", action="store_true", help="share parameters and batch with the processes of torchrun")
-    shared.add_argument("--ring", action="store_true", help="spread every sequence over the processes of torchrun")
-    parser.add_argument("--save", type=Path, help="file to save to, and to go on from where it exists")
-    parser.add_argument("--save-every", type=int, default=100, help="steps; also saved at the end [%(default)s]")
-    parser.add_argument("--sample-every", type=int, default=100, help="steps; also at the end [%(default)s]")
-    parser.add_argument("--prompt", default="def ", help="what samples begin with [%(default)r]")
+    shared.add_argument("--fsdp", action="store_true", help="shard parameters and batch over the processes of torchrun")
+    shared.add_argument("--ring", action="store_true", help="shard every sequence over the processes of torchrun")
+    parser.add_argument("--save", type=Path, help="file to save to, and to resume from if it exists")
+    parser.add_argument(
+        "--save-every", type=int, default=100, help="steps between saves; also saves at the end [%(default)s]"
+    )
+    parser.add_argument(
+        "--sample-every", type=int, default=100, help="steps between samples; also samples at the end [%(default)s]"
+    )
+    parser.add_argument("--prompt", default="def ", help="start of every sample [%(default)r]")
     parser.add_argument("--log", type=Path, help="file for one line of JSON per step")
     arguments = parser.parse_args(argv)
     if arguments.embed % arguments.heads:
         parser.error(f"--embed {arguments.embed} is not a multiple of --heads {arguments.heads}")
     if arguments.fsdp and arguments.save:
-        parser.error("--save is for one process: with --fsdp each has a part of the parameters")
+        parser.error("--save does not work with --fsdp, which shards the parameters")
     if arguments.ring and arguments.attention != "cupy_flash":
-        parser.error(f"--ring is cupy_flash's own attention: it has no --attention {arguments.attention}")
+        parser.error(
+            f"--ring uses cupy_flash's ring attention and does not work with --attention {arguments.attention}"
+        )
     if (arguments.fsdp or arguments.ring) and not distributed.is_torchelastic_launched():
         option = "--fsdp" if arguments.fsdp else "--ring"
         parser.error(f"{option} needs torchrun: torchrun --nproc-per-node 2 -- examples/train_gpt.py {option}")
@@ -87,32 +97,32 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """(training, validation) bytes, uint8: the .py files of the standard library, in the order of their names."""
+    """Return (training, validation) bytes, uint8: the .py files of the standard library, sorted by name."""
     library = Path(sysconfig.get_path("stdlib"))
-    # Installed packages are not the library, and some systems ship Python without its tests.
-    parts = [part for part in library.iterdir() if part.name not in ("site-packages", "dist-packages", "test")]
-    files = [file for part in parts for file in ([part] if part.suffix == ".py" else part.rglob("*.py"))]
+    # Skip installed packages, and the tests, which some systems do not ship.
+    entries = [entry for entry in library.iterdir() if entry.name not in ("site-packages", "dist-packages", "test")]
+    files = [file for entry in entries for file in ([entry] if entry.suffix == ".py" else entry.rglob("*.py"))]
     files.sort(key=lambda file: file.relative_to(library).parts)
     if len(files) < HELD_OUT:
-        raise SystemExit(f"{library} has no source files of the standard library to train on")
+        raise SystemExit(f"{library} has too few .py files to train on")
     contents = [file.read_bytes() for file in files]
     validation = contents[HELD_OUT - 1 :: HELD_OUT]
     del contents[HELD_OUT - 1 :: HELD_OUT]
-    return tuple(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in (contents, validation))
+    return tuple(torch.frombuffer(bytearray(b"".join(split)), dtype=torch.uint8) for split in (contents, validation))
 
 
 def draw_batch(text: Tensor, arguments: argparse.Namespace, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(tokens, the tokens that follow each), (batch, context) each, int64, from random places of the text.
+    """Return (tokens, next tokens), each (batch, context), int64, from random windows of the text.
 
-    All processes draw the same places, and each takes its share: with FSDP of the places, in a ring of the positions.
+    All processes draw the same windows and take their share: with FSDP of the windows, in a ring of the positions.
     """
     starts = torch.randint(len(text) - arguments.context, (arguments.batch, 1), generator=generator)
     if arguments.fsdp:
         rank, processes = rank_and_processes()
         starts = starts[rank::processes]
     windows = text[starts + torch.arange(arguments.context + 1)].long().to(arguments.device)
-    held = held_positions(arguments)
-    return windows[:, :-1][:, held], windows[:, 1:][:, held]
+    local = local_positions(arguments)
+    return windows[:, :-1][:, local], windows[:, 1:][:, local]
 
 
 # --------------------------------------------------------------------------------------------------------- the model
@@ -128,12 +138,12 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def attention_in_ring(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    # All processes have drawn equally many numbers, from one seed, so they agree on this one.
+    # The CPU generators of all processes are in the same state, so all draw the same dropout seed.
     seed = int(torch.randint(2**63 - 1, ())) if dropout else None
     return ring_attention(q, k, v, causal=True, dropout=dropout, seed=seed)
 
 
-# Causal attention of q, k, v (batch, context, heads, embed // heads), the result likewise.
+# Causal attention; q, k, v and the result are (batch, context, heads, embed // heads).
 ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "cupy_flash": cupy_flash_attention,
     "sdpa": sdpa_attention,
@@ -155,34 +165,35 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, context, embed = x.shape
         dropout = self.dropout if self.training else 0.0
-        # Views of one projection: neither attention copies them.
+        # q, k, v are views of one projection; neither attention copies them.
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, -1).unbind(2)
-        mixed = self.attention(q, k, v, dropout).reshape(batch, context, embed)
-        x = x + F.dropout(self.attention_out(mixed), dropout)
+        attended = self.attention(q, k, v, dropout).reshape(batch, context, embed)
+        x = x + F.dropout(self.attention_out(attended), dropout)
         return x + F.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))), dropout)
 
 
 class GPT(nn.Module):
-    """Tokens (batch, context) to logits (batch, context, 256); the embedding is also the output projection."""
+    """Maps tokens (batch, context) to logits (batch, context, 256); embedding and output projection share weights."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         self.context, self.dropout, self.checkpoint = arguments.context, arguments.dropout, arguments.checkpoint
-        self.held = held_positions(arguments)
+        self.local = local_positions(arguments)
         self.tokens = nn.Embedding(VOCABULARY, arguments.embed)
         self.positions = nn.Embedding(arguments.context, arguments.embed)
         self.blocks = nn.ModuleList(Block(arguments) for _ in range(arguments.layers))
         self.norm = nn.LayerNorm(arguments.embed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # As in GPT-2: 2 * layers projections add to x, whose variance should not grow with depth.
-                adds_to_x = name.endswith("_out.weight")
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * arguments.layers) if adds_to_x else 0.02)
+                # As in GPT-2: scale down the 2 * layers projections onto the residual stream, so that its variance does
+                # not grow with depth.
+                is_residual = name.endswith("_out.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * arguments.layers) if is_residual else 0.02)
             elif "norm" not in name:
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[self.held][: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[self.local][: tokens.shape[1]]
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
@@ -195,7 +206,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(model: GPT, text: Tensor, arguments: argparse.Namespace) -> float:
-    """The mean over the same few batches every time, without dropout."""
+    """Return the mean loss over a fixed set of batches, without dropout."""
     generator = torch.Generator().manual_seed(arguments.seed)
     model.eval()
     losses = [loss_of(model, *draw_batch(text, arguments, generator)) for _ in range(VALIDATION_BATCHES)]
@@ -205,7 +216,7 @@ def validation_loss(model: GPT, text: Tensor, arguments: argparse.Namespace) -> 
 
 @torch.no_grad()
 def sample(model: GPT, arguments: argparse.Namespace) -> str:
-    """The prompt and SAMPLE_BYTES more, printable whatever the model says: it may say half a character, or escape."""
+    """Return the prompt and SAMPLE_BYTES sampled bytes; bytes that are not printable ASCII become "?"."""
     generator = torch.Generator().manual_seed(arguments.seed)
     text = list(arguments.prompt.encode() or b"\n")
     model = without_ring(model) if arguments.ring else model
@@ -221,7 +232,7 @@ def sample(model: GPT, arguments: argparse.Namespace) -> str:
 
 
 def rank_and_processes() -> tuple[int, int]:
-    """Which process this is, of how many."""
+    """Return (rank, number of processes); (0, 1) without torchrun."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
@@ -232,31 +243,31 @@ def mean_of_processes(loss: Tensor) -> float:
     return loss.item() / rank_and_processes()[1]
 
 
-def held_positions(arguments: argparse.Namespace) -> slice | Tensor:
-    """The positions of a sequence that this process has: all, or in a ring equally many as every other."""
+def local_positions(arguments: argparse.Namespace) -> slice | Tensor:
+    """Return this process's positions of a sequence: all, or its shard in a ring; all shards have the same size."""
     if not arguments.ring:
         return slice(None)
     return torch.from_numpy(positions(arguments.context, *rank_and_processes())).to(arguments.device)
 
 
 def average_gradients(model: GPT) -> None:
-    """Over the processes of a ring, each of which has the mean over its positions; FSDP does this by itself."""
+    """All-reduce the gradients in a ring, where each loss is the mean over a shard; FSDP does this itself."""
     for parameter in model.parameters():
         distributed.all_reduce(parameter.grad)
         parameter.grad /= rank_and_processes()[1]
 
 
 def without_ring(model: GPT) -> GPT:
-    """A copy, for sequences that this process has to itself."""
-    alone = copy.deepcopy(model)
-    alone.held = slice(None)
-    for block in alone.blocks:
+    """Return a copy of the model that attends to unsharded sequences."""
+    unsharded = copy.deepcopy(model)
+    unsharded.local = slice(None)
+    for block in unsharded.blocks:
         block.attention = cupy_flash_attention
-    return alone
+    return unsharded
 
 
 def shard(model: GPT, arguments: argparse.Namespace) -> None:
-    """FSDP2: of every parameter a process keeps its part; a block's are gathered when it runs, forward and backward."""
+    """Shard every parameter with FSDP2; a block's parameters are all-gathered while it runs, forward and backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -265,16 +276,16 @@ def shard(model: GPT, arguments: argparse.Namespace) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    torch.manual_seed(arguments.seed + rank)  # the weights were the same; what dropout drops is not
+    torch.manual_seed(arguments.seed + rank)  # after equal initial weights, different dropout per process
 
 
 # --------------------------------------------------------------------------------------------------- the saved state
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Atomic: whenever the process or the machine stops, `path` is the old state or the new one.
+    """Save atomically: after a crash `path` contains either the old state or the new one.
 
-    A checksum ends the file, which torch.load reads all the same.
+    A checksum is appended to the file; torch.load ignores it.
     """
     partial = path.with_name(path.name + ".partial")
     content = io.BytesIO()
@@ -288,16 +299,16 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """The saved state, if it is whole, and of the model and the text that `expected` describes."""
-    saved = memoryview(path.read_bytes())
-    content, checksum = saved[:-CHECKSUM_BYTES], saved[-CHECKSUM_BYTES:]
+    """Return the saved state; SystemExit if it is damaged, or if its model or text differs from `expected`."""
+    file = memoryview(path.read_bytes())
+    content, checksum = file[:-CHECKSUM_BYTES], file[-CHECKSUM_BYTES:]
     if hashlib.sha256(content).digest() != checksum:
-        raise SystemExit(f"{path} is damaged, or no state that this version saved: its checksum is another")
+        raise SystemExit(f"{path} is damaged or was saved by another version: its checksum does not match")
     state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     pairs = [(name, state.get(name), value) for name, value in expected.items()]
-    different = [f"{name} is {there} there, {here} here" for name, there, here in pairs if there != here]
-    if different:
-        raise SystemExit(f"{path} is of another run: {'; '.join(different)}")
+    differences = [f"{name} is {saved} there, {value} here" for name, saved, value in pairs if saved != value]
+    if differences:
+        raise SystemExit(f"{path} was saved by another run: {'; '.join(differences)}")
     return state
 
 
@@ -305,7 +316,7 @@ def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
-    """Of steps 1, 2, ...: up in a line over the first tenth, then down half a cosine to a tenth of the highest."""
+    """Return the rate of step 1, 2, ...: linear warm-up over a tenth of the steps, then cosine decay to 0.1 x peak."""
     warm_up = arguments.steps // 10 + 1
     if step <= warm_up:
         return arguments.learning_rate * step / warm_up
@@ -314,7 +325,7 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
 
 
 def progress_bar(step: int, steps: int) -> Any:
-    """rich's bar, where rich is installed and somebody watches; None where the plain lines have to do."""
+    """Return a rich progress bar; None without rich or a terminal, where plain lines are printed instead."""
     if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -326,18 +337,18 @@ def progress_bar(step: int, steps: int) -> Any:
 
 def train(arguments: argparse.Namespace) -> None:
     steps, saved = arguments.steps, arguments.save
-    saves = saved is not None and rank_and_processes()[0] == 0
+    is_saver = saved is not None and rank_and_processes()[0] == 0
     training, validation = read_text()
-    described = {name: getattr(arguments, name) for name in ("layers", "heads", "embed", "context")}
-    described["text"] = hashlib.sha256(training.numpy()).hexdigest()[:16]
+    run = {name: getattr(arguments, name) for name in ("layers", "heads", "embed", "context")}
+    run["text"] = hashlib.sha256(training.numpy()).hexdigest()[:16]
 
     torch.manual_seed(arguments.seed)
     model = GPT(arguments).to(arguments.device)
     if arguments.fsdp:
         shard(model, arguments)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     batches = torch.Generator().manual_seed(arguments.seed)
     on_cuda = torch.device(arguments.device).type == "cuda"
@@ -346,21 +357,21 @@ def train(arguments: argparse.Namespace) -> None:
     first = 0
     resumed = saved is not None and saved.exists()
     if resumed:
-        state = load_state(saved, described)
+        state = load_state(saved, run)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         batches.set_state(state["batches"])
-        torch.set_rng_state(state["rng"])  # what dropout draws from
+        torch.set_rng_state(state["rng"])  # for dropout
         if on_cuda and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
         first = state["step"]
-        print(f"{saved} goes on from step {first}")
+        print(f"resuming {saved} from step {first}")
 
-    # What was logged after the last save is logged again when the run goes on, with the same numbers.
+    # A resumed run logs the steps after the last save again, with the same numbers.
     log = arguments.log.open("a" if resumed else "w", buffering=1) if arguments.log else None
     bar = progress_bar(first, steps)
     held_out = validation_loss(model, validation, arguments)
-    began = time.perf_counter()
+    start = time.perf_counter()
     with bar or nullcontext(), log or nullcontext():
         for done in range(first + 1, steps + 1):
             for group in optimizer.param_groups:
@@ -378,13 +389,13 @@ def train(arguments: argparse.Namespace) -> None:
                 held_out = line["validation_loss"] = validation_loss(model, validation, arguments)
             if log:
                 log.write(json.dumps(line) + "\n")
-            if saves and (done % arguments.save_every == 0 or done == steps):
-                state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), **described}
+            if is_saver and (done % arguments.save_every == 0 or done == steps):
+                state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict(), **run}
                 state |= {"batches": batches.get_state(), "rng": torch.get_rng_state()}
                 state["cuda_rng"] = torch.cuda.get_rng_state_all() if on_cuda else []
                 save_state(saved, state)
 
-            per_step = (time.perf_counter() - began) / (done - first)
+            per_step = (time.perf_counter() - start) / (done - first)
             rate = arguments.batch * arguments.context / per_step
             left = datetime.timedelta(seconds=round(per_step * (steps - done)))
             status = f"loss {line['loss']:.4f}, validation {held_out:.4f}, {rate:,.0f} tokens/s, {left} left"
@@ -410,8 +421,10 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.fsdp and arguments.batch % processes:
             raise SystemExit(f"--batch {arguments.batch} is not a multiple of {processes} processes")
         if arguments.ring and arguments.context % (2 * processes):
-            raise SystemExit(f"--context {arguments.context} is not two equal pieces for each of {processes} processes")
-        if rank > 0:  # the first speaks for all
+            raise SystemExit(
+                f"--context {arguments.context} is not a multiple of {2 * processes}: two chunks per process"
+            )
+        if rank > 0:  # only rank 0 prints and logs
             arguments.log = None
         with redirect_stdout(io.StringIO()) if rank > 0 else nullcontext():
             train(arguments)

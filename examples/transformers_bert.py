@@ -1,12 +1,12 @@
-"""Sentence embeddings from a BERT of Hugging Face transformers, whose attention is cupy_flash.
+"""Sentence embeddings from a Hugging Face transformers BERT that runs its attention with cupy_flash.
 
     python -m pip install -e ".[transformers]"
     python examples/transformers_bert.py
     python examples/transformers_bert.py --attention sdpa "A cat sat on the mat." "A kitten rests on a rug."
 
-The sentences go through the model as one padded batch; cupy_flash never looks at the padding. Printed are the cosines
-between the sentences: 1 is the same meaning, 0 nothing in common. --model is a name on the Hugging Face hub, from which
-the first run downloads 90 MB, or a folder.
+The sentences are one padded batch; cupy_flash does not attend to the padding. The output is the cosine similarity of
+all pairs of sentences: 1 is the same meaning, 0 unrelated. --model is a folder, or a name on the Hugging Face hub, from
+which the first run downloads 90 MB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SENTENCES = (
 
 
 def embed(model: Any, tokenizer: Any, sentences: Sequence[str]) -> torch.Tensor:
-    """(sentences, dim): the mean of each sentence's last hidden states, of length 1."""
+    """Return embeddings (sentences, dim): the mean of each sentence's last hidden states, normalized."""
     batch = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         states = model(**batch).last_hidden_state  # (B, S, dim)
@@ -39,21 +39,21 @@ def embed(model: Any, tokenizer: Any, sentences: Sequence[str]) -> torch.Tensor:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="cosines between sentences, by a BERT with cupy_flash")
+    parser = argparse.ArgumentParser(description="cosine similarity of sentences, from a BERT with cupy_flash")
     parser.add_argument("sentences", nargs="*", default=SENTENCES)
-    parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="a name or a folder")
+    parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2", help="hub name or folder")
     parser.add_argument("--attention", choices=("cupy_fa", "sdpa"), default="cupy_fa")
     parser.add_argument("--device", default="cpu")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    asked = parse_arguments(arguments)
-    register()  # transformers now knows attn_implementation="cupy_fa"
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    model = AutoModel.from_pretrained(asked.model, attn_implementation=asked.attention).to(asked.device).eval()
-    embeddings = embed(model, tokenizer, asked.sentences)
-    for sentence, cosines in zip(asked.sentences, embeddings @ embeddings.T, strict=True):
+    options = parse_arguments(arguments)
+    register()  # adds attn_implementation="cupy_fa" to transformers
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModel.from_pretrained(options.model, attn_implementation=options.attention).to(options.device).eval()
+    embeddings = embed(model, tokenizer, options.sentences)
+    for sentence, cosines in zip(options.sentences, embeddings @ embeddings.T, strict=True):
         print(*(f"{cosine:5.2f}" for cosine in cosines.tolist()), "", sentence)
 
 

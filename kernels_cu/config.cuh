@@ -1,57 +1,57 @@
-// The names a kernel may use, with defaults: what a plan decides, known when the kernel is compiled.
+// Compile-time constants of a plan, with their defaults.
 //
-// cupy_flash/source.py puts the plan's values in place of the defaults when it assembles the text. So that it can,
+// cupy_flash/source.py replaces the defaults by the plan's values when it assembles a kernel's text. To allow that,
 // every line is a comment or defines one constant, in one of these forms:
 //
-//     constexpr int NAME = 64;          a whole number
+//     constexpr int NAME = 64;          an integer
 //     constexpr bool NAME = false;      for `if constexpr`
 //     constexpr float NAME = 0.5f;      a finite number
-//     using name = float;               a type by its one-word name
+//     using name = float;               a type, named by one word
 //     #define NAME 0                    a switch, 0 or 1, for `#if NAME` and `#if !NAME` with #else and #endif: the
-//                                       branch not chosen, and what it includes, is absent from the text
+//                                       branch not chosen, and its includes, are absent from the text
 //
-// What follows from constants (warps, bytes of a tile) is computed where it is used, not here.
+// Values that follow from constants (number of warps, bytes of a tile) are computed where they are used.
 #pragma once
 
-using element = float;        // of Q, K, V and O in global memory; of fp8: of O
-using real = float;           // of scores, sums and lse: float, or double for double
-using bias_element = float;   // of the bias and its gradient
-using sink_element = float;   // of the sink and its gradient
-using other_element = float;  // of the second of two partial results
+using element = float;        // dtype of Q, K, V and O in global memory; fp8: of O
+using real = float;           // accumulation dtype of scores, sums and lse: float, or double for double
+using bias_element = float;   // dtype of the bias and of its gradient
+using sink_element = float;   // dtype of the sink and of its gradient
+using other_element = float;  // dtype of the second of two partial results
 
-constexpr int HEAD_DIM = 64;    // of Q and K
-constexpr int HEAD_DIM_V = 64;  // of V and O
-constexpr int BLOCK_Q = 64;     // queries per block of threads
-constexpr int BLOCK_KV = 64;    // keys per step
-constexpr int THREADS = 128;    // per block
+constexpr int HEAD_DIM = 64;    // columns of Q and K
+constexpr int HEAD_DIM_V = 64;  // columns of V and O
+constexpr int BLOCK_Q = 64;     // queries per tile
+constexpr int BLOCK_KV = 64;    // keys per tile
+constexpr int THREADS = 128;    // per thread block
 
-// The mma engine's.
-constexpr int COLUMN_WARPS = 1;         // warps that share rows and split the columns of what they accumulate
-constexpr int STAGES = 2;               // tiles of keys in shared memory, all but one on their way; 1: no pipeline
-constexpr bool Q_IN_REGISTERS = false;  // as fragments, for all keys
-constexpr float RESCALE_ABOVE = 8.0f;   // a probability may grow to 2^this before the reference of its row moves
-constexpr int SUM_COLUMNS = 64;         // of O in fp8: their sums over a tile of keys are made at once
-constexpr int LARGEST_LOG2 = 0;         // of the probability where the reference of its row is: 2^this
-constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale
-constexpr bool LSE2 = false;            // delta.cu writes lse in powers of two beside delta
-constexpr bool ADD_DQ = false;          // dQ is added up in global memory, in any order; delta.cu clears the sums
+// Tensor-core engines (mma, wgmma).
+constexpr int COLUMN_WARPS = 1;  // warps that share rows: each computes all scores and accumulates part of the columns
+constexpr int STAGES = 2;        // slots of the shared-memory pipeline; 1: no prefetch
+constexpr bool Q_IN_REGISTERS = false;  // Q fragments stay in registers for the whole mainloop
+constexpr float RESCALE_ABOVE = 8.0f;   // lazy rescaling: O is rescaled when a row max grew by more powers of two
+constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one tile of keys is in registers at a time
+constexpr int LARGEST_LOG2 = 0;  // log2 of the probability of a row's reference score: shifts P into the range of e4m3
+constexpr bool MODIFIED = true;  // scores are more than q.k times a positive scale
+constexpr bool LSE2 = false;     // delta.cu writes lse * log2(e) beside delta
+constexpr bool ADD_DQ = false;   // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
-// The wgmma engine's.
-constexpr int SHARES = 1;            // backward: warpgroups that share keys
-constexpr bool DQ_IN_ORDER = false;  // each block adds to dQ after those of the keys before it: the same sum every time
-constexpr bool DQ_IN_BULK = false;   // dQ is added to from shared memory, not from registers
-constexpr bool PERSISTENT = false;  // a block for each multiprocessor, which draws tiles of queries one after the other
-constexpr bool TAKE_TURNS = false;  // one warpgroup begins products while others work out probabilities
-#define PAIRED 0                    // two blocks that visit the same keys bring half of each tile of them to both
-#define O_BOXES 0  // O leaves in boxes; else row by row, where a box would reach another sequence's or starts no row
+// The wgmma engine.
+constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
+constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the order of their keys
+constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from shared memory, not by red from registers
+constexpr bool PERSISTENT = false;  // persistent grid: one block per SM draws query tiles from a counter
+constexpr bool PINGPONG = false;    // warpgroups alternate: one issues its wgmmas while the others compute the softmax
+#define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
+#define TMA_STORE_O 0   // store O with TMA, unless a box could overwrite the next sequence or rows are unaligned
 
-// What a call asks for: the struct of a feature that is absent compiles to nothing.
-constexpr bool PACKED = false;        // sequences of different lengths in one row of tokens
-constexpr bool Q_LENGTHS = false;     // padded batches: how many queries of each sequence count
-constexpr bool KV_LENGTHS = false;    // and how many keys
+// Options of the call. An option that is absent compiles to nothing.
+constexpr bool PACKED = false;        // varlen: sequences are concatenated along the row axis
+constexpr bool Q_LENGTHS = false;     // padded batch with a query length per sequence
+constexpr bool KV_LENGTHS = false;    // padded batch with a key length per sequence
 constexpr bool TOP_LEFT = false;      // the diagonal starts in the top left corner, not in the bottom right
-constexpr bool WINDOW_LEFT = false;   // a window is bounded to the left
-constexpr bool WINDOW_RIGHT = false;  // and to the right; causal is a window with nothing to the right
+constexpr bool WINDOW_LEFT = false;   // the window is bounded to the left
+constexpr bool WINDOW_RIGHT = false;  // the window is bounded to the right; causal is a right bound of 0
 constexpr bool DENSE_MASK = false;
 constexpr bool SOFTCAP = false;
 constexpr bool ALIBI = false;
@@ -59,4 +59,4 @@ constexpr bool BIAS = false;
 constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
 constexpr bool DLSE = false;   // lse has a gradient
-constexpr bool SHARD = false;  // the rows are a part of longer sequences
+constexpr bool SHARD = false;  // the rows are a shard of longer sequences

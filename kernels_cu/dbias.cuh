@@ -1,5 +1,6 @@
-// The part of a bias that one block makes the gradient of, and what it broadcasts over: a tile of the bias, its heads,
-// its batch entries are the grid; a broadcast dimension is one tile, head or entry, and the block sums over all of it.
+// The tile of dbias that a block computes, and the dimensions that it reduces over. The grid is (tiles of the bias, its
+// heads, its batch entries); a broadcast dimension counts as one tile, head or entry, and the block sums over all of
+// it.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
@@ -25,7 +26,7 @@ struct BiasTile {
     return all ? Range{0, length} : Range{first, first + size};
   }
 
-  // dS [BLOCK_Q][stride], summed over the rows and columns that the bias broadcasts over.
+  // Reduces dS [BLOCK_Q][stride] over the rows and columns that the bias broadcasts over, and stores it.
   __device__ void store(const real* dS, int stride) const {
     int rows = all_rows ? 1 : min(BLOCK_Q, p.q_len - queries.begin);
     int columns = all_columns ? 1 : min(BLOCK_KV, p.kv_len - keys.begin);

@@ -1,6 +1,6 @@
-// delta = rowsum(dO * O) - dlse of every query, a warp per row. LSE2: beside it lse in powers of two, for engines that
-// take all rows alike: a row that sees nothing has delta 0 and lse +inf, which makes its probabilities 0. ADD_DQ:
-// clears the sums of dQ. grid (tiles of rows, heads, sequences)
+// delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
+// a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
+// also zeroes the dQ workspace. grid (row tiles, heads, sequences)
 #include "dq_sums.cuh"
 #include "number.cuh"
 #include "sequence.cuh"

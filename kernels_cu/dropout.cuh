@@ -8,7 +8,7 @@ struct Philox {
   Philox() = default;
   __device__ Philox(unsigned int c0, unsigned int c1, unsigned int c2, unsigned int c3, unsigned long long seed) {
     unsigned int key0 = (unsigned int)seed, key1 = (unsigned int)(seed >> 32);
-#pragma unroll 1  // a tile holds many calls: unrolled, they are most of the compile time
+#pragma unroll 1  // a tile has many calls: unrolled, they would dominate the compile time
     for (int round = 0; round < 10; ++round) {
       unsigned long long product0 = 0xD2511F53ull * c0, product1 = 0xCD9E8D57ull * c2;
       c0 = (unsigned int)(product1 >> 32) ^ c1 ^ key0;
@@ -21,9 +21,9 @@ struct Philox {
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
   }
 
-  // The 16 random bits of element (i, j) of the 16 x 16 block that the counter names.
+  // The 16 random bits of element (i, j) of the counter's 16 x 16 block.
   __device__ unsigned int half(int i, int j) const {
-    // Word 2 * (i / 8 % 2) + j / 8 % 2, chosen without an index: an indexed array would live in local memory.
+    // Word 2 * (i / 8 % 2) + j / 8 % 2, by selection: an indexed array would go to local memory.
     unsigned int bits = i & 8 ? (j & 8 ? word[3] : word[2]) : (j & 8 ? word[1] : word[0]);
     return bits >> (16 * (j & 1)) & 0xFFFFu;
   }
@@ -34,7 +34,7 @@ struct Dropout {
   unsigned int drop_below;
   unsigned int head_index;  // b * Hq + h
   double keep_scale;
-  int q_first;  // query i of the call is position q_first + i * step
+  int q_first;  // query i of the call has position q_first + i * step
   int kv_first;
   int step;
 
@@ -53,8 +53,8 @@ struct Dropout {
     }
   }
 
-  // The bits that serve query i and key j. Of a whole sequence they serve seven others: rows i, i ^ 8 by columns j,
-  // j ^ 1, j ^ 8, j ^ 9.
+  // The Philox words of query i and key j. In an unsharded sequence they also serve seven other elements: rows i, i ^ 8
+  // by columns j, j ^ 1, j ^ 8, j ^ 9.
   __device__ Philox bits(int i, int j) const {
     i = q_first + i * step, j = kv_first + j * step;
     return Philox(i >> 4, j >> 4, head_index, 4 * (i & 7) + ((j & 7) >> 1), seed);

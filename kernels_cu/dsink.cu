@@ -1,4 +1,4 @@
-// dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, in one order: a block per head. grid
+// dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, deterministic: one block per head. grid
 // (heads)
 #include "number.cuh"
 #include "sequence.cuh"

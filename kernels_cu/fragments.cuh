@@ -1,14 +1,14 @@
-// What a forward does with the fragments of matrix instructions, element by element, whichever instruction made them:
+// Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
-//   modify         products -> scores, -inf where a query does not see a key
-//   follow         the references of the exponents, moved to larger scores
-//   exponentiate   scores -> probabilities, and their sums
-//   drop           probabilities that dropout takes
-//   finish         what each row ends with
-//   store_chunk    rounded numbers -> a row of a tensor
+//   modify          q.k -> scores, -inf where a query does not see a key
+//   update_max      row max and, lazily, the reference of the exponents
+//   exponentiate    scores -> probabilities, and their partial row sums
+//   drop            dropout of probabilities
+//   finish          row sums -> normalisation of O, and lse
+//   store_chunk     eight rounded numbers -> a row of a tensor
 //
-// A warp has M x 16 rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, as ptx.cuh says of
-// `multiply`; those of wgmma are the same.
+// A warp has 16 M rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, laid out as those of
+// mma_m16n8k16 in ptx.cuh. The accumulators of wgmma have the same layout.
 #pragma once
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -29,17 +29,17 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(0xFFFFFFFF, x, 2);
 }
 
-// Whether scores need a pass of their own before the softmax: else it takes the bare q.k, and scale is part of `unit`.
-constexpr bool OF_PRODUCT = !MODIFIED;
+// True if the softmax takes the bare q.k, with the scale folded into scale_log2; false if scores are computed first.
+constexpr bool SCALE_IN_EXPONENT = !MODIFIED;
 
-__device__ inline float unit_of(float scale) {
-  return OF_PRODUCT ? scale * LOG2_E : LOG2_E;
+__device__ inline float log2_scale_of(float scale) {
+  return SCALE_IN_EXPONENT ? scale * LOG2_E : LOG2_E;
 }
-__device__ inline float unit_of(const Params& p) {
-  return unit_of((float)p.scale);
+__device__ inline float log2_scale_of(const Params& p) {
+  return log2_scale_of((float)p.scale);
 }
 
-// What a query does not see becomes -inf; MODIFIED: products to scores.
+// Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED, int M, int N>
 __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band, int q_start, int kv_start) {
 #pragma unroll
@@ -55,20 +55,22 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-          float slope_of_cap;
+          float softcap_slope;
           if constexpr (MODIFIED)
-            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, slope_of_cap) : -infinity();
+            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, softcap_slope) : -infinity();
           else
             S[m][n][e] = seen ? S[m][n][e] : -infinity();
         }
     }
 }
 
-// Whether a maximum of the warp has outgrown its reference: then all move, and `factors` is what they bring along.
+// Lazy rescaling (FlashAttention-4): true if any row max in the warp grew by more than RESCALE_ABOVE. Then every row
+// updates its reference, and factors = 2^(old - new) rescale O.
 template <int M, int N>
-__device__ bool follow(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4], float unit) {
+__device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
+                           float scale_log2) {
   float largest[M][2];
-  bool outgrown = false;
+  bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -77,13 +79,14 @@ __device__ bool follow(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
 #pragma unroll
       for (int n = 0; n < N; ++n)
         largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
-      outgrown |= softmax[m][half].outgrown(largest[m][half], unit);
+      exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
     }
-  if (!__any_sync(0xFFFFFFFF, outgrown)) return false;
+  if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) factors[m][half] = softmax[m][half].move(row_max(largest[m][half]), unit);
+    for (int half = 0; half < 2; ++half)
+      factors[m][half] = softmax[m][half].update(row_max(largest[m][half]), scale_log2);
   return true;
 }
 
@@ -98,20 +101,20 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
 }
 
 template <int M, int N>
-__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float unit) {
+__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float scale_log2) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], unit);
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
         softmax[m][e / 2].l += S[m][n][e];
       }
 }
 
-// The 16 random bits of the elements of two fragments side by side, one Philox call for a lane: of the 16 x 16 block
-// that a fragment pair covers, a lane has the eight elements of one counter.
+// The random bits of two fragments side by side, from one Philox call per lane: the eight elements of a lane in a 16 x
+// 16 block share one counter.
 struct Bits {
   Philox bits;
 
@@ -133,20 +136,20 @@ __device__ void drop(float (&P)[M][N][4], const Dropout& dropout, int q_start, i
     }
 }
 
-// C, rounded, as the left factor of the next product.
+// C, rounded, as A fragments of the next mma.
 template <int M, int N>
 __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)[M][N][4]) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      A[m][n / 2][n % 2 * 2] = pack<element>(C[m][n][0], C[m][n][1]);
-      A[m][n / 2][n % 2 * 2 + 1] = pack<element>(C[m][n][2], C[m][n][3]);
+      A[m][n / 2][n % 2 * 2] = cvt_rn_x2<element>(C[m][n][0], C[m][n][1]);
+      A[m][n / 2][n % 2 * 2 + 1] = cvt_rn_x2<element>(C[m][n][2], C[m][n][3]);
     }
 }
 
-// What the rows from q_start end with: `factors` of what was summed, and, of one warp that has them, lse. `scale` is
-// that of the bare q.k.
+// Normalisation factors of the rows from q_start, and lse from one warp of those that share them. `scale` multiplies
+// the bare q.k.
 template <int M>
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
                        const Dropout& dropout, int head, int q_start, bool writes_lse, float scale) {
@@ -157,10 +160,10 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
     for (int half = 0; half < 2; ++half) {
       int i = q_start + row_of(m, 2 * half);
       softmax[m][half].l = row_sum(softmax[m][half].l);
-      Softmax2::Ending ending = softmax[m][half].end(unit_of(scale), OF_PRODUCT ? scale : 1.0f);
+      Softmax2::Ending ending = softmax[m][half].end(log2_scale_of(scale), SCALE_IN_EXPONENT ? scale : 1.0f);
       if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
       factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
-      if (writes_lse && lane_of() % 4 == 0 && i < sequence.q_rows)
+      if (writes_lse && lane_id() % 4 == 0 && i < sequence.q_rows)
         lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
     }
 }
@@ -170,7 +173,8 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
   finish(factors, softmax, p, sequence, dropout, head, q_start, writes_lse, (float)p.scale);
 }
 
-// Chunk `chunk` of a row of DIM columns: its eight numbers at once where rows are aligned, else those of the row.
+// Stores eight numbers to columns [8 * chunk, 8 * chunk + 8) of a row of DIM columns: as one vector if rows are
+// aligned.
 template <int DIM>
 __device__ void store_chunk(element* row, const Operand& x, int chunk, uint4 numbers) {
   element* to = row + 8 * chunk;

@@ -1,10 +1,10 @@
-// What a backward does with the fragments of matrix instructions, element by element, whichever instruction made them:
-// from two products to the probabilities and the gradients of the scores.
+// Steps of the backward on mma fragments, shared by the mma and the wgmma engine: from q.k and dO V^T to the
+// probabilities and the gradients of the scores.
 #pragma once
 #include "fragments.cuh"
 
-// Transposed, a lane has the elements of two counters, one of each of two columns, and its neighbour the other halves
-// of their words: each makes one, and they exchange.
+// Random bits of a transposed tile. A lane's elements belong to two counters, one per column, and the neighbouring lane
+// needs the other halves of the same words: each lane computes one counter, and they exchange.
 struct TransposedBits {
   Philox own;
   Philox other;
@@ -17,8 +17,8 @@ struct TransposedBits {
     for (int n = 0; n < 4; ++n) other.word[n] = __shfl_xor_sync(0xFFFFFFFF, own.word[n], 4);
   }
   __device__ unsigned int operator()(int n, int e) const {
-    unsigned int mine = own.word[2 * (n % 2) + e / 2], theirs = other.word[2 * (n % 2) + e / 2];
-    return (e % 2 == odd ? mine : theirs) >> 16 * odd & 0xFFFF;
+    unsigned int own_word = own.word[2 * (n % 2) + e / 2], other_word = other.word[2 * (n % 2) + e / 2];
+    return (e % 2 == odd ? own_word : other_word) >> 16 * odd & 0xFFFF;
   }
 };
 
@@ -31,29 +31,30 @@ struct Choice<false, A, B> {
   using type = B;
 };
 
-// What the backward needs of a row that it walks over, by its place in the tile.
+// lse2 and delta of the rows of a tile.
 struct Rows {
   const float* lse2;
   const float* delta;
 };
 
-struct DoNothing {
+struct NoWait {
   __device__ void operator()() const {}
 };
 
-// Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
-// OF_SCORE: dS is the gradient of the score that the softmax saw, else that of scale * q.k. Not `masked`: every query
-// of the tile sees every key. Who has dO V^T made while probabilities are worked out waits for it in `wait`.
-template <bool TRANSPOSED, bool OF_SCORE, int M, int N, typename Wait = DoNothing>
+// Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
+// queries. SCORE_GRADIENT: dS is the gradient of the score, else that of scale * q.k. `masked` is false if every query
+// of the tile sees every key. `wait` runs between the exponentials and the dS pass, so that the caller can overlap dO
+// V^T with them.
+template <bool TRANSPOSED, bool SCORE_GRADIENT, int M, int N, typename Wait = NoWait>
 __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool masked, const Score& score,
-                              const Band& band, const Dropout& dropout, float unit, Rows queries, int i0, int j0,
+                              const Band& band, const Dropout& dropout, float scale_log2, Rows queries, int i0, int j0,
                               Wait wait = {}) {
-  using TheirBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
+  using RandomBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
   float keep_scale = dropout.keep_scale;
-  // Of element e of two fragments side by side, from (m, n) on.
+  // Query and key of element e of fragments (m, n) and (m, n + 1).
   auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
   auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };
-  auto probabilities = [&](bool masked, int m, int n, float (&slopes_of_cap)[8]) {
+  auto probabilities = [&](bool masked, int m, int n, float (&softcap_slopes)[8]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       int query = query_of(m, n, e), i = i0 + query, j = j0 + key_of(m, n, e);
@@ -61,14 +62,14 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       bool seen = !masked || (TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j));
       if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
       if constexpr (MODIFIED)
-        s = seen ? score.apply(s, i, j, slopes_of_cap[e]) : -infinity();
+        s = seen ? score.apply(s, i, j, softcap_slopes[e]) : -infinity();
       else
         s = seen ? s : -infinity();
-      s = exp2_fast(s * unit - queries.lse2[query]);
+      s = ex2_approx(s * scale_log2 - queries.lse2[query]);
     }
   };
-  auto gradients = [&](int m, int n, const float (&slopes_of_cap)[8]) {
-    TheirBits bits;
+  auto gradients = [&](int m, int n, const float (&softcap_slopes)[8]) {
+    RandomBits bits;
     if constexpr (DROPOUT) bits.draw(dropout, i0 + query_of(m, n, 0), j0 + key_of(m, n, 0));
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -77,36 +78,36 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
       float ds = s * (dp * factor - queries.delta[query_of(m, n, e)]);
       s *= factor;
-      dp = OF_SCORE ? ds : score.gradient(ds, slopes_of_cap[e]);
+      dp = SCORE_GRADIENT ? ds : score.gradient(ds, softcap_slopes[e]);
     }
   };
 
-  // `masked` is known wherever it is asked for, so that half of it is no code.
+  // Each call passes `masked` as a constant, so that the inlined code has one branch only.
   constexpr int PAIRS = M * N / 2;
-  float slopes_of_cap[8] = {};
+  float softcap_slopes[8] = {};
   if constexpr (SOFTCAP || DROPOUT || M * N > 8) {
-    // The slope of a cap is known while its score is. Where bits are drawn, or scores are many, registers are for the
-    // gradients of two fragments at a time: compilers spill in the other order.
+    // One pass per two fragments where the soft cap's derivative must live from scores to gradients, and where random
+    // bits or many scores leave few registers: compilers spill in the other order.
     wait();
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {
       int m = t / (N / 2), n = t % (N / 2) * 2;
       if (masked)
-        probabilities(true, m, n, slopes_of_cap);
+        probabilities(true, m, n, softcap_slopes);
       else
-        probabilities(false, m, n, slopes_of_cap);
-      gradients(m, n, slopes_of_cap);
+        probabilities(false, m, n, softcap_slopes);
+      gradients(m, n, softcap_slopes);
     }
   } else {
     if (masked) {
 #pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
+      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, softcap_slopes);
     } else {
 #pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
+      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, softcap_slopes);
     }
     wait();
 #pragma unroll
-    for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, slopes_of_cap);
+    for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, softcap_slopes);
   }
 }

@@ -1,15 +1,15 @@
-// Hopper's own instructions, one function each: copies of boxes of tensors (TMA), the mbarriers that they report to,
-// and the matrix products of warpgroups (wgmma). Addresses are of shared memory, from shared_address.
+// Hopper's instructions, one function each: TMA, mbarriers, clusters and wgmma. Addresses are 32-bit shared-memory
+// addresses, from smem_address.
 #pragma once
 #include "ptx.cuh"
 
-// What the driver makes of a tensor's address, shape and strides and of a box of it (cupy_flash/tensor_map.py).
+// CUtensorMap, encoded by the driver (cupy_flash/tensor_map.py).
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// One thread of a warp, the same at every call.
-__device__ inline bool elected() {
+// True in one lane of the warp, the same at every call.
+__device__ inline bool elect_one() {
   unsigned int is;
   asm volatile(
       "{ .reg .pred p;"
@@ -19,41 +19,42 @@ __device__ inline bool elected() {
   return is;
 }
 
-// Registers of every thread of a warpgroup from here on; all its warps pass here.
+// Sets the register count per thread of a warpgroup. All its warps must execute it.
 template <int REGISTERS>
-__device__ void fewer_registers() {
+__device__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ void more_registers() {
+__device__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Until `threads` threads have come to barrier `id`, 1 to 15.
-__device__ inline void wait_for_threads(int id, int threads) {
+// Waits at named barrier `id` (1 to 15) until `threads` threads have arrived.
+__device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Comes to a barrier that others wait at.
-__device__ inline void come_to_threads(int id, int threads) {
+// Arrives at a named barrier without waiting.
+__device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// An mbarrier of 8 bytes completes a phase when `arrivals` have come and all bytes that were announced.
-__device__ inline void init_mbarrier(unsigned int mbarrier, int arrivals) {
+// Initialises an mbarrier (8 bytes): a phase completes after `arrivals` arrivals and all expected bytes.
+__device__ inline void mbarrier_init(unsigned int mbarrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(arrivals) : "memory");
 }
-// Before copies may report to what this thread has initialised.
-__device__ inline void fence_mbarriers() {
+// Makes the initialisation by this thread visible to TMA and to the cluster.
+__device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ inline void arrive(unsigned int mbarrier) {
+__device__ inline void mbarrier_arrive(unsigned int mbarrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
-__device__ inline void arrive_expecting(unsigned int mbarrier, int bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(unsigned int mbarrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
-// Until the phase of this parity is complete: the first is of parity 0, and the one before it, of parity 1, is.
-__device__ inline void wait_for_phase(unsigned int mbarrier, unsigned int parity) {
+// Waits until the phase with this parity has completed. Phases start at parity 0; the phase before the first, of parity
+// 1, counts as complete.
+__device__ inline void mbarrier_wait(unsigned int mbarrier, unsigned int parity) {
   asm volatile(
       "{ .reg .pred p;"
       "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
@@ -64,20 +65,20 @@ __device__ inline void wait_for_phase(unsigned int mbarrier, unsigned int parity
       : "memory");
 }
 
-// Blocks of a cluster: the number of this one, what stands between all of their threads, and an arrival at the mbarrier
-// that another block has in the same place.
-__device__ inline unsigned int rank_in_cluster() {
+// Clusters: the rank of this block, a barrier of all threads, and an arrival at the mbarrier at the same offset in
+// block `rank`.
+__device__ inline unsigned int cluster_ctarank() {
   unsigned int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ inline void wait_for_cluster() {
+__device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// It tells that copies and products here are done, which have been waited for: `.release.cluster` would order ordinary
-// accesses too, by a fence of all global memory at every arrival.
-__device__ inline void arrive_at(unsigned int mbarrier, unsigned int rank) {
+// The default .release.cta is enough: only TMA and wgmma accesses need ordering, and they have been waited for.
+// `.release.cluster` would add a fence of all global memory to every arrival.
+__device__ inline void mbarrier_arrive_cluster(unsigned int mbarrier, unsigned int rank) {
   asm volatile(
       "{ .reg .b32 there;"
       "mapa.shared::cluster.u32 there, %0, %1;"
@@ -86,18 +87,18 @@ __device__ inline void arrive_at(unsigned int mbarrier, unsigned int rank) {
       : "memory");
 }
 
-// What this thread did with shared memory comes before what copies and wgmma do with it.
-__device__ inline void fence_async() {
+// Orders this thread's accesses to shared memory before later ones through the async proxy (TMA, wgmma).
+__device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What the second-level cache is to do with what has been read, in the encoding of createpolicy.
-constexpr unsigned long long EVICT_NORMALLY = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000,
+// L2 eviction policies, as createpolicy encodes them.
+constexpr unsigned long long EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000,
                              EVICT_LAST = 0x14F0000000000000;
 
-// Asks for the box of a tensor of four dimensions at (x, y, z, w), the innermost first; zeros where it ends.
-__device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
-                                int w, unsigned long long policy = EVICT_NORMALLY) {
+// Loads the box at (x, y, z, w), innermost first, of a 4-dimensional tensor; out-of-bounds elements are zeros.
+__device__ inline void tma_load(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y, int z,
+                                int w, unsigned long long policy = EVICT_NORMAL) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
@@ -105,9 +106,9 @@ __device__ inline void copy_box(unsigned int to, const TensorMap& map, unsigned 
       : "memory");
 }
 
-// The same to the same place of both blocks of a cluster, each of whose mbarriers counts the bytes.
-__device__ inline void copy_box_to_both(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y,
-                                        int z, int w, unsigned long long policy) {
+// Loads the box to the same offset in both blocks of a cluster; the mbarrier of each counts the bytes.
+__device__ inline void tma_load_multicast(unsigned int to, const TensorMap& map, unsigned int mbarrier, int x, int y,
+                                          int z, int w, unsigned long long policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to),
@@ -115,89 +116,90 @@ __device__ inline void copy_box_to_both(unsigned int to, const TensorMap& map, u
       : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers, from where load_matrices has them to where it reads them.
-__device__ inline void store_matrices(unsigned int address, const unsigned int (&x)[4]) {
+// Stores four 8 x 8 matrices of 16-bit numbers: the inverse of ldmatrix_x4.
+__device__ inline void stmatrix_x4(unsigned int address, const unsigned int (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Asks for a box to be written as copy_box reads one; what lies past the tensor's end is left out.
-__device__ inline void store_box(const TensorMap& map, unsigned int from, int x, int y, int z, int w) {
+// Stores a box; out-of-bounds elements are not written.
+__device__ inline void tma_store(const TensorMap& map, unsigned int from, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
-// Asks for fp32 numbers to be added to those in global memory; both begin at multiples of 16 bytes, as many.
-__device__ inline void add_bulk(float* to, unsigned int from, int bytes) {
+// Adds `bytes` of fp32 numbers to global memory; both addresses and the size are multiples of 16 bytes.
+__device__ inline void bulk_reduce_add(float* to, unsigned int from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
                : "memory");
 }
-// The stores of this thread since the last end are one group.
-__device__ inline void end_stores() {
+// Commits the bulk stores of this thread since the last call as one group.
+__device__ inline void bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until all but its last PENDING groups have read shared memory; when they have written, the end of the kernel tells.
+// Waits until at most PENDING groups still read shared memory. Their writes complete by the end of the kernel.
 template <int PENDING>
-__device__ void wait_for_stores() {
+__device__ void bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Around products: registers are as ordinary instructions left them, the products since the last end are one group, and
-// all but the last PENDING groups are done.
-__device__ inline void begin_products() {
+// wgmma_fence orders register accesses before the wgmmas that follow; wgmma_commit_group commits those since the last
+// call as one group; wgmma_wait_group waits until at most PENDING groups are in flight.
+__device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ inline void end_products() {
+__device__ inline void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int PENDING>
-__device__ void wait_for_products() {
+__device__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The compiler moves no use of these registers across, which it would where an instruction in flight has them.
+// Register fence (CUTLASS's warpgroup_fence_operand): keeps the compiler from moving accesses across an in-flight
+// wgmma.
 template <int N>
-__device__ void pin(float (&x)[1][N][4]) {
+__device__ void fence_operand(float (&x)[1][N][4]) {
 #pragma unroll
   for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+f"(x[0][n / 4][n % 4])::"memory");
 }
 template <int N>
-__device__ void pin(unsigned int (&x)[1][N][4]) {
+__device__ void fence_operand(unsigned int (&x)[1][N][4]) {
 #pragma unroll
   for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+r"(x[0][n / 4][n % 4])::"memory");
 }
 
-// A matrix in panels of 64 columns: rows of 128 bytes, chunk c of row r at place c ^ r % 8, as copies with the 128-byte
-// swizzle leave them. It starts at a multiple of 1024; what is `panel` bytes further is the next 64 columns, which only
-// the product with transposed B looks for.
-__device__ inline unsigned long long matrix(unsigned int address, int panel) {
+// Shared-memory descriptor of a matrix in panels of 64 columns with the 128-byte swizzle: rows of 128 bytes, chunk c of
+// row r at c ^ r % 8. The address is a multiple of 1024. `panel` is the distance in bytes to the next 64 columns, which
+// only an MN-major operand uses.
+__device__ inline unsigned long long smem_descriptor(unsigned int address, int panel) {
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
          (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
 }
-constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a matrix: inside its panel; of e4m3 the next 32
-constexpr int NEXT_16_ROWS = 2048 >> 4;   // and down its panels
+constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a descriptor: 16 columns to the right within a panel; 32 of e4m3
+constexpr int NEXT_16_ROWS = 2048 >> 4;   // 16 rows down
 
-// How a factor of a product lies in shared memory: rows of the numbers that one sum runs over, or rows across the sums.
+// Layout of an operand: K_MAJOR if the summed dimension is contiguous, MN_MAJOR if the other one is.
 constexpr bool K_MAJOR = false, MN_MAJOR = true;
 
-// The products of 8 N columns, from DEFINE_PRODUCTS.
+// wgmma with 8 N columns, specialised by DEFINE_WGMMA.
 template <typename T, int N>
-struct Products;
+struct Wgmma;
 
-// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += with `adds`; A and B in shared memory. Warp w of the warpgroup has
-// rows [16 w, 16 w + 16) of D, in fragments of 8 columns as `multiply` of ptx.cuh has them.
+// D (64 x 8 N) = A (64 x 16) B (16 x 8 N), or += if `adds`; A and B in shared memory. Warp w of the warpgroup has rows
+// [16 w, 16 w + 16) of D, in 16 x 8 fragments laid out like those of mma_m16n8k16.
 template <typename T, bool A_MAJOR = K_MAJOR, bool B_MAJOR = K_MAJOR, int N>
-__device__ void multiply(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) {
-  Products<T, N>::template add<A_MAJOR, B_MAJOR>(d, a, b, adds);
+__device__ void wgmma(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) {
+  Wgmma<T, N>::template add<A_MAJOR, B_MAJOR>(d, a, b, adds);
 }
-// D += A B; A in the fragments of `multiply`, B in shared memory, MN_MAJOR.
+// D += A B; A in registers, as the A fragments of mma_m16n8k16, B in shared memory, MN_MAJOR.
 template <typename T, int N>
-__device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {
-  Products<T, N>::add(d, a, b);
+__device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b) {
+  Wgmma<T, N>::add(d, a, b);
 }
 
-// The names of the registers of D and what they are, for 8 N = 32, 64 .. columns.
+// The operand list of D for 8 N = 32, 64 .. columns: names, then constraints.
 #define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_8 \
   NAMES_4       \
@@ -232,9 +234,9 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
   FRAGMENTS_24, FRAGMENT(24), FRAGMENT(25), FRAGMENT(26), FRAGMENT(27), FRAGMENT(28), FRAGMENT(29), FRAGMENT(30), \
       FRAGMENT(31)
 
-#define DEFINE_PRODUCTS(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                             \
+#define DEFINE_WGMMA(T, TYPE, N, COLUMNS, R0, R1, R2, R3, R4)                                                \
   template <>                                                                                                \
-  struct Products<T, N> {                                                                                    \
+  struct Wgmma<T, N> {                                                                                       \
     template <bool A_MAJOR, bool B_MAJOR>                                                                    \
     static __device__ void add(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
       asm volatile(                                                                                          \
@@ -253,25 +255,25 @@ __device__ void multiply(float (&d)[1][N][4], const unsigned int (&a)[4], unsign
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
     }                                                                                                        \
   };
-#define DEFINE_PRODUCTS_OF(T, TYPE)                      \
-  DEFINE_PRODUCTS(T, TYPE, 4, 32, 16, 17, 18, 19, 20)    \
-  DEFINE_PRODUCTS(T, TYPE, 8, 64, 32, 33, 34, 35, 36)    \
-  DEFINE_PRODUCTS(T, TYPE, 10, 80, 40, 41, 42, 43, 44)   \
-  DEFINE_PRODUCTS(T, TYPE, 12, 96, 48, 49, 50, 51, 52)   \
-  DEFINE_PRODUCTS(T, TYPE, 16, 128, 64, 65, 66, 67, 68)  \
-  DEFINE_PRODUCTS(T, TYPE, 24, 192, 96, 97, 98, 99, 100) \
-  DEFINE_PRODUCTS(T, TYPE, 32, 256, 128, 129, 130, 131, 132)
-DEFINE_PRODUCTS_OF(half16, "f16")
-DEFINE_PRODUCTS_OF(bfloat16, "bf16")
+#define DEFINE_WGMMA_SHAPES(T, TYPE)                  \
+  DEFINE_WGMMA(T, TYPE, 4, 32, 16, 17, 18, 19, 20)    \
+  DEFINE_WGMMA(T, TYPE, 8, 64, 32, 33, 34, 35, 36)    \
+  DEFINE_WGMMA(T, TYPE, 10, 80, 40, 41, 42, 43, 44)   \
+  DEFINE_WGMMA(T, TYPE, 12, 96, 48, 49, 50, 51, 52)   \
+  DEFINE_WGMMA(T, TYPE, 16, 128, 64, 65, 66, 67, 68)  \
+  DEFINE_WGMMA(T, TYPE, 24, 192, 96, 97, 98, 99, 100) \
+  DEFINE_WGMMA(T, TYPE, 32, 256, 128, 129, 130, 131, 132)
+DEFINE_WGMMA_SHAPES(half16, "f16")
+DEFINE_WGMMA_SHAPES(bfloat16, "bf16")
 
-// Of e4m3 a product is 32 deep, and both factors have their depth along their rows; of what it sums it keeps 14 bits.
-// A matrix may be in panels of 64 columns, in rows of 64 bytes: chunk c of row r at place c ^ r / 2 % 4.
-__device__ inline unsigned long long narrow_matrix(unsigned int address) {
+// wgmma with e4m3 has a depth of 32, K-major operands, and accumulates with 14 bits of precision. This descriptor is of
+// a matrix in panels of 64 columns with the 64-byte swizzle: rows of 64 bytes, chunk c of row r at c ^ r / 2 % 4.
+__device__ inline unsigned long long smem_descriptor_64b(unsigned int address) {
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(512 >> 4) << 32 | 2ull << 62;
 }
 
-// Four numbers rounded to e4m3, to nearest even; what is larger than 448 becomes 448.
-__device__ inline unsigned int pack_e4m3(float x0, float x1, float x2, float x3) {
+// Four numbers rounded to e4m3, to nearest even; magnitudes above 448 saturate.
+__device__ inline unsigned int cvt_rn_satfinite_e4m3x4(float x0, float x1, float x2, float x3) {
   unsigned int y;
   asm("{ .reg .b16 low, high;"
       "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;"
@@ -282,39 +284,39 @@ __device__ inline unsigned int pack_e4m3(float x0, float x1, float x2, float x3)
   return y;
 }
 
-// D (64 x N) = A (64 x 32) B^T, or += with `adds`; A in shared memory, or in registers: a lane has four bytes of rows
-// g, g + 8, g, g + 8 from column 4t on (a[0], a[1]), 16 further (a[2], a[3]), with g = lane / 4 and t = lane % 4.
+// D (64 x 8 N) = A (64 x 32) B^T, or += if `adds`. A in shared memory, or in registers: with g = lane / 4 and t = lane
+// % 4, a lane has four bytes of rows g, g + 8, g, g + 8 from column 4t (a[0], a[1]) and from column 4t + 16 (a[2],
+// a[3]).
 template <int N>
-__device__ void multiply_e4m3(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
+__device__ void wgmma_e4m3(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
 template <int N>
-__device__ void multiply_e4m3(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b, bool adds);
+__device__ void wgmma_e4m3(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b, bool adds);
 
-#define DEFINE_PRODUCTS_OF_E4M3(N, COLUMNS, R0, R1, R2, R3, R4, R5)                                              \
-  template <>                                                                                                    \
-  __device__ inline void multiply_e4m3<N>(float (&d)[1][N][4], unsigned long long a, unsigned long long b,       \
-                                          bool adds) {                                                           \
-    asm volatile(                                                                                                \
-        "{ .reg .pred p;"                                                                                        \
-        "setp.ne.b32 p, %" #R2                                                                                   \
-        ", 0;"                                                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #R0 ", %" #R1        \
-                                                                                     ", p, 1, 1; }"              \
-        : FRAGMENTS_##N                                                                                          \
-        : "l"(a), "l"(b), "r"((int)adds));                                                                       \
-  }                                                                                                              \
-  template <>                                                                                                    \
-  __device__ inline void multiply_e4m3<N>(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b, \
-                                          bool adds) {                                                           \
-    asm volatile(                                                                                                \
-        "{ .reg .pred p;"                                                                                        \
-        "setp.ne.b32 p, %" #R5                                                                                   \
-        ", 0;"                                                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N                             \
-        "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", p, 1, 1; }"                                      \
-        : FRAGMENTS_##N                                                                                          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds));                                   \
+#define DEFINE_WGMMA_E4M3(N, COLUMNS, R0, R1, R2, R3, R4, R5)                                                        \
+  template <>                                                                                                        \
+  __device__ inline void wgmma_e4m3<N>(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds) { \
+    asm volatile(                                                                                                    \
+        "{ .reg .pred p;"                                                                                            \
+        "setp.ne.b32 p, %" #R2                                                                                       \
+        ", 0;"                                                                                                       \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N "}, %" #R0 ", %" #R1            \
+                                                                                     ", p, 1, 1; }"                  \
+        : FRAGMENTS_##N                                                                                              \
+        : "l"(a), "l"(b), "r"((int)adds));                                                                           \
+  }                                                                                                                  \
+  template <>                                                                                                        \
+  __device__ inline void wgmma_e4m3<N>(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned long long b,        \
+                                       bool adds) {                                                                  \
+    asm volatile(                                                                                                    \
+        "{ .reg .pred p;"                                                                                            \
+        "setp.ne.b32 p, %" #R5                                                                                       \
+        ", 0;"                                                                                                       \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" NAMES_##N                                 \
+        "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, %" #R4 ", p, 1, 1; }"                                          \
+        : FRAGMENTS_##N                                                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)adds));                                       \
   }
-DEFINE_PRODUCTS_OF_E4M3(8, 64, 32, 33, 34, 35, 36, 37)
-DEFINE_PRODUCTS_OF_E4M3(12, 96, 48, 49, 50, 51, 52, 53)
-DEFINE_PRODUCTS_OF_E4M3(16, 128, 64, 65, 66, 67, 68, 69)
-DEFINE_PRODUCTS_OF_E4M3(24, 192, 96, 97, 98, 99, 100, 101)
+DEFINE_WGMMA_E4M3(8, 64, 32, 33, 34, 35, 36, 37)
+DEFINE_WGMMA_E4M3(12, 96, 48, 49, 50, 51, 52, 53)
+DEFINE_WGMMA_E4M3(16, 128, 64, 65, 66, 67, 68, 69)
+DEFINE_WGMMA_E4M3(24, 192, 96, 97, 98, 99, 100, 101)

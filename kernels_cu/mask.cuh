@@ -1,8 +1,8 @@
-// Which keys a query sees: by position (the band of causal and window masks) and by the dense mask. Twin of mask.py.
+// Visibility of keys: by position (the band of causal and window masks) and by the dense mask. Twin of mask.py.
 #pragma once
 #include "sequence.cuh"
 
-// Query i sees the keys i + low <= j <= i + high that exist.
+// Query i sees the existing keys j with i + low <= j <= i + high.
 struct Band {
   int low;
   int high;
@@ -10,7 +10,7 @@ struct Band {
   int kv_len;
 
   __device__ Band(const Params& p, const Sequence& sequence) : q_len(sequence.q_len), kv_len(sequence.kv_len) {
-    // An unbounded side, or one past the sequence, is a bound that no pair of positions reaches.
+    // Bounds are clamped to just beyond all pairs of positions, which an unbounded side is too: no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;
     if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
@@ -21,12 +21,12 @@ struct Band {
     return min(max(bound, (long long)(-q_len - 1)), (long long)(kv_len + 1));
   }
 
-  // Rounded down. Without a shard the divisor is 1, and the compiler leaves nothing of it.
+  // Rounds down. Without a shard b is 1, and the compiler removes the division.
   __device__ static long long floor_div(long long a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
   __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
 
-  // The keys that query i sees, and the queries that see key j.
+  // The keys that query i sees; the queries that see key j.
   __device__ Range keys(int i) const {
     return i < q_len ? Range{max(i + low, 0), min(i + high, kv_len - 1) + 1} : Range{0, 0};
   }
@@ -34,21 +34,21 @@ struct Band {
     return j < kv_len ? Range{max(j - high, 0), min(j - low, q_len - 1) + 1} : Range{0, 0};
   }
 
-  // Keys [start, stop) that a query of [q_start, q_stop) sees; queries that see a key of [kv_start, kv_stop).
+  // Bounds of the keys seen by queries [q_start, q_stop), and of the queries that see keys [kv_start, kv_stop).
   __device__ int kv_begin(int q_start) const { return min(max(q_start + low, 0), kv_len); }
   __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }
   __device__ int q_begin(int kv_start) const { return min(max(kv_start - high, 0), q_len); }
   __device__ int q_end(int kv_stop) const { return max(min(kv_stop - low, q_len), 0); }
 
-  // The keys that every query of the tile sees, all of its queries inside the sequence.
+  // The keys that every query of the tile sees; empty if the tile exceeds the sequence.
   __device__ Range sees_all(int q_start, int q_stop) const {
     return q_stop <= q_len ? Range{q_stop - 1 + low, min(q_start + high + 1, kv_len)} : Range{0, 0};
   }
-  // The queries that see every key of the tile, all of its keys inside the sequence.
+  // The queries that see every key of the tile; empty if the tile exceeds the sequence.
   __device__ Range seen_by_all(int kv_start, int kv_stop) const {
     return kv_stop <= kv_len ? Range{kv_stop - 1 - high, min(kv_start - low + 1, q_len)} : Range{0, 0};
   }
-  // Whether every query of the tile sees every key of it, all of them inside the sequence: nothing to mask.
+  // True if every query of the tile sees every key of the tile, so that no mask is needed.
   __device__ bool sees_all(int q_start, int q_stop, int kv_start, int kv_stop) const {
     Range keys = sees_all(q_start, q_stop);
     return keys.begin <= kv_start && kv_stop <= keys.end;

@@ -1,4 +1,4 @@
-// Storage types and the arithmetic type, without a CUDA header: fp16 and bf16 are 16 bits and two conversions.
+// Storage dtypes and their conversions to the accumulation dtype, without a CUDA header: fp16 and bf16 are 16 bits.
 #pragma once
 
 struct half16 {
@@ -37,7 +37,7 @@ __device__ inline void store(half16* x, real y) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x->bits) : "f"(narrow));
 }
 __device__ inline void store(bfloat16* x, real y) {
-  // In integers, because the instruction starts with sm_80: add half of the last kept bit, ties to the even one.
+  // Integer arithmetic, because cvt.rn.bf16.f32 requires sm_80: add half a unit of the last kept bit, ties to even.
   unsigned int bits = __float_as_uint((float)y);
   bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   x->bits = is_nan ? (bits >> 16) | 0x40 : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;

@@ -1,15 +1,15 @@
-// The one argument of every kernel, passed by value. The NumPy dtype that Python fills is derived from this text
-// (cupy_flash/params.py), so a field is added here and nowhere else.
+// The only argument of every kernel, passed by value. cupy_flash/params.py derives the NumPy dtype from this text, so a
+// field is declared here and nowhere else.
 #pragma once
 
-// One tensor (b, h, s, d); strides in elements, d contiguous. Row arrays (b, h, s) such as lse are operands with one
-// column. In a packed batch b is not an axis: rows are counted over all sequences.
+// A tensor (b, h, s, d); strides in elements, d contiguous. Per-row arrays (b, h, s) such as lse have one column. A
+// packed batch has no axis b: rows are counted over all sequences.
 struct Operand {
   void* data;
   long long batch;
   long long head;
   long long row;
-  int aligned;  // every row starts at a multiple of so many elements: 8, 4 or 1
+  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.
@@ -30,14 +30,14 @@ struct Params {
   Operand dout;
   Operand dlse;
   Operand delta;
-  Operand lse2;     // a workspace like delta
+  Operand lse2;     // workspace, shaped like delta
   Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
   Operand dq_turns;
-  Operand vt;         // a workspace of fp8, laid out by wgmma/vt.cuh
-  Operand q_descale;  // of fp8 (b, kv head); null: 1
+  Operand vt;         // fp8 workspace, laid out by wgmma/vt.cuh
+  Operand q_descale;  // fp8: (b, kv head); null: 1
   Operand k_descale;
   Operand v_descale;
-  int* drawn;  // a workspace: how many tiles blocks have drawn (wgmma/work.cuh)
+  int* drawn;  // workspace: how many tiles a persistent grid has drawn (wgmma/tile_scheduler.cuh)
   Operand dq;
   Operand dk;
   Operand dv;
@@ -45,33 +45,33 @@ struct Params {
   Dense dbias;
   Dense mask;
   float* alibi_slopes;
-  long long alibi_batch;  // stride; 0: the same slopes for the whole batch
+  long long alibi_batch;  // stride; 0: one set of slopes for the whole batch
   void* sink;
   void* dsink;
   int* q_lengths;
   int* kv_lengths;
   int* cu_seqlens_q;
   int* cu_seqlens_k;
-  int* starts;            // (batch, 3) of a shard: position of its first query, of its first key, and the offset
-  long long* seed_array;  // null: seed
+  int* starts;  // shard: (batch, 3), the positions of the first query and the first key, and the diagonal offset
+  long long* seed_array;  // null: use seed
   unsigned long long seed;
   double scale;
   double softcap;
   double keep_scale;
-  unsigned int drop_below;  // dropout keeps a probability whose 16 random bits are at least this
-  int step;                 // positions between neighbouring rows: 1, or more of a shard
-  int first_head;           // of a shard
-  int whole_heads;          // query heads of what it is a part of
+  unsigned int drop_below;  // dropout keeps a probability if its 16 random bits are at least this
+  int step;                 // distance of neighbouring rows in positions: 1, or more for a striped shard
+  int first_head;           // shard: global index of its first head
+  int whole_heads;          // query heads of the unsharded problem
   int batch;
   int heads;
-  int group;  // query heads per key/value head
+  int group;  // GQA group: query heads per key/value head
   int q_len;  // rows of the arrays: of one sequence, or of the whole packed batch
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
 };
 
-// The argument of partials.cu: two results over disjoint sets of keys, and what they make together.
+// The argument of partials.cu: two results over disjoint sets of keys, and the merged result.
 struct Partials {
   Operand out_a;
   Operand out_b;

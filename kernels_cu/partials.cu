@@ -1,5 +1,5 @@
-// (out, lse) + (out, lse) -> (out, lse): attention over two disjoint sets of keys from the results over each, a warp
-// per row. Twin of partials.py. grid (tiles of rows, heads, batch entries)
+// Merges (out, lse) over two disjoint sets of keys, one warp per row. Twin of partials.py. grid (row tiles, heads,
+// batch entries)
 #include "number.cuh"
 #include "params.cuh"
 
@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) partials(const __grid_c
   for (int row = (blockIdx.x * THREADS + threadIdx.x) / WARP; row < p.rows; row += gridDim.x * THREADS / WARP) {
     real a = *row_of<real>(p.lse_a, row), b = *row_of<real>(p.lse_b, row);
     real larger = max(a, b);
-    // A row that saw no key on one side takes the other's; on both sides it stays 0 and -inf.
+    // A row without keys on one side takes the other side's result; without keys on both sides it stays 0 and -inf.
     bool empty = larger == -infinity();
     real weight_a = empty ? 0 : exp(a - larger), weight_b = empty ? 0 : exp(b - larger);
     real sum = empty ? 1 : weight_a + weight_b;

@@ -1,4 +1,4 @@
-// What happens to a score between q.k and the softmax, with the gradients beside it. Twin of score.py.
+// Score modifications between q.k and the softmax, with their gradients. Twin of score.py.
 //
 //     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias
 #pragma once
@@ -22,32 +22,32 @@ struct Score {
         step(sequence.step),
         scale((real)params.scale),
         slope(0) {
-    // The rows past a packed batch's last sequence have none.
+    // The rows past a packed batch's last sequence have no slope.
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // The score of query i and key j from their product; `slope_of_cap` is what the gradient of the cap needs.
-  __device__ real apply(real product, int i, int j, real& slope_of_cap) const {
+  // Score of query i and key j from q.k. Sets softcap_slope, the derivative of the soft cap, for gradient().
+  __device__ real apply(real product, int i, int j, real& softcap_slope) const {
     real s = scale * product;
-    slope_of_cap = 1;
+    softcap_slope = 1;
     if constexpr (SOFTCAP) {
       real t = tanh(s / (real)p.softcap);
       s = (real)p.softcap * t;
-      slope_of_cap = 1 - t * t;
+      softcap_slope = 1 - t * t;
     }
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
-      // A bias of -inf hides the key whatever the product is: NaN and +inf would outlast an addition.
+      // A bias of -inf hides the key for every q.k: adding it would keep a NaN and turn +inf into NaN.
       real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
       bool hidden = bias == -infinity();
       s = hidden ? bias : s + bias;
-      if (hidden) slope_of_cap = 0;
+      if (hidden) softcap_slope = 0;
     }
     return s;
   }
 
-  // The gradient of scale * q.k from that of the score. The bias's is that of the score itself.
-  __device__ real gradient(real ds, real slope_of_cap) const { return SOFTCAP ? ds * slope_of_cap : ds; }
+  // Gradient of scale * q.k from that of the score. The gradient of the bias is that of the score itself.
+  __device__ real gradient(real ds, real softcap_slope) const { return SOFTCAP ? ds * softcap_slope : ds; }
 
   __device__ long long bias_index(const Dense& x, int i, int j) const {
     return batch * x.batch + head * x.head + i * x.row + j * x.column;

@@ -1,4 +1,4 @@
-// Where one sequence of the batch lies, padded or packed, and what its positions mean. Lengths are read once, here.
+// Rows and positions of one sequence of a padded or packed batch. Lengths are read once, here.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
@@ -12,18 +12,18 @@ struct Range {
 
 struct Sequence {
   int batch;
-  int q_len;  // queries and keys that count
+  int q_len;  // valid queries and keys
   int kv_len;
-  int q_rows;  // rows of the arrays that are this sequence's to write: those past the lengths are written too
+  int q_rows;  // rows of the sequence, padding included; every row of an output is written
   int kv_rows;
   int q_start;  // first row; 0 in a padded batch
   int kv_start;
   int offset;  // the diagonal offset o that causal, window and ALiBi share
-  int step;    // query i lies i * step + offset - j * step positions past key j
+  int step;    // query i is i * step + offset - j * step positions past key j
 
   __device__ Sequence(const Params& p, int b) : batch(b) {
     if constexpr (PACKED) {
-      // One block more than there are sequences: the rows past the last, which no query or key counts in.
+      // The grid has one sequence more than the batch: the rows past cu_seqlens[-1], without valid queries or keys.
       bool past_the_end = b == p.batch;
       q_start = p.cu_seqlens_q[b];
       kv_start = p.cu_seqlens_k[b];
@@ -46,7 +46,7 @@ struct Sequence {
     }
   }
 
-  // The address of row 0 of this sequence in an operand of queries, or of keys.
+  // The address of row 0 of this sequence: of a tensor of queries, then of a tensor of keys.
   template <typename T>
   __device__ T* queries(const Operand& x, int head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + head * x.head + q_start * x.row;

@@ -1,4 +1,4 @@
-// The online-softmax state of one row: reference m and sum l, the sink among them. Twin of partials.py.
+// Online-softmax state of one row: row max m and row sum l, including the sink. Twin of partials.py.
 #pragma once
 #include "number.cuh"
 
@@ -6,13 +6,13 @@ struct Softmax {
   real m;
   real l;
 
-  // A sink is a key of score `sink` and value 0, seen before all others.
+  // A sink is a key with score `sink` and value 0 that precedes all others.
   __device__ void init(real sink) {
     m = sink;
     l = sink > -infinity() ? 1 : 0;
   }
 
-  // The factor that brings what was summed to the new reference; a row that has seen nothing has none to bring.
+  // Updates m and returns exp(m_old - m_new), which rescales O and l; 1 while the row has seen no key.
   __device__ real rescale(real row_max) {
     real previous = m;
     m = max(m, row_max);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -394,6 +395,8 @@ OPTIONS |= {f"dtype-{name}-dropout": Case(dtype=name, dropout=0.3, softcap=2.0) 
 OPTIONS |= {f"scores-{name}": Case(scores=name) for name in SCORES}
 OPTIONS |= {f"scores-{name}-causal-sink": Case(scores=name, causal=True, q_len=29, sink=True) for name in SCORES}
 OPTIONS |= {f"scores-{name}-bfloat16": Case(scores=name, dtype="bfloat16", dropout=0.2) for name in SCORES}
+# Each distribution of scores runs once by default; these are the same with other options or another dtype.
+SCORES_AGAIN = [f"scores-{name}{rest}" for name in SCORES for rest in ("-causal-sink", "-bfloat16")]
 OPTIONS |= {
     "bias-huge": Case(bias="1hqk", bias_size=1e4),
     "bias-huge-causal-sink": Case(bias="qk", bias_size=1e4, causal=True, q_len=29, sink=True),
@@ -466,8 +469,9 @@ SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
 SIMULATED_PAIRS = covering(6)
 
 
-def by_backend(names: str = "case", **rows: dict) -> pytest.MarkDecorator:
+def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: dict) -> pytest.MarkDecorator:
     """parametrize over (backend, `names`) whose rows differ by backend: by_backend(cpu={id: row}, simulator=...).
+    Rows whose id is in `exhaustive` run with --exhaustive alone on any backend but the CPU.
 
     A GPU takes the simulator's rows, those of the same engine, unless it has its own.
     """
@@ -475,7 +479,12 @@ def by_backend(names: str = "case", **rows: dict) -> pytest.MarkDecorator:
         rows.setdefault("cuda", rows["simulator"])
     several = "," in names
     parameters = [
-        pytest.param(backend, *(row if several else (row,)), id=f"{backend}-{name}")
+        pytest.param(
+            backend,
+            *(row if several else (row,)),
+            id=f"{backend}-{name}",
+            marks=pytest.mark.exhaustive if backend != "cpu" and name in exhaustive else (),
+        )
         for backend, of_backend in rows.items()
         for name, row in of_backend.items()
     ]

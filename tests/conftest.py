@@ -1,5 +1,6 @@
 """Shared by all tests: tiers and processes, hypothesis without randomness or time limits, backends, poisoned memory."""
 
+import functools
 import gc
 import os
 import shutil
@@ -85,6 +86,7 @@ def kernel_cache(tmp_path_factory, request):
 
 
 def faster(flags):
+    @functools.wraps(flags)
     def with_fewer_passes(target):
         # On sm_90a such PTX copies accumulators between wgmma.fence and wgmma, which the simulator refuses.
         is_cheaper = target.startswith("compute_") and not target.endswith("a")

@@ -10,6 +10,7 @@ import pytest
 from cases import (
     OPTIONS,
     PAIRS,
+    SCORES_AGAIN,
     SIMULATED_OPTIONS,
     SIMULATED_PAIRS,
     Call,
@@ -41,7 +42,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
-@by_backend(cpu=OPTIONS, simulator=SIMULATED_OPTIONS)
+@by_backend(exhaustive=SCORES_AGAIN, cpu=OPTIONS, simulator=SIMULATED_OPTIONS)
 def test_every_option(case, backend):
     check(case, outcome(case, backend), only=FORWARD)
 

@@ -51,6 +51,7 @@ def test_any_tiles(case, block_q, block_kv):
     "q_len, kv_len",
     cpu={"below": (511, 513), "above": (513, 513), "three-tiles": (1025, 513)},
     simulator={"below": (7, 15), "exact": (8, 32), "above": (9, 33), "many-tiles": (41, 81), "long": (513, 513)},
+    exhaustive=["long"],
 )
 def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
     """Long ones too: rounding does not add up from tile to tile."""

@@ -263,11 +263,11 @@ def test_readme_tables_follow_the_results(section: str, result: Any, tmp_path: P
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("<!-- bench:cpu-forward -->\n", "lacks its other half"),
-        ("<!-- bench:cpu-forward -->\n<!-- /bench:cpu-memory -->\n", "lacks its other half"),
-        ("<!-- bench:none-forward -->\n<!-- /bench:none-forward -->\n", "none.json, which is not among the results"),
-        ("<!-- bench:cpu-overhead -->\n<!-- /bench:cpu-overhead -->\n", "section 'overhead', which cpu.json"),
-        ("<!-- bench:cpu-memory -->\n<!-- /bench:cpu-memory -->\n", "section 'memory', which cpu.json"),
+        ("<!-- bench:cpu-forward -->\n", "no matching start or end"),
+        ("<!-- bench:cpu-forward -->\n<!-- /bench:cpu-memory -->\n", "no matching start or end"),
+        ("<!-- bench:none-forward -->\n<!-- /bench:none-forward -->\n", "has no none.json"),
+        ("<!-- bench:cpu-overhead -->\n<!-- /bench:cpu-overhead -->\n", "cpu.json has no section 'overhead'"),
+        ("<!-- bench:cpu-memory -->\n<!-- /bench:cpu-memory -->\n", "cpu.json has no section 'memory'"),
     ],
     ids=["unclosed", "crossed", "no-result", "no-such-section", "not-measured"],
 )

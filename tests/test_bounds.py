@@ -89,8 +89,8 @@ def ncu(tmp_path, monkeypatch):
     [
         (page(("forward", COUNTERS)), 0, None),
         ("==ERROR== ERR_NVGPUCTRPERM", 1, "==ERROR== ERR_NVGPUCTRPERM"),
-        ("hang", 1, "did not come back within 0 s"),
-        ("", 1, "ncu counted nothing, exit status 0"),
+        ("hang", 1, "timed out after 0 s"),
+        ("", 1, "ncu profiled no kernel, exit status 0"),
     ],
     ids=["counted", "not-permitted", "hangs", "nothing"],
 )

@@ -45,11 +45,11 @@ def run(tmp_path, capsys):
     "new, worse",
     [
         (OLD, []),
-        (changed(full=({"wgmma 1": 630.0},)), ["0.90 of its speed, wgmma 1 -> wgmma 1"]),
+        (changed(full=({"wgmma 1": 630.0},)), ["0.90 of the old speed, wgmma 1 -> wgmma 1"]),
         (changed(full=({"wgmma 1": 500.0, "wgmma 2": 690.0},)), []),  # another tile is as fast
-        (changed(full=({"wgmma 2": 600.0},)), ["0.86 of its speed, wgmma 1 -> wgmma 2"]),
-        (changed(full=({"wgmma 1": None},)), ["not measured any more"]),
-        (changed(causal=({"mma 1": 280.0},)), ["0.93 of its speed, mma 1 -> mma 1"]),
+        (changed(full=({"wgmma 2": 600.0},)), ["0.86 of the old speed, wgmma 1 -> wgmma 2"]),
+        (changed(full=({"wgmma 1": None},)), ["no longer measured"]),
+        (changed(causal=({"mma 1": 280.0},)), ["0.93 of the old speed, mma 1 -> mma 1"]),
         (result(OLD["cases"][0]), []),  # it did not come to the other
     ],
     ids=["equal", "slower", "another-tile", "slower-tile", "gone", "causal", "fewer"],

@@ -178,7 +178,7 @@ def test_state_of_another_run_is_refused(example, tmp_path, monkeypatch):
     options = [*TINY, "--steps", "1", "--save", str(path)]
     example.main(options)
     with pytest.raises(
-        SystemExit, match=r"gpt\.pt is of another run: layers is 2 there, 3 here; embed is 32 there, 48 "
+        SystemExit, match=r"gpt\.pt was saved by another run: layers is 2 there, 3 here; embed is 32 there, 48 "
     ):
         example.main([*options, "--layers", "3", "--embed", "48"])
     training, validation = example.read_text()
@@ -301,8 +301,11 @@ def test_ring_trains_alike(example, tmp_path, monkeypatch):
     [
         (["--fsdp"], "--fsdp needs torchrun: torchrun --nproc-per-node 2"),
         (["--ring"], "--ring needs torchrun: torchrun --nproc-per-node 2"),
-        (["--fsdp", "--save", "gpt.pt"], "--save is for one process"),
-        (["--ring", "--attention", "sdpa"], "--ring is cupy_flash's own attention: it has no --attention sdpa"),
+        (["--fsdp", "--save", "gpt.pt"], "--save does not work with --fsdp"),
+        (
+            ["--ring", "--attention", "sdpa"],
+            "--ring uses cupy_flash's ring attention and does not work with --attention sdpa",
+        ),
         (["--ring", "--fsdp"], "argument --fsdp: not allowed with argument --ring"),
     ],
     ids=["fsdp alone", "ring alone", "fsdp saving", "ring of sdpa", "fsdp in ring"],
@@ -317,7 +320,7 @@ def test_what_does_not_go_together_is_refused(example, capsys, options, message)
     "option, message",
     [
         ("--fsdp", "--batch 4 is not a multiple of 3 processes"),
-        ("--ring", "--context 128 is not two equal pieces for each of 3 processes"),
+        ("--ring", "--context 128 is not a multiple of 6: two chunks per process"),
     ],
     ids=["batch", "context"],
 )

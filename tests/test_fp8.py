@@ -237,21 +237,28 @@ def test_long_rows(monkeypatch):
 # name -> (what stands there, what is planted, errors; AssertionError where no check but the result's can see it)
 PLANTED = {
     "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
-    "no fence of scores": ("begin_products();\n      scores", "scores", errors.MissingFence),
-    "no fence of sums": ("pin(sums), pin(P);\n    begin_products();", "pin(sums), pin(P);", errors.MissingFence),
-    "scores not waited for": ("wait_for_products<0>();\n      pin(S_rmem);", "pin(S_rmem);",
+    "no fence of scores": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
+    "no fence of sums": (
+        "fence_operand(sums), fence_operand(P);\n    wgmma_fence();", "fence_operand(sums), fence_operand(P);",
+        errors.MissingFence,
+    ),
+    "scores not waited for": ("wgmma_wait_group<0>();\n      fence_operand(S_rmem);", "fence_operand(S_rmem);",
                              (errors.PendingRegister, errors.PendingCopy)),
-    "sums not waited for": ("wait_for_products<0>();\n    pin(sums)", "pin(sums)", errors.PendingRegister),
-    "sums not begun anew": ("NEXT_16_COLUMNS, k > 0);\n    end", "NEXT_16_COLUMNS, true);\n    end", AssertionError),
+    "sums not waited for": (
+        "wgmma_wait_group<0>();\n    fence_operand(sums)", "fence_operand(sums)", errors.PendingRegister,
+    ),
+    "sums not begun anew": (
+        "NEXT_16_COLUMNS, k > 0);\n    wgmma_commit", "NEXT_16_COLUMNS, true);\n    wgmma_commit", AssertionError,
+    ),
     "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),
     "keys past the last": ("j < sequence.kv_len ?", "true ?", (AssertionError, errors.OutOfBounds)),
-    "a part of V^T": ("narrow_matrix(X_smem) + 8 * n * ROW", "narrow_matrix(X_smem)", AssertionError),
-    "panels of Q": ("multiply_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) +", "multiply_e4m3(C, a +", AssertionError),
+    "a part of V^T": ("smem_descriptor_64b(X_smem) + 8 * n * ROW", "smem_descriptor_64b(X_smem)", AssertionError),
+    "panels of Q": ("wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) +", "wgmma_e4m3(C, a +", AssertionError),
     "no descale of K": ("* of(p, p.k_descale, b, kv_head)", "", AssertionError),
-    "no descale of V": ("factors[0][0] *= descales.of_values,", "", AssertionError),
+    "no descale of V": ("factors[0][0] *= descales.v,", "", AssertionError),
     "descale of another head": ("Descales descales(p, sequence.batch, head / p.group);",
                                 "Descales descales(p, sequence.batch, head);", errors.OutOfBounds),
-    "probabilities too large": ("m * unit - LARGEST_LOG2;", "m * unit - 2 * LARGEST_LOG2;", AssertionError),
+    "probabilities too large": ("m * scale_log2 - LARGEST_LOG2;", "m * scale_log2 - 2 * LARGEST_LOG2;", AssertionError),
     "lse of larger probabilities": ("log2f(l / (1 << LARGEST_LOG2))", "log2f(l)", AssertionError),
 }  # fmt: skip
 
@@ -340,7 +347,7 @@ def test_served_without_asking_for_the_engine():
             id="rows",
         ),
         pytest.param(dict(engine="mma"), ["mma: float8_e4m3fn is not float16 or bfloat16"], id="mma"),
-        pytest.param(dict(k=zeros(2, 32)[:, :0], v=zeros(2, 32)[:, :0]), ["no boxes to copy"], id="empty"),
+        pytest.param(dict(k=zeros(2, 32)[:, :0], v=zeros(2, 32)[:, :0]), ["TMA cannot load"], id="empty"),
     ],
 )
 def test_unsupported(changes, words):
@@ -352,7 +359,7 @@ def test_unsupported(changes, words):
 def test_other_architectures(monkeypatch):
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         monkeypatch.setattr(backends, "SIMULATED", arch)
-        with pytest.raises(UnsupportedError, match=f"wgmma: {arch} has not the instructions of sm_90a"):
+        with pytest.raises(UnsupportedError, match=f"wgmma: {arch} lacks the instructions of sm_90a"):
             cupy_flash.attention(**asked(backend="simulator"))
 
 

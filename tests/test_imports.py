@@ -67,6 +67,7 @@ FLOW = (
     "backends.simulator.matrix",
     "backends.simulator.barriers",
     "backends.simulator.mbarriers",
+    "backends.simulator.exits",
     "backends.simulator.fences",
     "backends.simulator.clusters",
     "backends.simulator.registers",

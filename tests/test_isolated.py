@@ -55,9 +55,9 @@ def is_alive(pid):
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("hangs", "did not come back within 0 s"),
-        ("crashes", "ended its process, exit status -11"),
-        ("leaves", "ended its process, exit status 3"),
+        ("hangs", "timed out after 0 s"),
+        ("crashes", "process exited with status -11"),
+        ("leaves", "process exited with status 3"),
         ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )

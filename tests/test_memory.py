@@ -388,7 +388,7 @@ def test_config_without_dropout_or_with_relu(tmp_path):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(model_type="mixtral"), "model of type 'mixtral'; gpt2, llama and mistral are known"),
+        (dict(model_type="mixtral"), "model of type 'mixtral'; supported are gpt2, llama and mistral"),
         ({}, "model of type None"),
         (dict(model_type="llama"), "has no 'num_hidden_layers'"),
     ],
@@ -403,10 +403,10 @@ def test_config_of_another_kind_is_refused(config, message, tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[]", "holds no JSON object"),
-        ("5", "holds no JSON object"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("[]", "does not contain a JSON object"),
+        ("5", "does not contain a JSON object"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         (json.dumps(CONFIGS["gpt2"] | dict(n_embd=float("inf"))), "embed_dim must be a whole number, not inf"),
         (json.dumps(CONFIGS["gpt2"] | dict(n_embd=float("nan"))), "embed_dim must be a whole number, not nan"),
         (json.dumps(CONFIGS["gpt2"] | dict(n_layer=-3)), "layers must be positive, not -3"),

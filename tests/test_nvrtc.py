@@ -103,7 +103,7 @@ def test_resources_count_what_called_functions_spill() -> None:
 
 def test_a_log_that_is_not_understood_is_an_error() -> None:
     compiled = nvrtc.Compiled("k", "sm_80", b"", "Compiling entry function 'k' for 'sm_80'\nregisters: 40\n")
-    with pytest.raises(RuntimeError, match=r"k what is not understood:\n(?s:.*)registers: 40"):
+    with pytest.raises(RuntimeError, match=r"of k cannot be parsed:\n(?s:.*)registers: 40"):
         _ = compiled.resources
 
 

@@ -111,7 +111,7 @@ def test_a_failed_step_is_told_and_run_again(machine):
 
 def test_without_a_gpu_it_says_so(machine):
     done, calls, steps = machine("1", failing="-L")
-    assert done.returncode == 2 and "there is no GPU here" in done.stderr and not steps
+    assert done.returncode == 2 and "found no GPU" in done.stderr and not steps
     assert [call for call in calls if "bench" in call] == []
 
 
@@ -197,7 +197,7 @@ def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
     words = (regimes, measure, 44, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
     assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next may take 15
     told, complaint = capsys.readouterr()
-    assert complaint == "out of time: 2 regimes are left, run again to go on\n"
+    assert complaint == "out of time: 2 regimes are left, run again to resume\n"
     assert told.index("2.0 TFLOP/s, 1.000 ms: fast") < told.index("1.0 TFLOP/s, 1.000 ms: slow")
     assert "left out other: not installed" in told and "3 regimes are left, about 30 s" in told
     assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
@@ -221,7 +221,7 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
                 left_out[name] = lost[gpu.kind(name)]
                 continue
             tried.append((regime.seqlen, name))
-            raise Lost(name, "did not come back within 20 s")
+            raise Lost(name, "timed out after 20 s")
         return record(regime, tflops, **left_out)
 
     regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 7, 2, 3, 4)]
@@ -230,7 +230,7 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
     assert gpu.run(regimes, *words) == 0 and len(tried) == 2
     stored = json.loads((tmp_path / "x.json").read_text())
     first, none, *others = stored["cases"]
-    told = "tile 128 False did not come back within 20 s (forward bfloat16, D 64, causal, 1)"
+    told = "tile 128 False timed out after 20 s (forward bfloat16, D 64, causal, 1)"
     assert first["left_out"] == {"tile 128 False": told, "tile 64 False": told} and first["tflops"]
     assert none["tflops"] == {} and none["left_out"]["inputs"] == "RuntimeError: no memory"
     assert [len(case["tflops"]) for case in others] == [1, 1, 1]
@@ -270,14 +270,14 @@ def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
 
 
 def measure_patiently(measure_one, regime, lost, announce):
-    """gpu.beside_matmul, as slow as the machine."""
-    return gpu.beside_matmul(measure_one, regime, lost, patiently(announce))
+    """gpu.measure_with_matmul, as slow as the machine."""
+    return gpu.measure_with_matmul(measure_one, regime, lost, patiently(announce))
 
 
 def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     """In a real process of its own, which here finds no GPU."""
     give_workers_time(monkeypatch)
-    monkeypatch.setattr(gpu, "beside_matmul", measure_patiently)
+    monkeypatch.setattr(gpu, "measure_with_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -344,7 +344,9 @@ def test_sanitized_calls_start_every_kernel():
     folder = ROOT / "kernels_cu"
     every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
     assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
-    assert {(name, True) for name in ("PERSISTENT", "TAKE_TURNS", "PAIRED", "DQ_IN_BULK", "DQ_IN_ORDER")} <= constants
+    assert {
+        (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
+    } <= constants
     assert set(sanitize.FP8) <= set(test_fp8.OPTIONS)
 
 

@@ -229,10 +229,10 @@ def test_deterministic_adds_nothing_up_in_any_order():
     """Of all tiles that may be chosen, none adds dQ up; without it, only on GPUs that add four numbers at once."""
     for arch in GPUS:
         problem = PROBLEM._replace(dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
-        adds = [tile.of_q is None for tile in mma.tiles(problem, named(arch))]
+        adds = [tile.q_tile is None for tile in mma.tiles(problem, named(arch))]
         assert any(adds) == (arch in mma.VECTOR_ADDITION) and not all(adds)
         problem = problem._replace(deterministic=True)
-        assert all(tile.of_q is not None for tile in mma.tiles(problem, named(arch)))
+        assert all(tile.q_tile is not None for tile in mma.tiles(problem, named(arch)))
         kernels = [launch.kernel for launch in plan(problem, named(arch)).launches]
         assert "mma/backward_q" in kernels and "dq" not in kernels
 

@@ -67,26 +67,28 @@ MASKS = {
 def test_every_visible_pair_is_computed_once(mask, sharding):
     for q_lengths, kv_lengths in [((12,), (12,)), ((9,), (14,)), ((14,), (5,)), ((2, 0, 11), (3, 4, 11))]:
         for ranks in (1, 2, 4):
-            ways = [shards.course(q_lengths, kv_lengths, mask, rank, ranks, sharding) for rank in range(ranks)]
+            schedules = [
+                shards.ring_schedule(q_lengths, kv_lengths, mask, rank, ranks, sharding) for rank in range(ranks)
+            ]
             computed = [np.zeros((q, kv), int) for q, kv in zip(q_lengths, kv_lengths, strict=True)]
-            for way in ways:
-                owned = [pair.queries for pair in way.pairs[0] if pair.own]
-                assert owned == list(way.queries)
-                for pair in (pair for pairs in way.pairs for pair in pairs):
-                    add_pair(computed, pair, mask, way.apart)
+            for schedule in schedules:
+                owned = [pair.queries for pair in schedule.pairs[0] if pair.local]
+                assert owned == list(schedule.queries)
+                for pair in (pair for pairs in schedule.pairs for pair in pairs):
+                    add_pair(computed, pair, mask, schedule.stride)
             for seen, count in zip(map(sees, [mask] * 3, q_lengths, kv_lengths), computed, strict=False):
                 np.testing.assert_array_equal(count, seen)
             # No step in which no rank has anything to compute.
-            assert {len(way.pairs) for way in ways} == {len(ways[0].pairs)}
-            assert len(ways[0].pairs) == 1 or any(way.pairs[-1] for way in ways)
+            assert {len(schedule.pairs) for schedule in schedules} == {len(schedules[0].pairs)}
+            assert len(schedules[0].pairs) == 1 or any(schedule.pairs[-1] for schedule in schedules)
 
 
-def add_pair(computed, pair, mask, apart):
+def add_pair(computed, pair, mask, stride):
     """What the band of a pair shows, at the positions of its rows."""
     places = zip(pair.starts, pair.queries.lengths, pair.keys.lengths, strict=True)
     for count, ((q_first, kv_first, offset), q_len, kv_len) in zip(computed, places, strict=True):
-        visible = mask.band(q_len, kv_len, offset, apart).visible(0, q_len, 0, kv_len)
-        rows, columns = q_first + apart * np.arange(q_len), kv_first + apart * np.arange(kv_len)
+        visible = mask.band(q_len, kv_len, offset, stride).visible(0, q_len, 0, kv_len)
+        rows, columns = q_first + stride * np.arange(q_len), kv_first + stride * np.arange(kv_len)
         count[np.ix_(rows, columns)] += visible
 
 
@@ -96,9 +98,9 @@ def test_work_under_a_causal_mask():
     for sharding in shards.SHARDINGS:
         pairs = [0] * 8
         for rank in range(8):
-            way = shards.course((4096,), (4096,), Mask(None, 0), rank, 8, sharding)
-            for pair in (pair for step in way.pairs for pair in step):
-                band = Mask(None, 0).band(pair.queries.rows, pair.keys.rows, pair.starts[0][2], way.apart)
+            schedule = shards.ring_schedule((4096,), (4096,), Mask(None, 0), rank, 8, sharding)
+            for pair in (pair for step in schedule.pairs for pair in step):
+                band = Mask(None, 0).band(pair.queries.rows, pair.keys.rows, pair.starts[0][2], schedule.stride)
                 pairs[rank] += band.pairs
         assert sum(pairs) == 4096 * 4097 // 2
         busiest[sharding] = max(pairs) / np.mean(pairs)
@@ -106,6 +108,8 @@ def test_work_under_a_causal_mask():
     assert busiest["zigzag"] < 1.001 and busiest["striped"] < 1.01
 
 
-def test_a_window_shortens_the_way():
-    steps = [len(shards.course((80,), (80,), Mask(w, 0), 0, 8, "contiguous").pairs) for w in (0, 1, 10, 11, 70, 100)]
+def test_a_window_shortens_the_schedule():
+    steps = [
+        len(shards.ring_schedule((80,), (80,), Mask(w, 0), 0, 8, "contiguous").pairs) for w in (0, 1, 10, 11, 70, 100)
+    ]
     assert steps == [1, 2, 2, 3, 8, 8]

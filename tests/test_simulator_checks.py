@@ -388,7 +388,7 @@ def test_shuffle_that_part_of_the_warp_never_reaches():
 
 
 def test_lane_outside_its_own_member_mask():
-    with pytest.raises(errors.BarrierMisuse, match="not in its own member mask"):
+    with pytest.raises(errors.BarrierMisuse, match="not in its own membermask"):
         run("vote.sync.ballot.b32 %r0, 1, 65535;")
 
 

@@ -142,7 +142,7 @@ def few(monkeypatch):
 def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys):
     assert main(tmp_path, stand_in) == 1
     wrong = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
-    assert wrong[HANGS] == "did not come back within 0 s" and wrong[DIES] == "ended its process, exit status 3"
+    assert wrong[HANGS] == "timed out after 0 s" and wrong[DIES] == "process exited with status 3"
     assert wrong[FAILS] == "CUDADriverError: an illegal address" and "simulator" in wrong[DIFFERS]
     assert len(wrong) == 4
     with np.load(tmp_path / "sm_90.npz") as stored:

@@ -69,7 +69,7 @@ def test_ignored_source_gives_zeros():
 @pytest.mark.parametrize("order", ORDERS)
 def test_use_before_the_wait(order):
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
-    with pytest.raises(errors.PendingCopy, match="before the wait for the copy") as caught:
+    with pytest.raises(errors.PendingCopy, match="before the wait for the cp.async") as caught:
         run(copy(wait=""), given, out, shared=WORDS, threads=64, order=order)
     assert "cp.async.cg" in str(caught.value) and "ld.shared.v4.b32" in str(caught.value)
 

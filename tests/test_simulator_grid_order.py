@@ -61,7 +61,7 @@ ORDERED = {
     ),
     "strong words": dict(write="st.relaxed.gpu.global.b32", release=PARTS["release"]),
 }  # fmt: skip
-ALONE = "without a __syncwarp after the acquire of lane 0 of its warp"
+ALONE = "without a __syncwarp after the acquire by lane 0 of its warp"
 SCOPES = "without a release and an acquire whose scopes include both blocks"
 UNORDERED = {
     "released relaxed": (dict(release=RELAXED["release"]), SCOPES),
@@ -72,7 +72,7 @@ UNORDERED = {
     "a fence of the block": (RELEASED_BY_FENCE | dict(before_release=SYNCWARP + "fence.acq_rel.cta;"), SCOPES),
     "a fence before the read": (ACQUIRED_BY_FENCE | dict(acquire="fence.acq_rel.gpu;" + RELAXED["acquire"], then=""),
                                 SCOPES),
-    "one lane releases": (dict(before_release=""), "released without a __syncwarp after the write of lane 1"),
+    "one lane releases": (dict(before_release=""), "release without a __syncwarp after the write of lane 1"),
     "one lane acquires": (
         dict(acquire="@%q1 " + PARTS["acquire"], after_acquire=""), f"{ALONE}|{SCOPES}",
     ),

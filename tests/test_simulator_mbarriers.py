@@ -180,7 +180,7 @@ def test_deadlock_says_who_waits_where():
         micro(swapped, np.zeros((5, 32), np.uint32))
     message = str(caught.value)
     assert "warps [0] wait for parity 0 of the mbarrier at shared byte" in message and "32 of 32 arrivals" in message
-    assert "warps [1] wait for parity 0" in message and "1 of 1 arrivals to come" in message
+    assert "warps [1] wait for parity 0" in message and "1 of 1 arrivals pending" in message
     assert "mbarrier.try_wait.parity.shared::cta.b64 %q1, [%r50+8], %r12;" in message
 
 
@@ -251,17 +251,17 @@ def test_more_arrivals_than_a_phase_has():
 
 def test_use_without_a_barrier_after_the_initialisation():
     body = EXCHANGE.replace("bar.sync 0;", "")
-    with pytest.raises(errors.SimulationError, match=r"no mbarrier at|without a barrier after its initialisation"):
+    with pytest.raises(errors.SimulationError, match=r"no mbarrier\.init|without a barrier after its mbarrier\.init"):
         micro(body, np.zeros(64, np.uint32))
 
 
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("mbarrier.arrive.shared::cta.b64 _, [%r50+8];", errors.Uninitialised, "no mbarrier at shared byte"),
-        ("mbarrier.arrive.shared::cta.b64 _, [%r50+4];", errors.Misaligned, "no multiple of 8"),
-        ("mbarrier.arrive.shared::cta.b64 _, [%r50+65536];", errors.OutOfBounds, "outside the shared memory"),
-        ("@%q6 mbarrier.init.shared::cta.b64 [%r50+8], 0;", errors.BarrierMisuse, "an mbarrier of 0 arrivals"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r50+8];", errors.Uninitialised, r"no mbarrier\.init of shared byte"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r50+4];", errors.Misaligned, "not aligned to 8 bytes"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r50+65536];", errors.OutOfBounds, "outside the block's shared memory"),
+        ("@%q6 mbarrier.init.shared::cta.b64 [%r50+8], 0;", errors.BarrierMisuse, "a count of 0"),
     ],
     ids=["none", "misaligned", "outside", "count"],
 )

@@ -186,13 +186,13 @@ WAIT = "wgmma.wait_group.sync.aligned 0;"
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_accumulator_read_before_the_wait(order):
-    with pytest.raises(errors.PendingRegister, match="used before its wait_group") as caught:
+    with pytest.raises(errors.PendingRegister, match="used before its wgmma.wait_group") as caught:
         run(CASE.body.replace(WAIT, ""), *CASE.inputs, CASE.out.copy(), threads=128, order=order, **CASE.options)
     assert "wgmma.mma_async" in str(caught.value) and "st.global.f32" in str(caught.value)
 
 
 def test_accumulator_written_in_flight():
-    with pytest.raises(errors.PendingRegister, match="used before its wait_group"):
+    with pytest.raises(errors.PendingRegister, match="used before its wgmma.wait_group"):
         changed(WAIT, f"mov.f32 %f3, 0f00000000; {WAIT}")
 
 
@@ -208,7 +208,7 @@ def test_product_that_is_not_committed():
 
 def test_end_without_a_wait():
     body = CASE.body[: CASE.body.index(WAIT)]
-    with pytest.raises(errors.PendingRegister, match="no wait_group before the end"):
+    with pytest.raises(errors.PendingRegister, match="no wgmma.wait_group before the kernel ends"):
         run(body, *CASE.inputs, CASE.out.copy(), threads=128, **CASE.options)
 
 
@@ -239,7 +239,7 @@ def test_accumulators_of_another_product_in_flight():
     turned = ", ".join(reversed(registers.split(", ")))
     second = CASE.body.rindex(f"{{{registers}}}")
     body = CASE.body[:second] + f"{{{turned}}}" + CASE.body[second + len(registers) + 2 :]
-    with pytest.raises(errors.PendingRegister, match="another in flight"):
+    with pytest.raises(errors.PendingRegister, match="another one in flight"):
         run(body, *CASE.inputs, CASE.out.copy(), threads=128, **CASE.options)
 
 
@@ -269,7 +269,7 @@ def test_matrices_that_a_copy_still_fills():
     fence = "fence.proxy.async.shared::cta;\n        bar.sync 0;"
     copy = "bar.sync 0; setp.eq.u32 %q0, %t, 0; @%q0 cp.async.cg.shared.global [%r60], [%p0], 16; {}" + fence
     changed(fence, copy.format("cp.async.wait_all;"))
-    with pytest.raises(errors.PendingCopy, match="before the wait for the copy that fills it"):
+    with pytest.raises(errors.PendingCopy, match="before the wait for the cp.async that fills it"):
         changed(fence, copy.format(""))
 
 

@@ -60,7 +60,7 @@ def test_other_bytes_are_no_map():
     [
         ({"data_type": 13}, "data_type 13 is unknown"),
         ({"shape": ()}, "1 to 5 dimensions"),
-        ({"strides": (2048, 256)}, "a stride less"),
+        ({"strides": (2048, 256)}, "strides one fewer"),
         ({"address": 8}, "address must be a multiple of 16"),
         ({"shape": (0, 1, 1, 1)}, r"dimensions must be 1 to 2\*\*32"),
         ({"strides": (8, 256, 256)}, "strides must be multiples of 16"),

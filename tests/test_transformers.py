@@ -739,7 +739,7 @@ WORDS = {
     "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
     "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),
     "block_indices": dict(block_indices=torch.zeros(1, 1, 3, 1)),
-    "position_ids that start anew": dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3])),
+    "position_ids that restart": dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3])),
 }
 
 

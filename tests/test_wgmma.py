@@ -174,99 +174,107 @@ def test_bytes_and_conflicts(how, small_tile, monkeypatch):
 PLANTED = {
     "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
     "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
-    "no wait for V": ("rings.V.wait();\n      begin", "begin", errors.PendingCopy),
+    "no wait for V": ("rings.V.wait();\n      wgmma_fence", "wgmma_fence", errors.PendingCopy),
     "no wait for an empty place": (
-        "wait_for_phase(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+        "mbarrier_wait(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
     "too few bytes": (
-        "arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES / 2);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES / 2);",
         (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
     ),
     "too many bytes": (
-        "arrive_expecting(this->full(), TILE_BYTES);", "arrive_expecting(this->full(), TILE_BYTES + 16);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES + 16);",
         errors.Deadlock,
     ),
     "parity of a full place": (
-        "wait_for_phase(full(), parity());", "wait_for_phase(full(), parity() ^ 1);",
+        "mbarrier_wait(full(), parity());", "mbarrier_wait(full(), parity() ^ 1);",
         (errors.PendingCopy, errors.Deadlock, errors.Uninitialised),
     ),
     "parity of the round": (
-        "return turn / PLACES % 2;", "return 0;",
+        "return index / SLOTS % 2;", "return 0;",
         (errors.PendingCopy, errors.Deadlock, errors.BarrierMisuse),
     ),
     "arrivals": ("CONSUMERS / WARP);", "CONSUMERS / WARP + 1);", errors.Deadlock),
     "no release": (
-        "arrive(empty());", "(void)0;", errors.Deadlock,
+        "mbarrier_arrive(empty());", "(void)0;", errors.Deadlock,
     ),
-    "no fence of the mbarriers": ("    fence_mbarriers();\n", "", errors.MissingFence),
+    "no fence of the mbarriers": ("    fence_mbarrier_init();\n", "", errors.MissingFence),
     "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
-    "no fence of registers": ("begin_products();\n      scores", "scores", errors.MissingFence),
-    "scores not waited for": ("wait_for_products<1>();", "wait_for_products<2>();", errors.PendingRegister),
+    "no fence of registers": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
+    "scores not waited for": ("wgmma_wait_group<1>();", "wgmma_wait_group<2>();", errors.PendingRegister),
     "sums not waited for": (
-        "wait_for_products<0>();\n      pin(O_rmem), pin(P_rmem);", "pin(O_rmem), pin(P_rmem);",
+        "wgmma_wait_group<0>();\n      fence_operand(O_rmem), fence_operand(P_rmem);",
+        "fence_operand(O_rmem), fence_operand(P_rmem);",
         (errors.PendingRegister, errors.PendingCopy),
     ),
     "sums not ended": (
-        "multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);\n  end_products();",
-        "multiply<element>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
+        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);\n  wgmma_commit_group();",
+        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
     ),
     "no fence before O is stored": (
-        "row, 0);\n  fence_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if", errors.MissingFence,
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if",
+        errors.MissingFence,
     ),
     "O fenced by one lane": (
-        "row, 0);\n  fence_async();\n  __syncwarp();\n  if",
-        "row, 0);\n  if (lane_of() == 0) fence_async();\n  __syncwarp();\n  if", errors.MissingFence,
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if",
+        "row, 0);\n  if (lane_id() == 0) fence_proxy_async();\n  __syncwarp();\n  if", errors.MissingFence,
     ),
     "O stored before every lane has written": (
-        "row, 0);\n  fence_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_async();\n  if", errors.Race,
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_proxy_async();\n  if",
+        errors.Race,
     ),
-    "stores not waited for": ("wait_for_stores<0>();", "", (errors.PendingCopy, errors.Race)),
-    "stores not ended": ("end_stores();", "", (errors.PendingCopy, errors.Race)),
+    "stores not waited for": ("bulk_wait_group_read<0>();", "", (errors.PendingCopy, errors.Race)),
+    "stores not ended": ("bulk_commit_group();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
-        "    store_O(", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_O(",
+        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
     "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
-    "the end not told": ("announced.tile = -1;", "", errors.Deadlock),
+    "the end not told": ("tile_smem.tile = -1;", "", errors.Deadlock),
     "work told before the last is done": (
-        "rings.Q.claim();\n    announced = work;", "announced = work;", errors.Race,
+        "rings.Q.acquire();\n    tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
     ),
-    "the first turn": ("1) pass_turn(warpgroup);", "1) (void)0;", errors.Deadlock),
-    "a turn not passed": ("begin_sums();\n        pass_turn(warpgroup);", "begin_sums();", errors.Deadlock),
+    "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
+    "a turn not passed": ("issue_PV();\n        pingpong_signal(warpgroup);", "issue_PV();", errors.Deadlock),
     "a turn kept": ("(warpgroup + 1) %", "warpgroup %", (errors.BarrierMisuse, errors.Deadlock)),
-    "halves of O": ("2 * k + lane_of() / 16", "2 * k + 1 - lane_of() / 16", AssertionError),
+    "halves of O": ("2 * k + lane_id() / 16", "2 * k + 1 - lane_id() / 16", AssertionError),
     "no fence after rows are cleared": (
-        "fence_async();\n  wait_for_threads", "wait_for_threads", errors.MissingFence,
+        "fence_proxy_async();\n  named_barrier_sync", "named_barrier_sync", errors.MissingFence,
     ),
     "no barrier after rows are cleared": (
-        "wait_for_threads(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
+        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
     ),
-    "rows not cleared": ("if (visits.last + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "rows not cleared": ("if (kv_tiles.last + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
-    "past the keys": ("kv_start + BLOCK_KV > unmasked.end)", "false)", AssertionError),
+    "past the keys": ("kv_start + BLOCK_KV > unmasked_keys.end)", "false)", AssertionError),
 }  # fmt: skip
 # And of a packed one.
 PLANTED_IN_ROWS = {
-    "no fence before Q is copied": ("    fence_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence),
+    "no fence before Q is copied": (
+        "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence,
+    ),
     "Q released before rows of O have left": (
-        "    store_O(", "    if (lane_of() == 0) arrive(rings.Q.empty());\n    store_O(",
+        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
     "places without a tile": ("if (tile >= 0) return;", "return;", AssertionError),
-    "where a sequence begins": ("first_place(p, middle) <= place", "first_place(p, middle) < place", AssertionError),
+    "where a sequence begins": ("first_slot(p, middle) <= slot", "first_slot(p, middle) < slot", AssertionError),
     "rows of the next sequence": ("first + r >= end || ", "", (AssertionError, errors.SimulationError)),
 }  # fmt: skip
 # And of two blocks that bring keys for both.
 PLANTED_IN_PAIRS = {
-    "the other block not told": ("lane_of() < SHARERS)", "lane_of() < 1)", errors.Deadlock),
+    "the other block not told": ("lane_id() < CLUSTER_SIZE)", "lane_id() < 1)", errors.Deadlock),
     "the other block not waited for": (
-        "SHARERS * CONSUMERS / WARP);", "CONSUMERS / WARP);", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+        "CLUSTER_SIZE * CONSUMERS / WARP);", "CONSUMERS / WARP);",
+        (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
     "half of the keys twice": ("row + half, head", "row, head", AssertionError),
     "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
     "exit before the other block": (
-        "nor say that it has read its own.\n  wait_for_cluster();", "\n", errors.EarlyExit,
+        "arrive at its mbarriers.\n  cluster_sync();", "\n", errors.EarlyExit,
     ),
 }  # fmt: skip
 BUGS = {
@@ -356,8 +364,8 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param(dict(engine=None), 'serves only who asks for it: engine="wgmma"', id="not-asked-for"),
-        pytest.param(dict(arch="sm_80"), "sm_80 has not the instructions of sm_90a", id="arch"),
+        pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
+        pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
         pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),

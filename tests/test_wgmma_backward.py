@@ -113,7 +113,7 @@ def test_bitwise_equal_in_any_order(tile, take, watch):
 # name -> (what stands there, in a header that other kernels have too, what is planted, what the error says)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
-WAITED = "while (load_acquired(of(row, half)) != before) {}"
+WAITED = "while (ld_acquire(of(row, half)) != before) {}"
 TURNS_PLANTED = {
     "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", "", SCOPES),
     "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
@@ -123,7 +123,7 @@ TURNS_PLANTED = {
         f"{WAITED}\n    __syncwarp();", WAITED, SUM,
     ),
     "one lane passes the turn of others": (
-        "__syncwarp();\n    if (threadIdx.x % 32 == 0) store_released", "if (threadIdx.x % 32 == 0) store_released",
+        "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
         "released without a __syncwarp after the write of lane",
     ),
 }  # fmt: skip
@@ -202,33 +202,37 @@ PLANTED = {
     "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
     "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
     "rows released by one lane for all": (
-        "keys", "__syncwarp();  // every lane has read its rows, not only the one that arrives", "", errors.Race,
+        "keys", "__syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives", "", errors.Race,
     ),
-    "rows do not wait for a place": ("keys", "rings.rows.claim();", "", (errors.Race, errors.Deadlock)),
-    "rows of another head": ("keys", "sequence.queries<float>(x, walk.head)", "sequence.queries<float>(x, 0)",
+    "rows do not wait for a place": ("keys", "rings.rows.acquire();", "", (errors.Race, errors.Deadlock)),
+    "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),
     "scores not waited for": (
-        "keys", "wait_for_products<1>();\n      pin(S_rmem)", "wait_for_products<2>();\n      pin(S_rmem)",
+        "keys", "wgmma_wait_group<1>();\n      fence_operand(S_rmem)",
+        "wgmma_wait_group<2>();\n      fence_operand(S_rmem)",
         errors.PendingRegister,
     ),
-    "gradients not waited for": ("keys", "wait_for_products<0>();\n        pin(dP", "pin(dP", errors.PendingRegister),
+    "gradients not waited for": (
+        "keys", "wgmma_wait_group<0>();\n        fence_operand(dP", "fence_operand(dP", errors.PendingRegister,
+    ),
     "dQ not waited for": (
-        "keys", "wait_for_products<1>();\n      pin(dV", "wait_for_products<2>();\n      pin(dV",
+        "keys", "wgmma_wait_group<1>();\n      fence_operand(dV", "wgmma_wait_group<2>();\n      fence_operand(dV",
         errors.PendingRegister,
     ),
     "no fence of dS": (
-        "keys", "fence_async();\n      wait_for_threads", "wait_for_threads", errors.MissingFence,
+        "keys", "fence_proxy_async();\n      named_barrier_sync", "named_barrier_sync", errors.MissingFence,
     ),
     "dS fenced by one lane": (
-        "keys", "fence_async();\n      wait_for_threads", "if (lane_of() == 0) fence_async();\n      wait_for_threads",
+        "keys", "fence_proxy_async();\n      named_barrier_sync",
+        "if (lane_id() == 0) fence_proxy_async();\n      named_barrier_sync",
         errors.MissingFence,
     ),
     "no barrier after dS": (
-        "keys", "fence_async();\n      wait_for_threads(COMMON_BARRIER, CONSUMERS);", "fence_async();",
+        "keys", "fence_proxy_async();\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "fence_proxy_async();",
         (errors.Race, errors.MissingFence, errors.Uninitialised),
     ),
-    "one place for dS": ("keys", "dS_turn % 2", "0", errors.PendingCopy),
-    "one place for P": ("shared keys", "dS_turn % 2", "0", errors.PendingCopy),
+    "one place for dS": ("keys", "dS_index % 2", "0", errors.PendingCopy),
+    "one place for P": ("shared keys", "dS_index % 2", "0", errors.PendingCopy),
     "P not shared": (
         "shared keys", "store_fragments<BLOCK_KV>(P_smem,", "if (share == 0) store_fragments<BLOCK_KV>(P_smem,",
         (errors.Uninitialised, AssertionError),
@@ -240,38 +244,41 @@ PLANTED = {
         "keys", "K_smem + keys * PANEL_ROW, Q_smem", "K_smem + (64 - keys) * PANEL_ROW, Q_smem", AssertionError,
     ),
     "Q released before dK": (
-        "keys", "wait_for_products<0>();\n      pin(dK_rmem), pin(dS_rmem);\n      rings.Q.release();",
-        "rings.Q.release();\n      wait_for_products<0>();\n      pin(dK_rmem), pin(dS_rmem);", errors.PendingCopy,
+        "keys",
+        "wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);\n      rings.Q.release();",
+        "rings.Q.release();\n      wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);",
+        errors.PendingCopy,
     ),
     "dK leaves while K is read": (
-        "keys", "products have read K and V.\n    wait_for_threads(COMMON_BARRIER, CONSUMERS);",
-        "products have read K and V.", errors.PendingCopy,
+        "keys", "wgmmas have read K and V.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        "wgmmas have read K and V.", errors.PendingCopy,
     ),
     "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
     "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
-    "past the keys": ("keys", "i0 + QUERIES > unmasked.end;", "false;", AssertionError),
+    "past the keys": ("keys", "i0 + QUERIES > unmasked_queries.end;", "false;", AssertionError),
     "dQ leaves over the last one": (
-        "shared keys", "if (lane_of() == 0) wait_for_stores<0>();\n    __syncwarp();", "__syncwarp();",
+        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();", "__syncwarp();",
         errors.PendingCopy,
     ),
     "no fence of dQ": (
-        "shared keys", "fence_async();\n    __syncwarp();\n    if (lane_of() == 0 && bytes",
-        "__syncwarp();\n    if (lane_of() == 0 && bytes", errors.MissingFence,
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "__syncwarp();\n    if (lane_id() == 0 && bytes", errors.MissingFence,
     ),
     "dQ fenced by one lane": (
-        "shared keys", "fence_async();\n    __syncwarp();\n    if (lane_of() == 0 && bytes",
-        "if (lane_of() == 0) fence_async();\n    __syncwarp();\n    if (lane_of() == 0 && bytes", errors.MissingFence,
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "if (lane_id() == 0) fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        errors.MissingFence,
     ),
     "dQ leaves before every lane has written": (
-        "shared keys", "fence_async();\n    __syncwarp();\n    if (lane_of() == 0 && bytes",
-        "fence_async();\n    if (lane_of() == 0 && bytes", errors.Race,
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "fence_proxy_async();\n    if (lane_id() == 0 && bytes", errors.Race,
     ),
     "one lane waits for the last dQ alone": (
-        "shared keys", "if (lane_of() == 0) wait_for_stores<0>();\n    __syncwarp();",
-        "if (lane_of() == 0) wait_for_stores<0>();", errors.PendingCopy,
+        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();",
+        "if (lane_id() == 0) bulk_wait_group_read<0>();", errors.PendingCopy,
     ),
     "the last dQ not waited for": (
-        "shared keys", "  if constexpr (DQ_IN_BULK)\n    if (lane_of() == 0) wait_for_stores<0>();\n", "",
+        "shared keys", "  if constexpr (DQ_IN_BULK)\n    if (lane_id() == 0) bulk_wait_group_read<0>();\n", "",
         (errors.PendingCopy, errors.SimulationError),
     ),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""attn_implementation="cupy_fa" for Hugging Face transformers: `register`, its attention function and its masks.
+"""attn_implementation="cupy_fa" for Hugging Face transformers: `register`, attention function, mask function.
 
-transformers describes what a query sees with one boolean mask per pattern of layers, (B, 1, Sq, Sk): quadratic in the
-sequence, and made before any layer runs. Ours is a `LazyMask`, which says causal, window and padding instead, and is
-written out only for code that looks at its elements. So one thing, the mask, says what is seen, as with sdpa.
+transformers builds one boolean mask (B, 1, Sq, Sk) per attention pattern before the layers run, which is quadratic in
+the sequence. Ours is a `LazyMask` that stores causal, window and padding instead, and materialises only for code that
+reads its elements. As with sdpa, the mask alone determines which keys a query sees.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from transformers.utils.import_utils import is_tracing
 from ..problem import UnsupportedError
 from .torch import attention, attention_varlen
 
-NAME = "cupy_fa"  # transformers takes any name with "flash" in it for a kernel to download
+NAME = "cupy_fa"  # not "flash": transformers treats names that contain it as kernels to download
 
 
 def register() -> None:
-    """Make attn_implementation="cupy_fa" known to transformers, for `from_pretrained` and `set_attn_implementation`.
+    """Register attn_implementation="cupy_fa" with transformers, for `from_pretrained` and `set_attn_implementation`.
 
-    The results are those of attn_implementation="sdpa", gradients included; with it also what sdpa refuses: soft caps
-    and sinks. Key/value heads are not repeated; causal masks, sliding windows and padding take memory linear in the
-    sequence. Rows of padding, of which sdpa computes something, may be 0. A model which does not ask the attention
-    interface is refused when it is built or loaded: see `check_model`.
+    Results and gradients are those of attn_implementation="sdpa"; softcaps and sinks, which sdpa lacks, work too.
+    Key/value heads are not repeated; causal masks, sliding windows and padding take memory linear in the sequence.
+    Padding rows may be 0, where sdpa computes arbitrary values. A model that does not use the attention interface
+    raises UnsupportedError when built or loaded: see `check_model`.
 
         cupy_flash.adapters.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupy_fa")
@@ -42,12 +42,12 @@ def register() -> None:
     _hook_check()
 
 
-@functools.cache  # once in a process, however often it is registered
+@functools.cache  # once per process, however often `register` is called
 def _hook_check() -> None:
-    """Let the check by which transformers refuses sdpa and flash attention to a model refuse cupy_fa too.
+    """Extend transformers' check of sdpa and flash attention support to cupy_fa.
 
-    Every model passes it when it is built, loaded or given another attention, each of its submodels included; of an
-    implementation that was registered it checks the name alone.
+    transformers runs it for every model and submodel that is built, loaded or given another attention, but of a
+    registered implementation it checks only the name.
     """
     check_name = PreTrainedModel.get_correct_attn_implementation
 
@@ -62,11 +62,11 @@ def _hook_check() -> None:
 
 
 def check_model(model_class: type) -> None:
-    """Raise UnsupportedError for a model class of transformers that would compute something else than cupy_fa.
+    """Raise UnsupportedError for a model class that would not call cupy_fa.
 
-    Without `_supports_sdpa` and `_supports_attention_backend` a model has an attention of its own, and takes a mask of
-    cupy_fa for one in its own format: future tokens and padding would be seen. Others choose a class of attention by
-    the implementation's name, from a table that knows only those of transformers.
+    A model without `_supports_sdpa` and `_supports_attention_backend` has its own attention and would misread the mask
+    of cupy_fa as one in its own format: future tokens and padding would be seen. Others select an attention class by
+    name from a table that has only transformers' own implementations.
     """
     flags = {name: getattr(model_class, name) for name in ("_supports_sdpa", "_supports_attention_backend")}
     modules = {sys.modules.get(base.__module__) for base in model_class.__mro__ if issubclass(base, PreTrainedModel)}
@@ -85,14 +85,14 @@ def check_model(model_class: type) -> None:
 
 
 def _is_table_of_attention(value: Any) -> bool:
-    """Whether a global of a model's module is such as {"eager": FalconAttention, "sdpa": FalconAttention}."""
+    """Whether a module global is a table of attention classes, as {"eager": FalconAttention, "sdpa": ...}."""
     return isinstance(value, dict) and NAME not in value and isinstance(value.get("eager"), type)
 
 
 class Packing(NamedTuple):
-    """Where the tokens that are not padding lie, and the lengths of their sequences."""
+    """Indices that pack the tokens of a padded batch, and their sequence boundaries."""
 
-    tokens: tuple[Any, Any]  # their indices along batch and sequence
+    tokens: tuple[Any, Any]  # (batch, sequence) indices of the T tokens that are not padding
     cu_seqlens: Any  # int32 (B + 1,)
     longest: int
 
@@ -101,34 +101,34 @@ class Packing(NamedTuple):
         return x[self.tokens]
 
     def unpack(self, packed: Any, batch: int, length: int) -> Any:
-        """(T, H, D) -> (B, S, H, D), padding 0."""
+        """(T, H, D) -> (B, S, H, D), with zeros as padding."""
         return packed.new_zeros(batch, length, *packed.shape[1:]).index_put(self.tokens, packed)
 
 
 class Padding:
-    """Which keys of a padded batch are tokens, `valid` (B, Sk), and how attention is told so with the least work."""
+    """Padding of a batch: `valid` (B, Sk), True for tokens, and properties that select the cheapest kernel call."""
 
     def __init__(self, valid: Any) -> None:
         self.valid = valid
         self.lengths = valid.sum(-1, dtype=torch.int32)
-        places = torch.arange(valid.shape[-1], device=valid.device)
-        facts = (
+        positions = torch.arange(valid.shape[-1], device=valid.device)
+        statistics = (
             self.lengths.sum(),
             self.lengths.amax(),
-            (valid == (places < self.lengths[:, None])).all(),
-            (valid == (places >= places.shape[0] - self.lengths[:, None])).all(),
+            (valid == (positions < self.lengths[:, None])).all(),
+            (valid == (positions >= positions.shape[0] - self.lengths[:, None])).all(),
         )
-        tokens, self.longest, is_right, is_left = torch.stack(facts).tolist()  # the one wait for the device per mask
+        tokens, self.longest, is_right, is_left = torch.stack(statistics).tolist()  # one host synchronisation per mask
         self.none = tokens == valid.numel()
         self.is_right = bool(is_right)
-        # Packing copies q, k, v and out and then spares padding its share of the work: on two CPU cores, 128 to 1024
-        # tokens a row, both are equal between 1/10 and 1/5 of padding.
+        # Packing copies q, k, v and out, and saves the work on padding: it breaks even at 10 to 20 % of padding (two
+        # CPU cores, rows of 128 to 1024 tokens).
         self.is_worth_packing = bool(is_left) and 8 * tokens <= 7 * valid.numel()
         self._packing: Packing | None = None
 
     @property
     def packing(self) -> Packing:
-        """Made by the first layer for all."""
+        """The packing indices, computed by the first layer and shared by all."""
         if self._packing is None:
             cu_seqlens = F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
             self._packing = Packing(self.valid.nonzero(as_tuple=True), cu_seqlens, self.longest)
@@ -136,15 +136,15 @@ class Padding:
 
 
 class LazyMask(torch.Tensor):
-    """A mask of transformers, boolean (B, 1, Sq, Sk), True = attend, that knows its pattern instead of its elements.
+    """A transformers mask, bool (B, 1, Sq, Sk), True = attend, that stores its pattern instead of its elements.
 
-    Any operator of torch that is called with it gets the mask itself, from `dense`.
+    Any torch operator receives the materialised mask, from `dense`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # operators arrive in __torch_dispatch__ alone
+    __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
 
     dense: Callable[[], Any]
-    causal: bool  # bottom-right: the last query sees the last key
+    causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
 
@@ -167,18 +167,17 @@ class LazyMask(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# Models that append a bias, for keys which are not tokens, to their mask: in a boolean one its -inf would become True.
+# Models that append a bias for additional keys to their mask: in a boolean mask, its -inf would become True.
 ADDITIVE = frozenset({"deepseek_v4"})
 
 
 def attention_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **arguments: Any
 ) -> Any:
-    """A mask function of transformers: None where queries see all keys, or all up to their own; else a mask.
+    """Mask function for transformers: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
 
-    It is a LazyMask where a LazyMask can say it, and what sdpa_mask gives where not: patterns laid over one another,
-    chunks, several sequences in one row, caches of fixed size, anything under torch.compile. Models in `ADDITIVE` get
-    an additive mask.
+    sdpa_mask builds the tensor for combined patterns, chunked attention, several sequences in one row, static caches,
+    and under torch.compile. Models in `ADDITIVE` get an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
@@ -190,17 +189,17 @@ def attention_mask(
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
-    # A static cache counts its tokens on the device; while tracing nothing on the device can be read.
+    # A static cache has its offset on the device, and while tracing, tensors cannot be read.
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
-    # Layers that share keys and values (Gemma 4) may be given the last queries alone, and slice the mask of all: None
-    # would put these queries first.
+    # Layers that share keys and values (Gemma 4) may get only the last queries, and slice the mask for them: None would
+    # mean the first queries.
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
     if pattern is None or not is_known:
         return sdpa_mask(**sizes, **arguments)
     causal, window = pattern
-    if (causal or window) and q_offset + q_length != kv_offset + kv_length:  # attention counts from the last key
+    if (causal or window) and q_offset + q_length != kv_offset + kv_length:  # the last query is not at the last key
         return sdpa_mask(**sizes, **arguments)
     if window and max(window) + 1 >= kv_length:
         window = None
@@ -210,7 +209,7 @@ def attention_mask(
         padding = Padding(valid[:, kv_offset : kv_offset + kv_length])
         padding = None if padding.none else padding
     if padding is None and window is None and (not causal or (q_length in (1, kv_length) and not is_sliced)):
-        return None  # what a module's is_causal says is enough
+        return None
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,
@@ -229,20 +228,19 @@ def _pattern(
     config: Any = None,
     **_: Any,
 ) -> tuple[bool, tuple[int, int] | None] | None:
-    """(causal, window) of a mask, or None: another pattern, or the caller wants the elements."""
+    """(causal, window) of a mask; None for any other pattern, or if the caller needs a materialised mask."""
     if not allow_is_causal_skip and not allow_is_bidirectional_skip:
         return None
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         return mask_function is causal_mask_function, None
-    # Any other function is opaque, but the flags say that nothing is laid over the model's window or chunks.
+    # Any other mask function is opaque; the skip flags imply that it is the model's plain window or chunks.
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if local_size is None or local_size != window or local_size == chunk:
         return None
     return (True, (window - 1, window - 1)) if allow_is_causal_skip else (False, (window, window))
 
 
-# Words that a model's own attention may take and that change nothing here: they are in the mask already, or concern
-# another attention function.
+# Keyword arguments that do not change the result here: the mask contains them, or they concern other functions.
 IGNORED = frozenset(
     {
         "sliding_window", "position_ids", "cache_position", "past_key_values", "use_cache", "output_hidden_states",
@@ -250,7 +248,7 @@ IGNORED = frozenset(
         "logits_to_keep", "return_dict",
     }
 )  # fmt: skip
-# Words for a kernel, which a model's own attention does not take: for that the model writes them into the mask.
+# Keyword arguments for kernels only: eager attention lacks them because the model puts them into its mask instead.
 OF_KERNELS = frozenset({"block_indices"})
 
 
@@ -268,38 +266,37 @@ def attention_forward(
     position_bias: Any = None,
     indices: Any = None,
     deterministic: bool | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> tuple[Any, None]:
-    """An attention function of transformers: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D).
+    """Attention function for transformers: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D), None.
 
-    attention_mask: a LazyMask; a boolean or an additive tensor, as a caller may give a model, broadcastable to
-    (B, Hq, Sq, Sk); or None: `is_causal`, else module.is_causal, says whether a query sees the keys after it.
-    s_aux: (Hq,), the sinks. position_bias: added to the scores, with a gradient. indices: integers (B, Sq, n), the only
-    keys that a query may see, of models with sparse attention. Of the other words those that would change the result
-    are refused: see `_check_words`.
+    attention_mask: a LazyMask; a boolean or additive tensor broadcastable to (B, Hq, Sq, Sk); or None, and then
+    `is_causal`, by default module.is_causal, determines the mask. s_aux: (Hq,), the sinks. position_bias: added to the
+    scores, with a gradient. indices: integers (B, Sq, n), the only keys that a query may see, for models with sparse
+    attention. Raises UnsupportedError for other arguments that would change the result: see `_check_arguments`.
     """
-    _check_words(module, attention_mask, words)
+    _check_arguments(module, attention_mask, kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = dict(
         scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias,
         deterministic=bool(deterministic),
     )  # fmt: skip
-    if k.shape[2] != v.shape[2]:  # one of them has a head for each of q, as in Nemotron 3
+    if k.shape[2] != v.shape[2]:  # in Nemotron 3 one of them has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if indices is not None:
-        chosen = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
-        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        selected = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
+        selected = selected.scatter(-1, indices.long(), True)[:, None]
         if attention_mask is None:
-            options["mask"] = chosen
+            options["mask"] = selected
         elif attention_mask.dtype == torch.bool:
-            attention_mask = attention_mask & chosen
+            attention_mask = attention_mask & selected
         else:
-            attention_mask = attention_mask.masked_fill(~chosen, -torch.inf)
+            attention_mask = attention_mask.masked_fill(~selected, -torch.inf)
     if isinstance(attention_mask, LazyMask):
         return _attend(attention_mask, q, k, v, options), None
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # One query is the newest and sees all; more queries than one are the first, as in a cache of fixed size.
+        # A single query is the newest token and sees all keys; several are the first ones, as in a static cache.
         options["causal"] = "top_left" if is_causal and q.shape[1] > 1 else False
     elif attention_mask.dtype == torch.bool:
         options["mask"] = attention_mask
@@ -308,38 +305,38 @@ def attention_forward(
     return attention(q, k, v, **options), None
 
 
-def _check_words(module: Any, attention_mask: Any, words: dict[str, Any]) -> None:
-    """Refuse words that would change the result.
+def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for keyword arguments that would change the result.
 
-    Beside those which a model names for its attention, it passes on whatever its caller gave: inputs of other parts of
-    it, among them. What its own attention function, eager_attention_forward, does not take cannot change its result.
+    A model also passes on arguments of its caller that are meant for other parts of it. An argument that the model's
+    own eager_attention_forward does not have cannot change the result.
     """
-    if words.get("cache") is not None:
+    if kwargs.get("cache") is not None:
         raise UnsupportedError("cupy_fa: no engine of this version reads the paged cache of continuous batching")
-    if words.get("output_attentions"):
+    if kwargs.get("output_attentions"):
         raise UnsupportedError(
             'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
         )
-    # Of position_ids that start anew in each sequence transformers has made a mask, which is no LazyMask.
-    is_apart = attention_mask is not None and not isinstance(attention_mask, LazyMask)
-    sequences = words.get("cu_seq_lens_q")
-    if sequences is not None and sequences.shape[0] > 2 and not is_apart:
+    # For position_ids that restart in each sequence, transformers has built a mask that is not a LazyMask.
+    is_separated = attention_mask is not None and not isinstance(attention_mask, LazyMask)
+    sequences = kwargs.get("cu_seq_lens_q")
+    if sequences is not None and sequences.shape[0] > 2 and not is_separated:
         raise UnsupportedError(
-            "cupy_fa: several sequences in one row by cu_seq_lens_q need position_ids that start anew in each of them"
+            "cupy_fa: several sequences in one row by cu_seq_lens_q need position_ids that restart in each of them"
         )
     known = IGNORED | {"cache", "output_attentions", "cu_seq_lens_q"}
-    unknown = [word for word, value in words.items() if value is not None and word not in known]
-    refused = [word for word in unknown if word in OF_KERNELS or _is_word_of_eager(type(module), word)]
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
+    refused = [name for name in unknown if name in OF_KERNELS or _is_argument_of_eager(type(module), name)]
     if refused:
-        raise UnsupportedError(f"cupy_fa: {type(module).__name__} passes {', '.join(refused)}, which is not served")
+        raise UnsupportedError(f"cupy_fa: {type(module).__name__} passes {', '.join(refused)}, which is not supported")
 
 
-def _is_word_of_eager(module_class: type, word: str) -> bool:
-    """Whether the attention function of a model's own takes a word; True where it has none that would say so."""
+def _is_argument_of_eager(module_class: type, name: str) -> bool:
+    """Whether the model's eager_attention_forward has an argument `name`; True if there is no such function."""
     for base in module_class.__mro__:
         eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if eager is not None:
-            return word in inspect.signature(eager).parameters
+            return name in inspect.signature(eager).parameters
     return True
 
 
@@ -349,7 +346,7 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
     if padding is None:
         return attention(q, k, v, **options)
     is_relative = mask.causal or mask.window is not None
-    # Only then are queries and keys the same tokens for certain: encoder states can be as many as decoder states.
+    # Only then are queries and keys certainly the same tokens: in cross-attention the lengths can be equal by chance.
     is_self_attention = is_relative and q.shape[1] == k.shape[1]
     if padding.is_right and is_self_attention:
         return attention(q, k, v, q_lengths=padding.lengths, kv_lengths=padding.lengths, **options)

@@ -1,4 +1,4 @@
-"""forward(problem, operands) and backward(problem, operands): each backend is one way to do the same two things."""
+"""Dispatch of forward, backward and merge to the backends cpu, cuda and simulator."""
 
 from __future__ import annotations
 
@@ -13,62 +13,64 @@ from ..launch import Launch
 from ..plan import Plan, plan
 from ..problem import Gradients, Operands, Problem, UnsupportedError
 
-# Said where CuPy is missing.
-EXTRA = '; the extra of your CUDA version brings it: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # what backend="simulator" simulates
+# Appended to the error if CuPy is missing.
+EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
+SIMULATED = "sm_80"  # architecture of backend="simulator"
 
 
 def device_of(problem: Problem) -> Device:
-    """Where a problem runs: where its arrays live, unless the caller asked for a backend.
+    """The device of the requested backend, by default the one where the problem's arrays are.
 
-    UnsupportedError where that is a GPU which CuPy cannot use.
+    Raises UnsupportedError for a GPU that CuPy cannot use.
     """
     backend = problem.backend or problem.device.partition(":")[0]
     if backend == "simulator":
         return device.named(SIMULATED)
-    if backend == "cpu" or problem.device == "cpu":  # also where the plan will refuse: arrays never change device
+    if backend == "cpu" or problem.device == "cpu":  # `plan` refuses a backend that does not match the arrays
         return device.cpu()
     return _gpu(problem.device)
 
 
 def _gpu(name: str) -> Device:
-    """The GPU that arrays name, "cuda:0"; UnsupportedError where CuPy cannot use it."""
+    """The GPU called "cuda:<index>"; UnsupportedError if CuPy cannot use it."""
     try:
         return device.gpu(int(name.partition(":")[2]))
     except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no such GPU
         raise UnsupportedError(
-            f"the arrays are on {name}, and arrays never change device; CuPy, which starts the kernels there, "
+            f"the arrays are on {name}, and arrays never change device; CuPy, which launches the kernels, "
             f"cannot use it: {error}{EXTRA if isinstance(error, ImportError) else ''}"
         ) from error
 
 
 def plan_for(problem: Problem) -> Plan:
-    """The plan of a problem on the device where it runs."""
+    """The plan of a problem on its device."""
     return plan(problem, device_of(problem))
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse) of a problem posed as a forward."""
+    """Plan and run a forward problem; returns (out, lse)."""
     return run_forward(plan_for(problem), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
-    """The gradients, as Arrays, of a problem posed as a backward."""
+    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
     return run_backward(plan_for(problem), operands)
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Run a forward with a given plan; returns (out, lse)."""
     out_and_lse: tuple[Array, Array] = _module(chosen).forward(chosen, operands)
     return out_and_lse
 
 
 def run_backward(chosen: Plan, operands: Operands) -> Gradients:
+    """Run a backward with a given plan; returns the gradients."""
     gradients: Gradients = _module(chosen).backward(chosen, operands)
     return gradients
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
-    """(out, lse) of two partial results, where they live."""
+    """Merge parts = (out_a, lse_a, out_b, lse_b) into (out, lse), on their device."""
     if parts[0].device == "cpu":
         return partials.merge(parts, layout)
     card = _gpu(parts[0].device)
@@ -78,7 +80,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 
 
 def load(launches: Iterable[Launch], on: Device) -> None:
-    """The kernels of launches made ready on the current GPU."""
+    """Compile and load the kernels of these launches on the current GPU."""
     from . import cuda
 
     for launch in launches:
@@ -89,5 +91,5 @@ MODULES = {"cpu": ".cpu", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 
 def _module(chosen: Plan) -> Any:
-    """The backend's module, imported when first needed: what it imports takes time, or is not there."""
+    """The backend's module, imported lazily: its dependencies may be slow to import or not installed."""
     return importlib.import_module(MODULES[chosen.device.backend], __package__)

@@ -1,17 +1,17 @@
-"""Exact attention on the CPU: the tiles and the algorithm of the GPU kernels, in NumPy and BLAS.
+"""Exact attention on the CPU: the FlashAttention algorithm of the GPU kernels, tile by tile in NumPy and BLAS.
 
-Forward: for every query tile an online softmax over the key tiles it sees. Backward: for every key tile the query tiles
-that see it, with the probabilities recomputed from (q, k, lse). Neither holds more than one tile of scores per thread,
+The forward runs an online softmax over the key tiles that each query tile sees. The backward loops over key tiles and,
+for each, over the query tiles that see it; it recomputes P from (q, k, lse). Both hold one tile of scores per thread,
 so memory is linear in the sequence length.
 
-Threads take whole tasks (a head, or query tiles of one) and BLAS runs on one thread inside each; neither the tiles nor
-what a task computes depends on how many threads there are, so the result is bitwise independent of their number.
+A thread takes whole tasks (a head, or some query tiles of one) and calls single-threaded BLAS. Neither the tiles nor
+the work of a task depends on the number of threads, so the result is bitwise independent of it.
 
-A NaN or an infinity in a key, value, query or gradient reaches the rows that see it and no other, though 0 * NaN is NaN
-in a matrix product: hidden scores are overwritten, and `_product` sums over what has a weight.
+NaN and infinities in q, k, v or dO reach only the rows that see them, although 0 * NaN is NaN in a matrix product:
+masked scores are overwritten with -inf, and `_product` skips values of weight 0.
 
-Names: a letter of the paper is a tile of it in the accumulation dtype. S scores, P probabilities, O = P V, m the
-reference of the exponent, l the row sums, delta = rowsum(dO * O) - dlse.
+Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max,
+l row sum, delta = rowsum(dO * O) - dlse.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Alibi, Bias, Place, ScoreStep, Softcap, Tile
+from ..score import Alibi, Bias, Positions, ScoreStep, ScoreTile, Softcap
 
-# A query tile whose scores all lie within this distance of 0 needs no running maximum: the reference of its exponents
-# can stay 0. The exponentials then lie between exp(-20) and exp(20) = 5e8, and their products with values of these
-# MAGNITUDES stay in fp32's range: no digit is lost below it, and no sum of 2^31 keys, each scaled by up to 2^16 for
-# dropout, overflows.
+# A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
+# exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
+# none underflows, and no sum over 2^31 keys, each scaled by up to 2^16 for dropout, overflows.
 BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse) of the call."""
+    """Compute attention: out, of q's shape with last dimension Dv, and lse (B, Hq, Sq), or (Hq, Tq) if packed.
+
+    lse is the natural logarithm, in the accumulation dtype.
+    """
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = _Call(problem, operands)
-    if problem.has_lengths:  # rows of no sequence are no task's
+    if problem.has_lengths:  # no task covers the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
@@ -60,7 +62,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         kv_head = head // problem.group
         K = _load(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
         V = _load(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        # A bound takes passes over keys and values, which one query does not repay.
+        # The bound costs a pass over K and one over V, which does not pay for a single query.
         boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
         K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, head, sequence.queries]
@@ -75,10 +77,12 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
                 call.stop.poll()
-                tile = Tile(sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.place)
+                tile = ScoreTile(
+                    sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions
+                )
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
                 for step in call.score_steps:
-                    step.apply(S, tile, keep=False)
+                    step.apply(S, tile, save=False)
                 call.hide(S, sequence.band, tile)
                 softmax.update(S, O)
                 if problem.dropout:
@@ -87,8 +91,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             softmax.finish(O, O_rows[queries], L_rows[queries])
 
     pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
-    # Too few heads for the threads: query tiles are dealt out in turn, so that each piece has its share of a causal
-    # triangle.
+    # Split heads so that each thread gets two tasks; query tiles are dealt round-robin to balance a causal triangle.
     pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
     _run(
         plan.threads,
@@ -103,7 +106,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
-    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    """Compute dq, dk, dv, and dbias and dsink if asked for, from the forward's (out, lse) and from (dout, dlse).
+
+    Each gradient has the shape and dtype of its input; sums run in the accumulation dtype and are rounded once.
+    """
     problem, q = plan.problem, operands.q
     dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
     call = _Call(problem, operands)
@@ -126,7 +132,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
                 for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
                     call.stop.poll()
-                    tile = Tile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.place)
+                    tile = ScoreTile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions)
                     P, dS = rows.recompute(tile, K_tile, V_tile)
                     dV[keys] += _product(P.T, rows.dO[q_start:q_stop, :-1])
                     dK[keys] += _product(dS.T, rows.Q[q_start:q_stop, :-1])
@@ -150,10 +156,10 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 class Softmax:
-    """The state of an online softmax over one query tile: reference m and sum l of every row, with the sink in both.
+    """Online softmax over one query tile: row max m and row sum l (rows,), both including the sink.
 
-    Any reference gives the same result; the running maximum keeps the exponents in range. Where the scores are bounded
-    beforehand the reference stays 0: there is no maximum to find and nothing to rescale.
+    Any m gives the same result; the running maximum keeps the exponents in range. With `bounded`, the scores are known
+    to lie within BOUND: m stays 0, and nothing is rescaled.
     """
 
     def __init__(self, rows: int, dtype: np.dtype, sink: np.floating | None, bounded: bool) -> None:
@@ -162,15 +168,15 @@ class Softmax:
             self.m = np.full(rows, 0 if self.bounded else -np.inf, dtype)
             self.l = np.zeros(rows, dtype)
         else:
-            # The sink is a key of score `sink` and value 0, seen before all others.
+            # The sink acts as a first key of score `sink` and value 0.
             self.m = np.full(rows, 0 if self.bounded else sink, dtype)
             self.l = np.full(rows, np.exp(sink) if self.bounded else 1, dtype)
 
     def update(self, S: np.ndarray, O: np.ndarray) -> None:
-        """Scores to unnormalised probabilities, in place; O and l rescaled to the new reference."""
+        """Turn S into unnormalised probabilities in place, add them to l, and rescale O and l to the new m."""
         if not self.bounded:
             m = np.maximum(self.m, S.max(axis=1))
-            # A row that has seen nothing has no maximum; any finite reference makes its exponentials 0.
+            # A row that has seen no key has m = -inf; subtracting any finite number makes its exponentials 0.
             reference = np.where(m == -np.inf, 0, m)
             rescale = np.exp(self.m - reference)
             S -= reference[:, None]
@@ -181,23 +187,21 @@ class Softmax:
         self.l += S @ np.ones(S.shape[1], S.dtype)
 
     def finish(self, O: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
-        """Write O / l and m + log l; a row that saw no key has l = 0, or its sink alone: out 0 and lse -inf, or the
-        sink.
-        """
+        """Write out = O / l and lse = m + log l. A row that saw no key gets out 0 and lse -inf, or lse = sink."""
         O /= np.where(self.l == 0, 1, self.l)[:, None]
         out[...] = O
         lse[...] = self.m + np.log(self.l)
 
 
 class Sequence(NamedTuple):
-    """One sequence of the batch: the rows of the arrays that are its own, and what its queries see by position."""
+    """One sequence of the batch: its slices of the arrays and its positional mask."""
 
-    batch: int  # its number, b of the semantics
-    row: int  # its batch entry of the arrays: its number, or 0 in a packed batch
+    batch: int  # sequence index b, which dropout and ALiBi use
+    row: int  # batch index into the arrays: b, or 0 for a packed batch
     queries: slice
     keys: slice
     band: Band
-    place: Place
+    positions: Positions
 
     @property
     def q_len(self) -> int:
@@ -209,7 +213,7 @@ class Sequence(NamedTuple):
 
 
 class _Call:
-    """The operands of one call as NumPy views with heads first, (B, H, S, D); a packed batch is one row of tokens."""
+    """The operands of one call as NumPy views (B, H, S, D); for a packed batch, (1, H, T, D)."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem, self.stop = problem, _Stop()
@@ -223,7 +227,7 @@ class _Call:
         self.bias = None if operands.bias is None else _four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
-        self.seed = 0 if seed is None else seed % 2**64  # an int64 stands for the uint64 of its bits
+        self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
         self.sequences = _sequences(problem, operands)
         self.dbias: np.ndarray | None = None
         self.score_steps: list[ScoreStep] = []
@@ -237,7 +241,7 @@ class _Call:
 
     @property
     def additive(self) -> bool:
-        """Whether something is added to the scores that |q| |k| does not bound."""
+        """Whether ALiBi or a bias is added to the scores, so that |q| |k| does not bound them."""
         return self.problem.alibi or self.problem.bias is not None
 
     def heads_first(self, array: Array) -> np.ndarray:
@@ -247,28 +251,28 @@ class _Call:
         return view.transpose(0, 2, 1, 3) if self.problem.layout == "bshd" else view
 
     def rows_of(self, array: Array) -> np.ndarray:
-        """lse-like arrays as (B, H, S)."""
+        """View an lse-like array as (B, H, S)."""
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
     def sink_of(self, head: int) -> np.floating | None:
         return None if self.sink is None else self.sink[head]
 
-    def hide(self, S: np.ndarray, band: Band, tile: Tile) -> None:
-        """Scores of what a query may not see become -inf: by position, by the dense mask, by a bias of -inf."""
+    def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
+        """Set masked scores of S to -inf: by position, by the dense mask, or by a bias of -inf."""
         if not band.sees_all(*tile.queries, *tile.keys):
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.bias is not None and np.isnan(_square_sum(S)):  # -inf added to NaN has not hidden it
+        if self.bias is not None and np.isnan(_square_sum(S)):  # NaN + -inf is NaN, which hides nothing
             np.copyto(S, -np.inf, where=tile.cut(self.bias).astype(S.dtype) == -np.inf)
 
-    def may_hide(self, band: Band, tile: Tile) -> bool:
-        """Whether any score of the tile may be hidden."""
+    def may_hide(self, band: Band, tile: ScoreTile) -> bool:
+        """Whether any score of the tile may be masked."""
         return self.mask is not None or self.bias is not None or not band.sees_all(*tile.queries, *tile.keys)
 
-    def keep(self, tile: Tile) -> np.ndarray:
-        """Dropout's factors of the tile: 0, or what keeps the expected value."""
-        problem, (q_first, kv_first, _, step) = self.problem, tile.place
+    def keep(self, tile: ScoreTile) -> np.ndarray:
+        """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
+        problem, (q_first, kv_first, _, step) = self.problem, tile.positions
         head_index = tile.batch * problem.whole_heads + problem.first_head + tile.head
         if step == 1:
             kept = keep_mask(
@@ -281,8 +285,10 @@ class _Call:
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
-        """A task per key/value head; those that add to one slice of a bias gradient follow each other in one task,
-        so that every sum has one order."""
+        """One task per sequence and key/value head, calling differentiate(sequence, kv_head).
+
+        Heads that add to the same slice of dbias run one after another in one task, which fixes the summation order.
+        """
         slices: dict[object, list[Callable[[], None]]] = defaultdict(list)
         for sequence in self.sequences:
             for kv_head in range(self.problem.kv_heads):
@@ -294,26 +300,25 @@ class _Call:
 
 
 class _QueryRows:
-    """What the backward needs of the queries of one head.
+    """Query-side operands of the backward for one head: Q (scaled), dO, lse, delta, and buffers for S and dP.
 
-    Q (scaled) and dO carry one more column, -lse and -delta, against a column of ones of K and V: the product then is
-    score - lse, or dP - delta, without a pass over the tile to subtract it. Where something comes between the product
-    and the subtraction (a soft cap, a bias, dropout) the column is 0 and the subtraction a pass of its own. So it is
-    for scores beyond BOUND: rounded as the forward rounded them, they lose their error to the lse that has the same.
+    Q and dO have an extra column, -lse and -delta, against a column of ones in K and V: the matmul then yields
+    S - lse and dP - delta without another pass over the tile. With a softcap, ALiBi, a bias or dropout between the
+    product and the subtraction, the column is 0 and the subtraction a separate pass. So it is for scores beyond BOUND:
+    S rounded exactly as in the forward has the rounding error that lse contains, and the two cancel.
     """
 
     def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int, K_norm: float) -> None:
         problem, self.call, self.band = plan.problem, call, sequence.band
         rows = (sequence.row, head, sequence.queries)
-        # The operands of a backward have them.
         assert call.dout is not None and call.out is not None and call.lse is not None
-        # exp(score + inf) would be the probability of a row that sees nothing; exp(-inf) is.
+        # A row that sees no key has lse -inf; lse = inf instead makes its P = exp(S - lse) = 0.
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
         self.Q *= problem.accumulation.type(problem.scale)
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
-        self.dO[empty] = 0  # 0 times whatever stands there, NaN too
+        self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
@@ -324,11 +329,11 @@ class _QueryRows:
             self.dO[:, -1] = -self.delta
         self.S_buffer, self.dP_buffer = (np.empty(plan.block_q * plan.block_kv, problem.accumulation) for _ in range(2))
 
-    def recompute(self, tile: Tile, K: np.ndarray, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(P after dropout, dS before the scale) of a tile, from K and V with their columns of ones."""
+    def recompute(self, tile: ScoreTile, K: np.ndarray, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Recompute P (after dropout) and dS (before the scale) of a tile; K and V carry a column of ones."""
         problem, rows = self.call.problem, slice(*tile.queries)
         S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
-        kept = [step.apply(S, tile, keep=True) for step in self.call.score_steps]
+        saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
             S -= self.lse[rows, None]
         self.call.hide(S, self.band, tile)
@@ -342,21 +347,21 @@ class _QueryRows:
         may_hide = self.call.may_hide(self.band, tile)
         if may_hide:
             _hide_gradient(dS, P)
-        for step, saved in zip(self.call.score_steps[::-1], kept[::-1], strict=True):
-            step.gradient(dS, tile, saved)
-        if may_hide and kept:
-            _hide_gradient(dS, P)  # the slope of a soft cap at a hidden NaN is NaN
+        for step, value in zip(self.call.score_steps[::-1], saved[::-1], strict=True):
+            step.gradient(dS, tile, value)
+        if may_hide and saved:
+            _hide_gradient(dS, P)  # the softcap slope at a masked NaN is NaN
         if problem.dropout:
             P *= keep
         return P, dS
 
     def dsink(self, sink: np.floating) -> np.floating:
-        """-sum of P_sink (delta - dlse), P_sink = exp(sink - lse)."""
+        """The head's sink gradient: -sum(exp(sink - lse) * delta) over its rows; delta already includes -dlse."""
         return -(np.exp(sink - self.lse) @ self.delta)
 
 
 def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
-    """The sequences of the batch: whole entries, the valid part of padded ones, or the pieces of a packed row."""
+    """The sequences of the batch: slices by q_lengths and kv_lengths of a padded one, by cu_seqlens of a packed one."""
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_bounds, k_bounds = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
         q_starts, q_stops, k_starts, k_stops = q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:]
@@ -373,45 +378,45 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
     for batch, (row, *bounds) in enumerate(zip(row_of, q_starts, q_stops, k_starts, k_stops, strict=True)):
         queries, keys = slice(*bounds[:2]), slice(*bounds[2:])
         lengths = (queries.stop - queries.start, keys.stop - keys.start)
-        place = Place(0, 0, problem.mask.offset(*lengths), 1)
+        positions = Positions(0, 0, problem.mask.offset(*lengths), 1)
         if starts is not None:
             q_first, kv_first, offset = starts[batch]
-            place = Place(q_first, kv_first, offset, problem.step)
-        band = problem.mask.band(*lengths, place.offset, place.step)
-        sequences.append(Sequence(batch, row, queries, keys, band, place))
+            positions = Positions(q_first, kv_first, offset, problem.step)
+        band = problem.mask.band(*lengths, positions.offset, positions.step)
+        sequences.append(Sequence(batch, row, queries, keys, band, positions))
     return sequences
 
 
 def _load(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rows (S, D) in the accumulation dtype and a form that BLAS takes; a view where they already are."""
+    """Convert rows (S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
     if rows.dtype.name == "bfloat16":
-        # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than converting.
+        # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
         return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[0] >= rows.itemsize * rows.shape[-1]
     return rows.astype(dtype, order="K" if blas_takes_it else "C", copy=False)
 
 
 def _with_column(rows: np.ndarray, dtype: np.dtype, value: float) -> np.ndarray:
-    """Rows (S, D) as (S, D + 1) in the accumulation dtype, the last column `value`."""
+    """Copy rows (S, D) to (S, D + 1) in the accumulation dtype; the last column is `value`."""
     wide = np.empty((rows.shape[0], rows.shape[1] + 1), dtype)
     wide[:, :-1] = _load(rows, dtype)
     wide[:, -1] = value
     return wide
 
 
-def _tile_of(buffer: np.ndarray, tile: Tile) -> np.ndarray:
-    """The start of a buffer, shaped as the tile's scores."""
+def _tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
+    """View the start of a flat buffer as (queries, keys) of the tile."""
     rows, columns = tile.q_stop - tile.q_start, tile.kv_stop - tile.kv_start
     return buffer[: rows * columns].reshape(rows, columns)
 
 
 def _largest_norm(rows: np.ndarray) -> float:
-    """The largest Euclidean norm of a row; NaN, which makes scores NaN whatever bounds the others, is none."""
+    """The largest Euclidean norm of a row, NaN rows ignored: their scores are NaN with any m."""
     return float(np.sqrt(np.fmax.reduce(np.einsum("id,id->i", rows, rows), initial=0)))
 
 
 def _are_moderate(rows: np.ndarray) -> bool:
-    """Whether all values but zeros and NaN lie within MAGNITUDES."""
+    """Whether the magnitudes of all values, except zeros and NaN, lie within MAGNITUDES."""
     smallest, largest = MAGNITUDES
     magnitudes = np.abs(rows)
     if np.fmin.reduce(magnitudes, axis=None, initial=smallest) < smallest:
@@ -421,9 +426,9 @@ def _are_moderate(rows: np.ndarray) -> bool:
 
 
 def _product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
-    """W X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows of W that weigh them.
+    """W @ X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows whose weight for them is not 0.
 
-    No infinity has a negative weight: the weight is a probability, or a dS, which is 0 or NaN for infinite K and Q.
+    No infinity has a negative weight: W is P, or dS, which is 0 or NaN for infinite K and Q.
     """
     product = W @ X
     if np.isfinite(_square_sum(product)):
@@ -442,18 +447,18 @@ def _product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
 
 
 def _square_sum(tile: np.ndarray) -> float:
-    """The sum of all squares: finite only where every number is, and the fastest of what BLAS has to find that out."""
+    """The sum of squares: finite only if every number is. One BLAS dot, the fastest such test."""
     return float(np.vdot(tile, tile))
 
 
 def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
-    """A score of probability 0 has no gradient, also where 0 has been multiplied by NaN or an infinity."""
+    """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
     if not np.isfinite(_square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
 
 
 def _four_dimensional(array: np.ndarray) -> np.ndarray:
-    """A broadcastable array with its missing leading dimensions."""
+    """Prepend dimensions of size 1 up to four: (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
@@ -463,11 +468,11 @@ def _in_turn(tasks: list[Callable[[], None]]) -> None:
 
 
 class _Stopped(Exception):
-    """A task ends early because another one of its call has failed, or the caller was interrupted."""
+    """Ends a task early: another task of the call has failed, or the caller was interrupted."""
 
 
 class _Stop:
-    """A request to all threads of one call to end at their next tile."""
+    """A flag that makes all threads of one call end at their next tile."""
 
     requested = False
 
@@ -477,19 +482,19 @@ class _Stop:
 
 
 def _run(threads: int, tasks: list[Callable[[], None]], stop: _Stop | None = None) -> None:
-    """Run the tasks, BLAS limited to one thread in each; an exception of any of them reaches the caller.
+    """Run the tasks on up to `threads` threads with single-threaded BLAS; re-raise the first exception of any task.
 
-    An exception in the caller's thread, Ctrl-C among them, reaches it when the other threads have ended too: after a
-    tile of theirs where tasks poll `stop`.
+    An exception in the caller's thread, such as KeyboardInterrupt, is re-raised after the other threads have ended:
+    within one tile if the tasks poll `stop`.
     """
     stop = _Stop() if stop is None else stop
-    waiting = iter(tasks)  # shared: a thread that is free takes the next
+    queue = iter(tasks)  # shared: a free thread takes the next task
     errors: list[BaseException] = []
 
     def work() -> None:
-        # Infinities are values of the algorithm (a hidden score, the lse of an empty row), not accidents.
+        # Infinities are regular values here: a masked score, the lse of an empty row.
         with np.errstate(all="ignore"):
-            for task in waiting:
+            for task in queue:
                 stop.poll()
                 task()
 
@@ -507,8 +512,8 @@ def _run(threads: int, tasks: list[Callable[[], None]], stop: _Stop | None = Non
         try:
             for _ in range(min(threads, len(tasks)) - 1):
                 helpers.start(help_out)
-            # NumPy keeps the error state in the context, so that of the caller stays even where an interrupt cuts short
-            # the end of `errstate`.
+            # NumPy keeps its error state in the context: running in a copy protects the caller's even if an interrupt
+            # cuts off the exit of `errstate`.
             contextvars.copy_context().run(work)
             helpers.wait()
         except BaseException as error:
@@ -527,54 +532,54 @@ def _run(threads: int, tasks: list[Callable[[], None]], stop: _Stop | None = Non
         finally:
             _single_threaded_blas.leave(user)
     finally:
-        # Once more: Ctrl-C may interrupt Python anywhere, and has then cut short the first `leave` or neither.
+        # Repeated, because Ctrl-C may have cut off the first `leave`; calling it twice is harmless.
         _single_threaded_blas.leave(user)
 
 
 class _Helpers:
-    """Threads, and the wait for their end, whatever interrupts the caller or them at any moment.
+    """Starts threads and joins them, safely under asynchronous exceptions in the caller or in the threads.
 
-    Where an exception from outside strikes inside threading.Thread.start, the new thread may wait forever for a lock of
-    the caller; where it strikes a thread as it begins, nothing that the thread should do at its end is done. But Python
-    itself drops the function that a thread runs when it has ended.
+    threading.Thread is not safe: an exception inside Thread.start can leave the new thread blocked on a lock of the
+    caller, and one at the start of a thread skips its clean-up code. Instead, `wait` watches a weak reference to each
+    thread's function, which the interpreter drops when the thread has ended.
     """
 
     def __init__(self) -> None:
         self._functions: list[ref[partial[None]]] = []
-        self._dropped: SimpleQueue[object] = SimpleQueue()
+        self._ended: SimpleQueue[object] = SimpleQueue()
 
     def start(self, function: Callable[[], None]) -> None:
-        own = partial(function)
-        reference = ref(own, self._dropped.put)
-        start_new_thread(own, ())
-        del own
+        target = partial(function)
+        reference = ref(target, self._ended.put)
+        start_new_thread(target, ())
+        del target
         self._functions.append(reference)
 
     def wait(self) -> None:
-        """Return when all have ended, but for one whose `start` was interrupted."""
+        """Join all threads, except one whose `start` was interrupted."""
         for function in self._functions:
             while function() is not None:
-                self._dropped.get()
+                self._ended.get()
 
 
 class _User:
-    """A call that needs BLAS on one thread."""
+    """Identity of one call that needs single-threaded BLAS."""
 
 
 class _BlasLimit:
-    """BLAS limited to one thread, for the whole process: the first user sets the limit, the last one restores it.
+    """Process-wide limit of BLAS to one thread: the first user sets it, the last one restores the previous limits.
 
-    An asynchronous exception may end `enter` and `leave` anywhere. So `leave` may follow any part of `enter` and may be
-    called again, and a user whose `leave` has never been completed counts as long as it exists: the next one then
-    finds that there is a limit to restore.
+    An asynchronous exception may cut off `enter` and `leave` at any point. So `leave` is valid after any part of
+    `enter`, and idempotent. Users are weakly referenced: one whose `leave` never completed counts until it is
+    collected, and the next user then restores the limits.
     """
 
     def __init__(self) -> None:
         self._users: WeakSet[_User] = WeakSet()
-        self._before: list[int] | None = None  # what is to be restored; None: nothing was changed
-        self._lock = threading.RLock()  # reentrant for a signal's handler that calls attention
+        self._before: list[int] | None = None  # thread limits to restore, per library; None: nothing was changed
+        self._lock = threading.RLock()  # reentrant: a signal handler may call attention
         if hasattr(os, "register_at_fork"):
-            # No thread is in here while the process is forked: the child would wait for it forever.
+            # Hold the lock across a fork: a child forked while another thread holds it would deadlock.
             os.register_at_fork(
                 before=lambda: self._lock.acquire(),
                 after_in_parent=lambda: self._lock.release(),
@@ -587,7 +592,7 @@ class _BlasLimit:
             self._users.add(user)
             if first:
                 limits = [library.num_threads for library in blas_controller().lib_controllers]
-                # A limit of one thread that an earlier call has left behind is not what its caller had.
+                # Limits of one thread with `_before` set are left over from an interrupted call: keep its `_before`.
                 if self._before is None or limits != [1] * len(limits):
                     self._before = limits
                 self._set([1] * len(limits))
@@ -601,15 +606,15 @@ class _BlasLimit:
 
     def _set(self, threads: list[int]) -> None:
         for library, number in zip(blas_controller().lib_controllers, threads, strict=True):
-            # threadpoolctl >= 3.8 obeys only the thread that set OpenBLAS's limit first, without a word to others; here
-            # the last to leave restores what the first to enter has set.
+            # threadpoolctl >= 3.8 silently ignores every thread but the first that set OpenBLAS's limit; here the last
+            # thread to leave restores it, whichever set it.
             disown = getattr(library, "clear_controlling_thread", lambda force: None)
             disown(force=True)
             library.set_num_threads(number)
             disown(force=True)
 
     def _reset(self) -> None:
-        """In a forked child, which has none of the other threads: neither their limit nor their hold on the lock."""
+        """Drop the other threads' users and lock in a forked child, which does not have those threads."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

@@ -1,4 +1,4 @@
-"""The backend on a GPU: cubins loaded with CuPy and launched on the caller's stream and device."""
+"""The CUDA backend: cubins loaded with CuPy and launched on the caller's stream and device."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from . import kernels
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Launch the forward on the current stream; returns (out, lse)."""
     return kernels.forward(plan, operands, _start)
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Launch the backward on the current stream; returns the gradients."""
     return kernels.backward(plan, operands, _start)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
+    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
     return kernels.merge(parts, layout, arch, _start)
 
 
 def _start(work: kernels.Work) -> None:
+    """Launch the kernels of `work` in order, loading them if necessary."""
     import cupy
 
     like = next(iter(work.inputs.values()))
     index = int(like.device.removeprefix("cuda:"))
-    # CuPy reads a stream's `ptr` and nothing else.
+    # CuPy reads only `ptr` of a stream.
     stream = SimpleNamespace(ptr=stream_of(like))
     address = operator.attrgetter("pointer")
     params = work.params(address)
-    # CuPy asks NumPy for a description of an argument, which takes a hundred times as long where there are members.
+    # CuPy asks NumPy to describe an argument's dtype, which takes 100 times longer for a struct than for raw bytes.
     params = params.view(f"V{params.nbytes}")
     with cupy.cuda.Device(index) as card:
-        card.use()  # in a new thread nothing has, and the driver encodes no tensor map where no device is in use
+        card.use()  # makes the context current in a new thread, which cuTensorMapEncodeTiled needs
         _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
             function = _loaded.get((launch.kernel, launch.constants, index))
@@ -55,7 +59,7 @@ def _start(work: kernels.Work) -> None:
 
 
 def _wait(stream: Any, others: set[int | None]) -> None:
-    """What the stream does from now on comes after what others have been given to do."""
+    """Make `stream` wait for the work already enqueued on the other streams."""
     import cupy
 
     for other in others - {None, stream.ptr or LEGACY_DEFAULT_STREAM}:
@@ -69,7 +73,7 @@ _loading = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In a forked child, where the thread that held the lock is not."""
+    """Replace the lock in a forked child: the thread that held it does not exist there."""
     global _loading
     _loading = threading.Lock()
 
@@ -83,15 +87,15 @@ def _require_no_capture(launch: Launch, stream: int) -> None:
 
     if cupy.cuda.runtime.streamIsCapturing(stream):
         raise RuntimeError(
-            f"{launch.kernel} would have to be compiled and loaded while a CUDA graph is captured: call "
+            f"{launch.kernel} would have to be compiled and loaded during a CUDA graph capture: call "
             "cupy_flash.compile(...) with this problem's options, or the function itself, once before the capture"
         )
 
 
 def load(launch: Launch, arch: str) -> Any:
-    """The kernel of a launch as a function of the current device; compiled where no cache has it.
+    """The kernel of a launch, loaded on the current device; compiled if no cache has it.
 
-    One thread at a time: others that want the same kernel find it loaded.
+    Threads load one at a time, so that each kernel is compiled once.
     """
     import cupy
 

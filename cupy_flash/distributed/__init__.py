@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over several devices, by torch.distributed: NCCL on GPUs, gloo on CPUs."""
+"""Context parallelism by torch.distributed: attention over a sequence sharded across ranks (NCCL, or gloo on CPUs)."""
 
 from .ring import ring_attention, ring_attention_varlen
 from .shards import packed_rows, positions

@@ -1,4 +1,4 @@
-"""How the ranks of a group talk: what they agree on, and what they send. NCCL on GPUs, gloo on CPUs."""
+"""Communication of a rank with its process group: agreement on the call, ring exchange, all-to-all."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-REFUSED = 0  # in place of a digest, by a rank whose call is wrong
+REFUSED = 0  # sent instead of a digest by a rank whose own checks failed
 
 
 class Arrival(NamedTuple):
-    """Tensors on their way here."""
+    """Tensors being received, with the pending works of the exchange."""
 
     tensors: list[Any]
     works: list[Any]
 
     def wait(self) -> list[Any]:
-        """The tensors, once what was sent has left and they have come; the group's timeout applies."""
+        """Wait for the sends and receives, within the group's timeout; returns the received tensors."""
         for work in self.works:
             work.wait()
-        self.works.clear()  # a work keeps what it sent
+        self.works.clear()  # a work keeps the tensor that it sent alive
         return self.tensors
 
 
 class Channel(NamedTuple):
-    """A process group and the place of this process in it: ranks here are 0 .. ranks - 1 of the group."""
+    """A process group and this process's rank in it, 0 .. ranks - 1 (not the global rank)."""
 
     group: Any
     rank: int
@@ -39,7 +39,10 @@ class Channel(NamedTuple):
 
     @classmethod
     def of(cls, function: str, group: Any) -> Channel:
-        """The channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes."""
+        """The channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+
+        Raises RuntimeError before init_process_group, ValueError for another mesh or a group without this process.
+        """
         if not distributed.is_available() or not distributed.is_initialized():
             raise RuntimeError(f"{function}: torch.distributed.init_process_group has not been called")
         if isinstance(group, DeviceMesh):
@@ -55,93 +58,93 @@ class Channel(NamedTuple):
 
     @contextmanager
     def agreement(self, function: str, check_ranks: bool) -> Iterator[dict[str, Any]]:
-        """Around a rank's own checks of its call, which fill in the words that all ranks must say alike.
+        """Context of a rank's checks of its call, which fill in the request: everything that all ranks must have alike.
 
-        ValueError, on every rank, where they do not, or where the checks of another rank raise. Before anything else
-        is sent: ranks that expect other sizes would wait for each other. Where they agree, one int64 per rank is all
-        that is sent; without check_ranks nothing is.
+        On exit raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
+        other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
+        while they agree, and nothing without check_ranks.
         """
         compares = check_ranks and self.ranks > 1
-        words: dict[str, Any] = {}
+        request: dict[str, Any] = {}
         try:
-            yield words
-            digest = self._digest(function, words) if compares else None
+            yield request
+            digest = self._digest(function, request) if compares else None
         except Exception as error:
-            if compares and not self._all_have(torch.tensor([REFUSED], device=self._device)):
-                self._everyone({"function": function, "refused": str(error)})
+            if compares and not self._all_equal(torch.tensor([REFUSED], device=self._device)):
+                self._gather_requests({"function": function, "refused": str(error)})
             raise
-        if compares and not self._all_have(digest):
-            raise ValueError(self._differences(function, words))
+        if compares and not self._all_equal(digest):
+            raise ValueError(self._differences(function, request))
 
     @property
     def _device(self) -> Any:
-        """Where the group can gather numbers, best in host memory; for NCCL the current device."""
+        """A device on which the group can gather: the CPU if a backend supports it, for NCCL the current device."""
         kinds = [pair.split(":")[0] for pair in distributed.get_backend_config(self.group).split(",")]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
-    def _digest(self, function: str, words: dict[str, Any]) -> Any:
-        """int64 (1,) of the words. A seed is mixed in last: one that lies on a device is not read by the host."""
-        text = repr((function, *(item for item in words.items() if item[0] != "seed")))
+    def _digest(self, function: str, request: dict[str, Any]) -> Any:
+        """Hash of a request, int64 (1,). The seed is XORed in last, so that the host need not read a device seed."""
+        text = repr((function, *(item for item in request.items() if item[0] != "seed")))
         bits = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         digest = torch.tensor([bits], device=self._device)
-        seed = words["seed"]
+        seed = request["seed"]
         if seed is None:
             return digest
         if not isinstance(seed, torch.Tensor):
             seed = torch.from_numpy(np.asarray(seed).reshape(1).astype(np.uint64).view(np.int64))
         return digest ^ seed.reshape(1).to(self._device)
 
-    def _all_have(self, digest: Any) -> bool:
-        """Whether the digests of all ranks are equal. The host waits for them."""
-        everyone = digest.new_empty(self.ranks)
-        distributed.all_gather(list(everyone.split(1)), digest, group=self.group)
-        return len(set(everyone.tolist())) == 1
+    def _all_equal(self, digest: Any) -> bool:
+        """Whether the digests of all ranks are equal. Synchronises the host."""
+        digests = digest.new_empty(self.ranks)
+        distributed.all_gather(list(digests.split(1)), digest, group=self.group)
+        return len(set(digests.tolist())) == 1
 
-    def _everyone(self, words: dict[str, Any]) -> list[dict[str, Any]]:
-        """The words of all ranks, once it is known that they differ."""
-        everyone: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(everyone, words, group=self.group)
-        return everyone
+    def _gather_requests(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The requests of all ranks; a slow collective, for the error message only."""
+        requests: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(requests, request, group=self.group)
+        return requests
 
-    def _differences(self, function: str, words: dict[str, Any]) -> str:
-        """What the ranks say that differs, or that some of them refused."""
-        seed = words["seed"]
+    def _differences(self, function: str, request: dict[str, Any]) -> str:
+        """Error message with the entries that differ between ranks, or the errors of the ranks that refused."""
+        seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
-        everyone = self._everyone(words | {"function": function, "seed": seed})
-        refused = [(rank, other["refused"]) for rank, other in enumerate(everyone) if "refused" in other]
+        requests = self._gather_requests(request | {"function": function, "seed": seed})
+        refused = [(rank, other["refused"]) for rank, other in enumerate(requests) if "refused" in other]
         if refused:
-            lines = [f"{function}: of the {self.ranks} ranks of the group some have refused their call"]
+            lines = [f"{function}: some of the {self.ranks} ranks of the group refused their call"]
             return "\n".join(lines + [f"  - rank {rank}: {reason}" for rank, reason in refused])
-        names = [name for name in everyone[0] if any(other.get(name) != everyone[0][name] for other in everyone)]
-        lines = [f"{function}: the {self.ranks} ranks of the group must ask for the same, and do not"]
+        names = [name for name in requests[0] if any(other.get(name) != requests[0][name] for other in requests)]
+        lines = [f"{function}: the {self.ranks} ranks of the group must make the same call, but differ"]
         lines += [
-            f"  - {name}: " + ", ".join(f"{other.get(name)} on rank {rank}" for rank, other in enumerate(everyone))
+            f"  - {name}: " + ", ".join(f"{other.get(name)} on rank {rank}" for rank, other in enumerate(requests))
             for name in names
         ]
         return "\n".join(lines)
 
     def exchange(self, tensors: Sequence[Any], shift: int, shapes: Sequence[tuple[int, ...]]) -> Arrival:
-        """Starts to send contiguous tensors `shift` ranks on, and to receive those of these shapes from as far behind.
+        """Start sending contiguous tensors to rank + shift and receiving tensors of these shapes from rank - shift.
 
-        Every rank calls it with the same shift, at the same place of its run. What has no elements is not sent.
+        A collective: every rank calls it with the same shift, in the same order. Empty tensors are not sent.
         """
-        arriving = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-        # torch counts peers over all processes, whoever is in the group.
-        to, source = (
-            distributed.get_global_rank(self.group, (self.rank + way) % self.ranks) for way in (shift, -shift)
+        received = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        # P2POp takes global ranks.
+        target, source = (
+            distributed.get_global_rank(self.group, (self.rank + offset) % self.ranks) for offset in (shift, -shift)
         )
         operations = [
             distributed.P2POp(operation, tensor, peer, self.group)
-            for operation, peer, moved in ((distributed.isend, to, tensors), (distributed.irecv, source, arriving))
+            for operation, peer, moved in ((distributed.isend, target, tensors), (distributed.irecv, source, received))
             for tensor in moved
             if tensor.numel()
         ]
-        return Arrival(arriving, distributed.batch_isend_irecv(operations) if operations else [])
+        return Arrival(received, distributed.batch_isend_irecv(operations) if operations else [])
 
-    def trade(self, pieces: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-        """All to all: piece r goes to rank r; what comes back from rank r has shape r."""
-        leaving = torch.cat([piece.reshape(-1) for piece in pieces])
+    def all_to_all(self, pieces: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        """All-to-all: sends pieces[r] to rank r and returns the tensors of shapes[r] received from each rank r."""
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [prod(shape) for shape in shapes]
-        arriving = leaving.new_empty(sum(sizes))
-        distributed.all_to_all_single(arriving, leaving, sizes, [piece.numel() for piece in pieces], group=self.group)
-        return [part.view(shape) for part, shape in zip(arriving.split(sizes), shapes, strict=True)]
+        received = sent.new_empty(sum(sizes))
+        distributed.all_to_all_single(received, sent, sizes, [piece.numel() for piece in pieces], group=self.group)
+        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]

@@ -1,9 +1,9 @@
-"""Attention over a sequence that no single device holds: keys and values travel round a ring of ranks.
+"""Ring attention: keys and values of a sharded sequence circulate among the ranks.
 
-Every rank keeps its queries. At step s it has the keys of the rank s places before it, attends to those that its
-queries see, and merges the result into what it has; the next keys arrive meanwhile. In the backward the gradients of
-the keys travel with them, in float32 (float64 for float64), and each rank adds its part. Liu, Zaharia and Abbeel, Ring
-Attention with Blockwise Transformers (2023).
+At step s a rank holds the K and V shards of rank - s, computes attention of its queries over them and merges the
+partial result, while it receives the next shards. In the backward dK and dV circulate with K and V, in float32
+(float64 for float64), and each rank adds its part. Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers
+(2023).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .. import backends
 from ..api import merge
 from ..problem import DESCALES, Options, Packed, Saved, Shard, pose
 from .channel import Arrival, Channel
-from .shards import Chunk, Course, Pair, chunks, course
+from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
-UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths", *DESCALES)  # by attention over several ranks
+UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths", *DESCALES)  # options not supported over several ranks
 TENSORS = ("sink", "alibi_slopes", "seed")  # options that may be tensors
 
 
@@ -36,44 +36,42 @@ def ring_attention(
     check_ranks: bool = True,
     **options: Any,
 ) -> Any:
-    """`cupy_flash.attention` of a sequence whose queries and keys are spread over the ranks of a group.
+    """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group.
 
-    Every rank calls it with its own shards and the same options. Memory per rank is that of its shards: what autograd
-    keeps is their q, k, v, out and lse.
+    Every rank calls it with its own shards and the same options. Autograd saves the shards of q, k, v, out and lse.
 
     Args:
-        q: (B, Sq_r, Hq, D), the rank's queries: rows `positions(Sq, rank, ranks, sharding)` of the whole.
-        k, v: (B, Sk_r, Hk, D) and (B, Sk_r, Hk, Dv), likewise of the keys.
+        q: (B, Sq_r, Hq, D), rows `positions(Sq, rank, ranks, sharding)` of the whole q.
+        k, v: (B, Sk_r, Hk, D) and (B, Sk_r, Hk, Dv), likewise.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         sharding: "zigzag", "contiguous" or "striped"; see `cupy_flash.distributed.positions`.
-        seqlen: the length of the whole sequence, or the pair (Sq, Sk); None where all shards are equally long.
-        check_ranks: compare, at the beginning of every call, what the ranks ask for, by 8 bytes from each to all. The
-            host waits for them: with NCCL until the work that its stream was given before is done, which no CUDA graph
-            can capture. False, on all ranks, leaves it out; a rank that then asks for something else is found by the
-            group's timeout, or not at all.
-        options: those of `attention` but bias, mask, q_lengths and kv_lengths. Positions, the diagonal offset and
-            dropout are those of the whole sequence; dropout needs a seed, the same on every rank.
+        seqlen: length of the whole sequence, or (Sq, Sk); None if all shards are equally long.
+        check_ranks: verify at every call that all ranks make the same call, by an all-gather of 8 bytes per rank. It
+            synchronises the host, with NCCL also with the stream's earlier work, and cannot be captured in a CUDA
+            graph. If False (on all ranks), a mismatch runs into the group's timeout or goes unnoticed.
+        options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the diagonal
+            offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
 
     Returns:
         out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r): the rank's rows of the whole result.
-        The gradient of a sink is the part of the rank's queries: as of any shared parameter, the sum over the ranks
-        is the gradient of the sum of their losses.
+        The sink's gradient is the contribution of the rank's queries: as for any replicated parameter, sum it over the
+        ranks.
 
     Raises:
-        TypeError, ValueError: what is wrong with the call on this rank. ValueError on every rank, before anything else
-        is sent, where the ranks do not ask for the same, or the call of another rank is wrong. RuntimeError: of
-        torch.distributed, where a rank is gone or the group's timeout is over.
+        TypeError, ValueError: for an invalid call on this rank. ValueError on every rank, before any data is sent, if
+        the ranks' calls differ or another rank's call is invalid. RuntimeError from torch.distributed if a rank is gone
+        or the group's timeout expires.
     """
     function = "ring_attention"
     channel = Channel.of(function, group)
-    with channel.agreement(function, check_ranks) as words:
-        asked = read_options(function, (q, k, v), options)
-        problem, _ = pose(function, (q, k, v), asked)
+    with channel.agreement(function, check_ranks) as request:
+        settings = read_options(function, (q, k, v), options)
+        problem, _ = pose(function, (q, k, v), settings)
         lengths = whole_lengths(function, seqlen, (problem.q_len, problem.kv_len), channel.ranks)
-        way = course((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, way, problem.layout, problem.batch, without_tensors(asked))
-        words |= call.words((q, k, v), asked, lengths, sharding)
-    return _attend((q, k, v), asked, call)
+        schedule = ring_schedule((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
+        call = _Call(function, channel, schedule, problem.layout, problem.batch, without_tensors(settings))
+        request |= call.request((q, k, v), settings, lengths, sharding)
+    return _attend((q, k, v), settings, call)
 
 
 def ring_attention_varlen(
@@ -88,68 +86,68 @@ def ring_attention_varlen(
     check_ranks: bool = True,
     **options: Any,
 ) -> Any:
-    """`ring_attention` of a packed batch, every sequence of it spread over the ranks.
+    """`ring_attention` of a packed batch, each sequence of which is sharded over the ranks.
 
     Args:
-        q: (Tq_r, Hq, D), rows `packed_rows(cu_seqlens_q, rank, ranks, sharding)` of the whole packed batch.
-        k, v: (Tk_r, Hk, D) and (Tk_r, Hk, Dv), likewise of the keys.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) whole numbers in host memory, of the whole batch: every rank computes from
-            them what the others hold.
-        group, sharding, check_ranks, options: those of `ring_attention`, but layout.
+        q: (Tq_r, Hq, D), rows `packed_rows(cu_seqlens_q, rank, ranks, sharding)` of the whole packed q.
+        k, v: (Tk_r, Hk, D) and (Tk_r, Hk, Dv), likewise.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers in host memory, of the whole batch: every rank computes all shards
+            from them.
+        group, sharding, check_ranks, options: as for `ring_attention`, without layout.
 
     Returns:
         out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).
     """
     function = "ring_attention_varlen"
     channel = Channel.of(function, group)
-    with channel.agreement(function, check_ranks) as words:
-        asked = read_options(function, (q, k, v), options)
+    with channel.agreement(function, check_ranks) as request:
+        settings = read_options(function, (q, k, v), options)
         bounds = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
         lengths = [_host_lengths(function, name, given) for name, given in bounds]
-        here = [chunks(every, channel.rank, channel.ranks, sharding) for every in lengths]
-        # What is wrong with the call itself shows on any part of it.
-        problem, _ = pose(function, (q, k, v), asked, _packed(here[0][0], here[1][0], q.device))
-        way = course(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, way, problem.layout, 1, without_tensors(asked))
-        words |= call.words((q, k, v), asked, tuple(lengths), sharding)
-    return _attend((q, k, v), asked, call)
+        local = [chunks(lengths_of_batch, channel.rank, channel.ranks, sharding) for lengths_of_batch in lengths]
+        # Checks the call on its first chunk: an invalid option fails on any of them.
+        problem, _ = pose(function, (q, k, v), settings, _packed(local[0][0], local[1][0], q.device))
+        schedule = ring_schedule(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
+        call = _Call(function, channel, schedule, problem.layout, 1, without_tensors(settings))
+        request |= call.request((q, k, v), settings, tuple(lengths), sharding)
+    return _attend((q, k, v), settings, call)
 
 
 def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Options:
-    """The options of a call over several ranks, or an error with what such calls do not take."""
-    asked = Options.of(function, options)
+    """Options of a call over several ranks; raises TypeError or ValueError listing what such calls do not support."""
+    settings = Options.of(function, options)
     for x in arrays:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{function}: q, k and v must be torch tensors, not {type(x)}")
-    unmet = [f"{name} is not served over several ranks" for name in UNSERVED if getattr(asked, name) is not None]
+    unmet = [f"{name} is not served over several ranks" for name in UNSERVED if getattr(settings, name) is not None]
     if arrays[0].dtype == torch.float8_e4m3fn:
         unmet.append("fp8 is not served over several ranks")
-    if asked.dropout and asked.seed is None:
-        unmet.append("dropout needs a seed here, the same on every rank: their bits are those of one sequence")
+    if settings.dropout and settings.seed is None:
+        unmet.append("dropout needs a seed here, the same on every rank: the ranks share the bits of one sequence")
     if unmet:
         raise ValueError("\n  - ".join([f"{function}: a requirement is not met", *unmet]))
-    asked.deterministic = asked.deterministic or torch.are_deterministic_algorithms_enabled()
-    return asked
+    settings.deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+    return settings
 
 
-def describe(arrays: tuple[Any, Any, Any], asked: Options, axis: int) -> dict[str, Any]:
-    """What all ranks must ask for alike, the lengths of their shards (dimension `axis`) aside."""
-    words: dict[str, Any] = {}
+def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict[str, Any]:
+    """The entries of a request: dtypes, shapes except the sharded dimension `axis`, and options."""
+    request: dict[str, Any] = {}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
-        words[name] = f"{x.dtype} ({sizes})"
+        request[name] = f"{x.dtype} ({sizes})"
     for name in Options.__slots__:
-        value = getattr(asked, name)
+        value = getattr(settings, name)
         if name not in ("seed", "return_lse"):
-            words[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    words["seed"] = asked.seed if asked.dropout else None
-    return words
+            request[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    request["seed"] = settings.seed if settings.dropout else None
+    return request
 
 
-def whole_lengths(function: str, seqlen: Any, here: tuple[int, int], ranks: int) -> tuple[int, int]:
-    """(Sq, Sk) of the whole sequence."""
+def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int) -> tuple[int, int]:
+    """(Sq, Sk) of the whole sequence; without seqlen, `ranks` times the local lengths."""
     if seqlen is None:
-        return here[0] * ranks, here[1] * ranks
+        return local[0] * ranks, local[1] * ranks
     try:
         q_length, kv_length = seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, seqlen)
         return operator.index(q_length), operator.index(kv_length)
@@ -158,10 +156,10 @@ def whole_lengths(function: str, seqlen: Any, here: tuple[int, int], ranks: int)
 
 
 def _host_lengths(function: str, name: str, given: Any) -> tuple[int, ...]:
-    """The lengths between boundaries that lie in host memory."""
+    """Sequence lengths from cumulative lengths in host memory."""
     if isinstance(given, torch.Tensor) and given.device.type != "cpu":
         raise TypeError(
-            f"{function}: {name} must be in host memory, not on {given.device}: what ranks hold is computed from it"
+            f"{function}: {name} must be in host memory, not on {given.device}: the host computes the shards from it"
         )
     try:
         bounds = [operator.index(bound) for bound in (given.tolist() if hasattr(given, "tolist") else given)]
@@ -174,105 +172,108 @@ def _host_lengths(function: str, name: str, given: Any) -> tuple[int, ...]:
 
 
 def require_rows(
-    function: str, channel: Channel, here: tuple[int, int], wanted: tuple[int, int], sharding: str
+    function: str, channel: Channel, actual: tuple[int, int], expected: tuple[int, int], sharding: str
 ) -> None:
-    """ValueError where this rank's (queries, keys) are not as many as those of the sharding."""
-    if here != wanted:
+    """Raise ValueError if this rank's numbers of (queries, keys) are not those of the sharding."""
+    if actual != expected:
         raise ValueError(
-            f"{function}: rank {channel.rank} of {channel.ranks} has {here[0]} queries and {here[1]} keys, not the "
-            f"{wanted[0]} and {wanted[1]} of {sharding} shards; seqlen= gives the whole length where these are unequal"
+            f"{function}: rank {channel.rank} of {channel.ranks} has {actual[0]} queries and {actual[1]} keys, not the "
+            f"{expected[0]} and {expected[1]} of {sharding} shards; if shards are unequal, pass seqlen="
         )
 
 
-def tensors_of(asked: Options) -> list[Any]:
-    """The options that are tensors, for autograd to keep; None for the others."""
-    values = (getattr(asked, name) for name in TENSORS)
+def tensors_of(settings: Options) -> list[Any]:
+    """sink, alibi_slopes and seed if they are tensors, for autograd to save; None otherwise."""
+    values = (getattr(settings, name) for name in TENSORS)
     return [value if isinstance(value, torch.Tensor) else None for value in values]
 
 
-def without_tensors(asked: Options) -> Options:
-    given = {name for name in TENSORS if isinstance(getattr(asked, name), torch.Tensor)}
-    return replace(asked, **dict.fromkeys(given))
+def without_tensors(settings: Options) -> Options:
+    """The options with tensors replaced by None: ctx must not hold tensors."""
+    given = {name for name in TENSORS if isinstance(getattr(settings, name), torch.Tensor)}
+    return replace(settings, **dict.fromkeys(given))
 
 
 def refuse_second_derivative() -> None:
-    """Of a backward whose result is to be differentiated: it would count as constant, without a word."""
+    """Raise RuntimeError in a backward under create_graph=True, whose result would silently count as constant."""
     if torch.is_grad_enabled():
         raise RuntimeError("cupy_flash has no second derivative of attention over several ranks (create_graph=True)")
 
 
-def _attend(arrays: tuple[Any, Any, Any], asked: Options, call: _Call) -> Any:
-    out, lse = _Ring.apply(*arrays, *tensors_of(asked), call)
-    return (out, lse) if asked.return_lse else out
+def _attend(arrays: tuple[Any, Any, Any], settings: Options, call: _Call) -> Any:
+    out, lse = _Ring.apply(*arrays, *tensors_of(settings), call)
+    return (out, lse) if settings.return_lse else out
 
 
 class _Call(NamedTuple):
-    """A call on one rank: everything but its tensors."""
+    """One rank's call without its tensors."""
 
     function: str
     channel: Channel
-    course: Course
+    schedule: Schedule
     layout: str  # "thd" for a packed batch
-    batch: int  # entries that share one sequence's positions; 1 of a packed batch
+    batch: int  # batch entries with the same positions; 1 for a packed batch
     options: Options
 
     @property
     def axis(self) -> int:
-        """The dimension of q, k and v that is spread over the ranks; of lse it is the last."""
+        """The sharded dimension of q, k, v and out; for lse it is the last."""
         return {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
 
-    def words(
-        self, arrays: tuple[Any, Any, Any], asked: Options, lengths: tuple[Any, ...], sharding: str
+    def request(
+        self, arrays: tuple[Any, Any, Any], settings: Options, lengths: tuple[Any, ...], sharding: str
     ) -> dict[str, Any]:
-        """What all ranks must say alike; ValueError where this rank's shards are not those of the sharding."""
-        here = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
-        q_rows, kv_rows = (sum(chunk.rows for chunk in held) for held in (self.course.queries, self.course.keys[0]))
-        require_rows(self.function, self.channel, here, (q_rows, kv_rows), sharding)
-        return describe(arrays, asked, self.axis) | {"lengths": lengths, "sharding": sharding}
+        """The request that all ranks must have alike; ValueError if this rank's shards have wrong lengths."""
+        rows = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
+        q_rows, kv_rows = (
+            sum(chunk.rows for chunk in shard) for shard in (self.schedule.queries, self.schedule.keys[0])
+        )
+        require_rows(self.function, self.channel, rows, (q_rows, kv_rows), sharding)
+        return describe(arrays, settings, self.axis) | {"lengths": lengths, "sharding": sharding}
 
     def rows(self, x: Any, chunk: Chunk) -> Any:
-        """A chunk's rows of a shard of queries or keys."""
+        """View of a chunk's rows in a shard of q, k, v or out."""
         return x.narrow(self.axis, chunk.first_row, chunk.rows)
 
-    def with_rows(self, x: Any, held: tuple[Chunk, ...]) -> tuple[int, ...]:
-        """The shape of x for a shard that holds these chunks."""
+    def with_rows(self, x: Any, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
+        """The shape of x for a shard of these chunks."""
         shape = list(x.shape)
-        shape[self.axis] = sum(chunk.rows for chunk in held)
+        shape[self.axis] = sum(chunk.rows for chunk in shard)
         return tuple(shape)
 
     def pose(
         self, pair: Pair, arrays: tuple[Any, Any, Any], tensors: tuple[Any, ...], saved: Saved | None = None
     ) -> Any:
-        """(problem, operands) of a pair: a call on chunks that knows where they lie. A sink joins one part of a row."""
+        """(problem, operands) of a pair of chunks; only the local pair includes the sink, which must count once."""
         q, k, v = arrays
         sink, alibi_slopes, seed = tensors
         options = replace(
-            self.options, alibi_slopes=alibi_slopes, sink=sink if pair.own else None,
+            self.options, alibi_slopes=alibi_slopes, sink=sink if pair.local else None,
             seed=self.options.seed if seed is None else seed,
         )  # fmt: skip
         packed = _packed(pair.queries, pair.keys, q.device) if self.layout == "thd" else None
-        shard = Shard(_on_device(pair.starts * self.batch, q.device), self.course.apart)
+        shard = Shard(_on_device(pair.starts * self.batch, q.device), self.schedule.stride)
         arrays = (self.rows(q, pair.queries), self.rows(k, pair.keys), self.rows(v, pair.keys))
         return pose(self.function, arrays, options, packed, saved, shard)
 
     def saved(self, queries: Chunk, dout: Any, out: Any, lse: Any, dlse: Any) -> Saved:
-        """What the backward of a chunk of queries needs: parts of the whole rows' results and their gradients."""
+        """The rows of dout, out, lse and dlse that the backward of a query chunk needs."""
         lse, dlse = (None if x is None else x.narrow(-1, queries.first_row, queries.rows) for x in (lse, dlse))
         return Saved(self.rows(dout, queries), self.rows(out, queries), lse, dlse)
 
     def next_keys(self, step: int, kv: list[Any]) -> Arrival | None:
-        """The keys and values of the next step on their way, these on theirs; None where there is no next step."""
-        if step + 1 == len(self.course.keys):
+        """Start passing [K, V] on and receiving those of the next step; None at the last step."""
+        if step + 1 == len(self.schedule.keys):
             return None
-        return self.channel.exchange(kv, 1, [self.with_rows(x, self.course.keys[step + 1]) for x in kv])
+        return self.channel.exchange(kv, 1, [self.with_rows(x, self.schedule.keys[step + 1]) for x in kv])
 
-    def gradients_onward(self, step: int, dkv: list[Any]) -> Arrival:
-        """The sums of dK and dV on their way, to where their keys go; after the last step home."""
-        last = step + 1 == len(self.course.keys)
-        if last and step == 0:  # nobody sees the keys of another rank
+    def pass_gradients(self, step: int, dkv: list[Any]) -> Arrival:
+        """Start passing [dK, dV] on with their keys, after the last step back to the rank that owns them."""
+        last = step + 1 == len(self.schedule.keys)
+        if last and step == 0:  # no rank sees another rank's keys
             return Arrival(dkv, [])
-        shift, held = (-step, self.course.keys[0]) if last else (1, self.course.keys[step + 1])
-        return self.channel.exchange(dkv, shift, [self.with_rows(x, held) for x in dkv])
+        shift, shard = (-step, self.schedule.keys[0]) if last else (1, self.schedule.keys[step + 1])
+        return self.channel.exchange(dkv, shift, [self.with_rows(x, shard) for x in dkv])
 
 
 class _Ring(torch.autograd.Function):
@@ -283,7 +284,7 @@ class _Ring(torch.autograd.Function):
         tensors = (sink, alibi_slopes, seed)
         parts: dict[Chunk, tuple[Any, Any]] = {}
         kv = [k.contiguous(), v.contiguous()]
-        for step, pairs in enumerate(call.course.pairs):
+        for step, pairs in enumerate(call.schedule.pairs):
             arrival = call.next_keys(step, kv)
             for pair in pairs:
                 out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tensors)))
@@ -291,10 +292,10 @@ class _Ring(torch.autograd.Function):
                     layout = "bhsd" if call.layout == "bhsd" else "bshd"
                     parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
                 else:
-                    parts[pair.queries] = out.to(lse.dtype), lse  # rounded once, when all parts are in
+                    parts[pair.queries] = out.to(lse.dtype), lse  # merge in lse's dtype, round once at the end
             if arrival is not None:
                 kv = arrival.wait()
-        outs, lses = zip(*(parts[chunk] for chunk in call.course.queries), strict=True)
+        outs, lses = zip(*(parts[chunk] for chunk in call.schedule.queries), strict=True)
         out, lse = torch.cat(outs, call.axis).to(q.dtype), torch.cat(lses, -1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -314,25 +315,25 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
     dq = torch.zeros_like(q, dtype=lse.dtype)
     dsink = None if tensors[0] is None else torch.zeros_like(tensors[0], dtype=lse.dtype)
     kv = [k.contiguous(), v.contiguous()]
-    behind: Arrival | None = None
-    for step, pairs in enumerate(call.course.pairs):
+    partial_dkv: Arrival | None = None  # sums of the ranks before this one
+    for step, pairs in enumerate(call.schedule.pairs):
         arrival = call.next_keys(step, kv)
         dkv = [torch.zeros_like(x, dtype=lse.dtype) for x in kv]
         for pair in pairs:
             posed = call.pose(pair, (q, *kv), tuple(tensors), call.saved(pair.queries, dout, out, lse, dlse))
             gradients = backends.backward(*posed)
-            into = (call.rows(dq, pair.queries), *(call.rows(x, pair.keys) for x in dkv), None, dsink)
-            for total, part in zip(into, gradients, strict=True):
+            totals = (call.rows(dq, pair.queries), *(call.rows(x, pair.keys) for x in dkv), None, dsink)
+            for total, part in zip(totals, gradients, strict=True):
                 if total is not None and part is not None:
                     total += part.result()
-        if behind is not None:
-            for total, part in zip(dkv, behind.wait(), strict=True):
+        if partial_dkv is not None:
+            for total, part in zip(dkv, partial_dkv.wait(), strict=True):
                 total += part
-        behind = call.gradients_onward(step, dkv)
+        partial_dkv = call.pass_gradients(step, dkv)
         if arrival is not None:
             kv = arrival.wait()
-    assert behind is not None  # a course has a step
-    dk, dv = behind.wait()
+    assert partial_dkv is not None  # a schedule has at least one step
+    dk, dv = partial_dkv.wait()
     dsink = None if dsink is None else dsink.to(tensors[0].dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
 
@@ -344,5 +345,5 @@ def _packed(queries: Chunk, keys: Chunk, device: Any) -> Packed:
 
 @lru_cache(maxsize=1024)
 def _on_device(numbers: tuple[Any, ...], device: Any) -> Any:
-    """int32, kept: a step of a ring asks for the same few numbers in every layer."""
+    """An int32 tensor, cached: every layer needs the same few numbers at each step of the ring."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

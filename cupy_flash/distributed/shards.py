@@ -1,13 +1,13 @@
-"""Which positions of a sequence each rank holds, and which pairs of shards see each other: pure arithmetic.
+"""Sharding of a sequence over ranks, and the schedule of chunk pairs in a ring: pure arithmetic.
 
-A sequence of 16 positions on 4 ranks, by the rank that holds each:
+The rank that holds each of 16 positions, on 4 ranks:
 
-    contiguous   0000 1111 2222 3333    a piece each, cut as torch.chunk cuts
-    zigzag       0011 2233 3322 1100    of twice as many pieces one from the front and one from the back
+    contiguous   0000 1111 2222 3333    one piece per rank, as torch.chunk
+    zigzag       0011 2233 3322 1100    two pieces per rank, one from the front and one from the back
     striped      0123 0123 0123 0123    every fourth position
 
-Under a causal mask the last rank of contiguous shards has most of the work; the others share it evenly. Pieces are
-rounded up, so that the last ones of a length that does not divide are shorter, or empty.
+Under a causal mask, contiguous gives the last rank most of the work; zigzag and striped balance it. Piece lengths are
+rounded up, so the last pieces may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..mask import Mask
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
 
-Starts = tuple[tuple[int, int, int], ...]  # for every sequence: first query, first key, offset, as in problem.Shard
+Starts = tuple[tuple[int, int, int], ...]  # (first query, first key, offset) of each sequence, as in problem.Shard
 
 
 class Chunk(NamedTuple):
-    """Rows of a shard that are one run of positions in every sequence of the batch."""
+    """Consecutive rows of a shard that form one run of positions in every sequence of the batch."""
 
-    first_row: int  # of the shard, where the chunk begins
-    starts: tuple[int, ...]  # the position of every sequence's first row
-    lengths: tuple[int, ...]
+    first_row: int  # offset of the chunk in the shard
+    starts: tuple[int, ...]  # position of each sequence's first row
+    lengths: tuple[int, ...]  # rows of each sequence
 
     @property
     def rows(self) -> int:
@@ -49,11 +49,11 @@ class Pair(NamedTuple):
     queries: Chunk
     keys: Chunk
     starts: Starts
-    own: bool  # both at the same place of the rank's own shards: one such pair for every chunk of queries
+    local: bool  # the same slot of the rank's own query and key shards: one such pair per query chunk
 
 
 def positions(length: int, rank: int, ranks: int, sharding: str = "zigzag") -> npt.NDArray[np.int64]:
-    """The positions, of a sequence of `length`, that a rank holds, in the order of its rows.
+    """The positions of a sequence of `length` that a rank holds, int64, in the order of its rows.
 
     >>> x = np.arange(100, 110)
     >>> [x[positions(10, rank, 2)].tolist() for rank in range(2)]
@@ -63,9 +63,9 @@ def positions(length: int, rank: int, ranks: int, sharding: str = "zigzag") -> n
 
 
 def packed_rows(cu_seqlens: Sequence[int], rank: int, ranks: int, sharding: str = "zigzag") -> npt.NDArray[np.int64]:
-    """The rows, of a packed batch, that a rank holds: every sequence is sharded like one alone.
+    """The rows of a packed batch that a rank holds, int64: every sequence is sharded by `positions`.
 
-    Of zigzag shards the front pieces of all sequences come before the back pieces of all.
+    With zigzag, the front pieces of all sequences precede the back pieces.
     """
     bounds = list(cu_seqlens)
     shards = [runs(stop - start, rank, ranks, sharding) for start, stop in zip(bounds, bounds[1:], strict=False)]
@@ -78,7 +78,7 @@ def packed_rows(cu_seqlens: Sequence[int], rank: int, ranks: int, sharding: str 
 
 
 def runs(length: int, rank: int, ranks: int, sharding: str) -> list[range]:
-    """A rank's positions as runs: one, or of zigzag two."""
+    """A rank's positions as ranges: one, or two for zigzag."""
     if sharding == "striped":
         return [range(rank, max(length, rank), ranks)]
     if sharding == "contiguous":
@@ -95,65 +95,65 @@ def _piece(length: int, index: int, count: int) -> range:
 
 
 def chunks(lengths: tuple[int, ...], rank: int, ranks: int, sharding: str) -> tuple[Chunk, ...]:
-    """The chunks of a rank's shard of sequences of these lengths, in the order of its rows."""
+    """The chunks of a rank's shards of sequences of these lengths, in the order of its rows."""
     shards = [runs(length, rank, ranks, sharding) for length in lengths]
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     for slot in range(len(runs(0, rank, ranks, sharding))):
-        first_row = found[-1].first_row + found[-1].rows if found else 0
+        first_row = chunks[-1].first_row + chunks[-1].rows if chunks else 0
         slots = [shard[slot] for shard in shards]
-        found.append(Chunk(first_row, tuple(run.start for run in slots), tuple(map(len, slots))))
-    return tuple(found)
+        chunks.append(Chunk(first_row, tuple(run.start for run in slots), tuple(map(len, slots))))
+    return tuple(chunks)
 
 
-class Course(NamedTuple):
-    """What one rank does in a ring: at step s it has the keys of rank `rank - s`, counted modulo the ranks."""
+class Schedule(NamedTuple):
+    """One rank's part in a ring: at step s it has the keys of rank (rank - s) mod ranks."""
 
     queries: tuple[Chunk, ...]  # of this rank
-    keys: tuple[tuple[Chunk, ...], ...]  # that are here, by step
-    pairs: tuple[tuple[Pair, ...], ...]  # to compute, by step
-    apart: int  # positions between neighbouring rows of a shard
+    keys: tuple[tuple[Chunk, ...], ...]  # present at each step
+    pairs: tuple[tuple[Pair, ...], ...]  # to compute at each step
+    stride: int  # positions between neighbouring rows of a shard
 
 
 @lru_cache(maxsize=256)
-def course(
+def ring_schedule(
     q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], mask: Mask, rank: int, ranks: int, sharding: str
-) -> Course:
-    """The course of a rank, over as many steps as any rank needs: under a window the farthest keys travel to nobody.
+) -> Schedule:
+    """The schedule of a rank, with as many steps as any rank needs: a window can end the ring early.
 
-    At step 0 every chunk of queries meets the keys of its own place, seen or not: each row has a result, and a sink
-    the one part that it joins.
+    Step 0 pairs each query chunk with the key chunk of its slot even if it sees none of those keys: every row then has
+    a result, and the sink exactly one partial result to join.
     """
-    apart = ranks if sharding == "striped" else 1
+    stride = ranks if sharding == "striped" else 1
     queries, keys = (
         [chunks(lengths, holder, ranks, sharding) for holder in range(ranks)] for lengths in (q_lengths, kv_lengths)
     )
     offsets = tuple(map(mask.offset, q_lengths, kv_lengths))
 
-    def pairs(of: int, step: int) -> tuple[Pair, ...]:
-        found = []
-        for (place, chunk), (other_place, other) in product(enumerate(queries[of]), enumerate(keys[of - step])):
-            starts = tuple((i, j, i + o - j) for i, j, o in zip(chunk.starts, other.starts, offsets, strict=True))
-            own = step == 0 and place == other_place
-            if own or _sees(chunk, other, starts, mask, apart):
-                found.append(Pair(chunk, other, starts, own))
-        return tuple(found)
+    def pairs(rank: int, step: int) -> tuple[Pair, ...]:
+        result = []
+        for (q_slot, q_chunk), (kv_slot, kv_chunk) in product(enumerate(queries[rank]), enumerate(keys[rank - step])):
+            starts = tuple((i, j, i + o - j) for i, j, o in zip(q_chunk.starts, kv_chunk.starts, offsets, strict=True))
+            local = step == 0 and q_slot == kv_slot
+            if local or _sees(q_chunk, kv_chunk, starts, mask, stride):
+                result.append(Pair(q_chunk, kv_chunk, starts, local))
+        return tuple(result)
 
-    # From the last, which is needed unless there is a window.
-    steps = next((step + 1 for step in range(ranks - 1, 0, -1) if any(pairs(of, step) for of in range(ranks))), 1)
-    return Course(
+    # Search from the last step, which is needed unless there is a window.
+    steps = next((step + 1 for step in range(ranks - 1, 0, -1) if any(pairs(r, step) for r in range(ranks))), 1)
+    return Schedule(
         queries[rank],
         tuple(keys[rank - step] for step in range(steps)),
         tuple(pairs(rank, step) for step in range(steps)),
-        apart,
+        stride,
     )
 
 
-def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, apart: int) -> bool:
-    """Whether some query sees some key."""
+def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, stride: int) -> bool:
+    """Whether any query of a chunk sees any key of the other."""
     for q_len, kv_len, (_, _, offset) in zip(queries.lengths, keys.lengths, starts, strict=True):
-        band = mask.band(q_len, kv_len, offset, apart)
+        band = mask.band(q_len, kv_len, offset, stride)
         first, last = band.kv_range(0, q_len)
-        # Between stripes a narrow window may fall: no row of the other stripe is in it.
+        # With stripes, a window narrower than the stride may contain no row of the other rank: low > high.
         if q_len > 0 and first < last and band.low <= band.high:
             return True
     return False

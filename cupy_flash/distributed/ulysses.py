@@ -1,7 +1,7 @@
-"""Attention over several ranks by trading rows for heads: each rank computes the whole sequence of a part of the heads.
+"""Ulysses attention: an all-to-all turns sequence shards into head shards, so each rank has the whole sequence.
 
-Two exchanges of all with all per pass, whatever the length, and one call of the engine; the number of key/value heads
-bounds the number of ranks. Jacobs et al., DeepSpeed Ulysses (2023).
+Each pass is an all-to-all, one call of the engine on Hq / ranks heads, and an all-to-all back. The number of ranks must
+divide the number of key/value heads. Jacobs et al., DeepSpeed Ulysses (2023).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .shards import runs
 def ulysses_attention(
     q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, check_ranks: bool = True, **options: Any
 ) -> Any:
-    """`cupy_flash.attention` of a sequence spread over the ranks of a group, by all-to-all.
+    """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
 
     Args:
-        q, k, v: the rank's rows, `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`. The
-            heads of k and v, and with them those of q, must be a multiple of the number of ranks.
-        group, seqlen, check_ranks, options: those of `ring_attention`.
+        q, k, v: (B, S_r, H, D), rows `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`.
+            The number of key/value heads must be a multiple of the number of ranks.
+        group, seqlen, check_ranks, options: as for `ring_attention`.
 
-    Returns, raises: as `ring_attention`. The gradient of a sink is that of the rank's heads, 0 for the others: the sum
-        over the ranks is the gradient of the sum of their losses.
+    Returns, raises: as `ring_attention`. The sink's gradient is that of the rank's heads and 0 for the others: sum it
+        over the ranks.
     """
     return _attend("ulysses_attention", (q, k, v), group, seqlen, check_ranks, options)
 
@@ -58,9 +58,10 @@ def ulysses_attention_varlen(
 ) -> Any:
     """`ulysses_attention` of a packed batch.
 
-    Unlike a ring's, the shards are of the packed row as a whole: rank r has q, k and v rows
-    `positions(T, r, ranks, "contiguous")` of it, whatever sequences they belong to. cu_seqlens and max_seqlen are those
-    of `attention_varlen` for the whole batch, int32 on the device of q, equal on all ranks; seqlen is T, or (Tq, Tk).
+    Unlike in `ring_attention_varlen`, the packed rows are sharded as a whole: rank r has rows
+    `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries. cu_seqlens (int32, on the
+    device of q) and max_seqlen are those of `attention_varlen` for the whole batch, equal on all ranks; seqlen is T, or
+    (Tq, Tk).
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, check_ranks, options, packed)
@@ -76,11 +77,11 @@ def _attend(
     packed: Packed | None = None,
 ) -> Any:
     channel = Channel.of(function, group)
-    with channel.agreement(function, check_ranks) as words:
-        asked = read_options(function, arrays, options)
-        # What is wrong with the call shows on its part here; that of a packed batch is posed as empty sequences.
-        pose(function, arrays, asked, None if packed is None else _emptied(packed))
-        axes = Axes(1, 2) if asked.layout == "bshd" else Axes(2, 1)
+    with channel.agreement(function, check_ranks) as request:
+        settings = read_options(function, arrays, options)
+        # Checks the call on the local shards; for a packed batch with empty sequences, as boundaries are global.
+        pose(function, arrays, settings, None if packed is None else _empty_sequences(packed))
+        axes = Axes(1, 2) if settings.layout == "bshd" else Axes(2, 1)
         axes = axes if packed is None else Axes(0, 1)
         q, k, v = arrays
         heads = [x.shape[axes.heads] for x in arrays]
@@ -89,30 +90,30 @@ def _attend(
                 f"{function}: the {heads[1]} heads of k and v and the {heads[0]} of q must be multiples of the "
                 f"{channel.ranks} ranks; ring_attention takes any number"
             )
-        here = (q.shape[axes.rows], k.shape[axes.rows])
-        lengths = whole_lengths(function, seqlen, here, channel.ranks)
+        rows = (q.shape[axes.rows], k.shape[axes.rows])
+        lengths = whole_lengths(function, seqlen, rows, channel.ranks)
         sizes = [
             [len(run) for r in range(channel.ranks) for run in runs(n, r, channel.ranks, "contiguous")] for n in lengths
         ]
-        require_rows(function, channel, here, (sizes[0][channel.rank], sizes[1][channel.rank]), "contiguous")
-        words |= describe(arrays, asked, axes.rows) | {"lengths": lengths}
-        words |= {} if packed is None else _describe_sequences(packed)
+        require_rows(function, channel, rows, (sizes[0][channel.rank], sizes[1][channel.rank]), "contiguous")
+        request |= describe(arrays, settings, axes.rows) | {"lengths": lengths}
+        request |= {} if packed is None else _describe_sequences(packed)
     longest = None if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
-    call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(asked))
+    call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(settings))
     cu_seqlens = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    out, lse = _Ulysses.apply(*arrays, *tensors_of(asked), *cu_seqlens, call)
-    return (out, lse) if asked.return_lse else out
+    out, lse = _Ulysses.apply(*arrays, *tensors_of(settings), *cu_seqlens, call)
+    return (out, lse) if settings.return_lse else out
 
 
-def _emptied(packed: Packed) -> Packed:
-    """As many sequences without rows."""
+def _empty_sequences(packed: Packed) -> Packed:
+    """The same number of sequences, all of length 0."""
     names = ("cu_seqlens_q", "cu_seqlens_k")
     given = {name: bounds for name in names if isinstance(bounds := getattr(packed, name), torch.Tensor)}
     return packed._replace(**{name: torch.zeros_like(bounds) for name, bounds in given.items()})
 
 
 def _describe_sequences(packed: Packed) -> dict[str, str]:
-    """What all ranks must say alike of a packed batch; boundaries on a device are not read, only their shape is."""
+    """A packed batch's entries of the request; of boundaries on a GPU, which are not read, only the shape."""
 
     def described(x: Any) -> str:
         if not isinstance(x, torch.Tensor):
@@ -123,7 +124,7 @@ def _describe_sequences(packed: Packed) -> dict[str, str]:
 
 
 class Axes(NamedTuple):
-    """The dimensions of a tensor that are traded: of whole rows for whole heads."""
+    """The two dimensions that the all-to-all exchanges."""
 
     rows: int
     heads: int
@@ -133,34 +134,34 @@ LSE = Axes(-1, -2)
 
 
 class _Call(NamedTuple):
-    """A call on one rank: everything but its tensors."""
+    """One rank's call without its tensors."""
 
     function: str
     channel: Channel
     axes: Axes  # of q, k, v and out
-    q_sizes: list[int]  # rows of every rank
+    q_sizes: list[int]  # query rows of each rank
     kv_sizes: list[int]
-    longest: tuple[Any, Any] | None  # sequences of a packed batch
+    longest: tuple[Any, Any] | None  # (max_seqlen_q, max_seqlen_k) of a packed batch
     options: Options
 
     def to_heads(self, x: Any, sizes: list[int], axes: Axes) -> Any:
-        """This rank's rows of all heads -> all rows of this rank's heads."""
+        """All-to-all: this rank's rows of all heads -> all rows of this rank's heads."""
         pieces = x.chunk(self.channel.ranks, axes.heads)
         shapes = []
         for size in sizes:
             shape = list(pieces[0].shape)
             shape[axes.rows] = size
             shapes.append(tuple(shape))
-        return torch.cat(self.channel.trade(pieces, shapes), axes.rows)
+        return torch.cat(self.channel.all_to_all(pieces, shapes), axes.rows)
 
     def to_rows(self, x: Any, sizes: list[int], axes: Axes) -> Any:
-        """All rows of this rank's heads -> this rank's rows of all heads."""
+        """All-to-all: all rows of this rank's heads -> this rank's rows of all heads."""
         pieces = x.split(sizes, axes.rows)
         shapes = [tuple(pieces[self.channel.rank].shape)] * self.channel.ranks
-        return torch.cat(self.channel.trade(pieces, shapes), axes.heads)
+        return torch.cat(self.channel.all_to_all(pieces, shapes), axes.heads)
 
     def heads_of(self, x: Any) -> Any:
-        """This rank's part of a tensor whose last dimension is heads."""
+        """This rank's slice of a tensor (..., Hq), or None."""
         return None if x is None else x.chunk(self.channel.ranks, -1)[self.channel.rank].contiguous()
 
     def pose(
@@ -170,7 +171,7 @@ class _Call(NamedTuple):
         bounds: tuple[Any, Any],
         saved: Saved | None = None,
     ) -> Any:
-        """(problem, operands) of the whole sequence and this rank's heads, which draw their own bits of dropout."""
+        """(problem, operands) of the whole sequence and this rank's heads; dropout uses the global head indices."""
         sink, alibi_slopes, seed = tensors
         options = replace(
             self.options, sink=self.heads_of(sink), alibi_slopes=self.heads_of(alibi_slopes),
@@ -202,7 +203,7 @@ class _Ulysses(torch.autograd.Function):
 
 
 def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv, dsink) of this rank's rows; dsink of its heads, and 0."""
+    """(dq, dk, dv) of this rank's rows and dsink (Hq,), 0 except for this rank's heads."""
     q, k, v, out, lse, *tensors, cu_seqlens_q, cu_seqlens_k = saved
     dout = torch.zeros_like(out) if dout is None else call.to_heads(dout, call.q_sizes, call.axes)
     dlse = None if dlse is None else call.to_heads(dlse, call.q_sizes, LSE)

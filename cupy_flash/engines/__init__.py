@@ -1,6 +1,6 @@
-"""The engines: each a module that knows its own tiles, what they cost and what they launch. Nothing is computed here.
+"""The engines: one module per kernel family, with its legal tiles, cost model and launches. Nothing is computed here.
 
-Adding one: a module with what `Engine` lists, and its line in `plan.MODULES`.
+To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from ..problem import Problem
 
 
 class Engine(Protocol):
-    """What a plan asks of an engine module. Each has a `Tile` of its own, a NamedTuple that starts with block_q,
-    block_kv."""
+    """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv."""
 
-    BACKENDS: tuple[str, ...]  # where it runs
-    MEASURED: str | None  # the stored run that its cost was held against; None: no run yet
+    BACKENDS: tuple[str, ...]  # backends that can run its launches
+    MEASURED: str | None  # path of the benchmark results that back its cost model; None: not measured yet
 
     def refusals(self, problem: Problem, device: Device) -> list[str]:
-        """Why it does not serve the problem, beyond what is common to all engines; on any device, its own or not."""
+        """Reasons why the engine cannot serve the problem, beyond those that `plan` checks; empty if it can.
+
+        Must accept any device, also one of another backend.
+        """
 
     def tiles(self, problem: Problem, device: Device) -> Sequence[Any]:
-        """Every legal tile: what fits into memory and registers of the device."""
+        """Every legal tile: those whose kernels fit the device's shared memory and registers."""
 
     def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
-        """The written cost. `pairs`: how many (query, key) pairs are seen, of one sequence and head."""
+        """Cost model: predicted seconds. `pairs` is the number of unmasked (query, key) pairs per sequence and head."""
 
     def alike(self, tile: Any) -> object:
-        """Equal for tiles of which the same is best at any length, so that a plan may choose one of them alone."""
+        """Key of tiles whose cost ranking does not depend on the length; compile() builds the best tile per key."""
 
     def threads(self, device: Device, tile: Any, cost: float) -> int:
-        """Of the CPU for a problem of so many seconds; of one block on a GPU."""
+        """On a GPU, threads per block; on the CPU, threads to use for a problem of `cost` seconds."""
 
     def workspaces(self, problem: Problem, tile: Any) -> tuple[str, ...]:
-        """What the kernels need beside operands and results, by the names of params.cuh."""
+        """Names (in params.cuh) of the workspaces that the kernels need."""
 
     def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
-        """The kernels in order; none on the CPU."""
+        """The kernel launches in order; empty on the CPU."""

@@ -1,4 +1,4 @@
-"""The engine on the CPU: tiles for NumPy and BLAS, and how many threads they are worth."""
+"""The CPU engine: tile sizes for NumPy and BLAS, their cost model and the number of threads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..problem import Problem
 BACKENDS: tuple[str, ...] = ("cpu",)
 MEASURED: str | None = "bench/results/cpu.json"
 
-# Nanoseconds on one core of a 2.6 GHz server, S 512 .. 2048, D 32 .. 128, float32 (python -m bench forward backward).
-# What counts is how they compare: on another machine all grow or shrink together. The second of two is the backward's.
-FLOP = 0.0095  # one floating-point operation inside a matrix product
-SCORE = (0.55, 1.0)  # one score between the products: exp and sum; exp, product and twice the traffic
-LOAD = 0.35  # one element of Q, K, V, O or a gradient brought to a tile and packed for BLAS, or added up
-EDGE = 0.75  # one score of a tile that the mask cuts through: comparing positions, writing -inf
-TILE = (8e3, 16e3)  # one tile: the NumPy calls themselves
-SPILL = 0.2  # one score of a tile per MiB of scores: a tile competes with its operands for the second-level cache
+# Cost model: nanoseconds on one core of a 2.6 GHz server, S 512 .. 2048, D 32 .. 128, float32 (python -m bench forward
+# backward). Only their ratios matter, which other machines roughly share. Pairs are (forward, backward).
+FLOP = 0.0095  # per floating-point operation of a matmul
+SCORE = (0.55, 1.0)  # per score between the matmuls: exp and sum; exp, product and twice the traffic
+LOAD = 0.35  # per element of Q, K, V, O or a gradient that is loaded and packed for BLAS, or accumulated
+EDGE = 0.75  # per score of a partly masked tile: comparing positions, writing -inf
+TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
+SPILL = 0.2  # per score, times the MiB of scores in a tile, which compete with its operands for the L2 cache
 
-# Tiles are chosen for this many threads on every machine: their sizes decide how results are rounded, and results
-# must not depend on how many threads there are. By these costs the best tiles for each number from 1 to 16 would gain
-# 0.5 % on the average of 1,848 problems, and the best for 64 threads 9 %.
+# Tiles are chosen for this many threads on every machine: tile sizes determine the rounding, and results must not
+# depend on the number of threads. By this cost model, tiles chosen per thread count would be 0.5 % faster for 1 to 16
+# threads (average of 1,848 problems) and 9 % faster for 64.
 THREADS = 16
-WAKING = 100e-6  # seconds of work that are worth waking a thread, which takes tens of microseconds
+WAKING = 100e-6  # seconds of work per thread that justify starting one, which takes tens of microseconds
 
 
 class Tile(NamedTuple):
@@ -41,13 +41,14 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Core time: a tile costs its products, its passes over the scores, its operands and its calls. Where the tasks do
-    not divide among THREADS, that of idle ones too.
+    """Predicted core seconds: matmuls, passes over the scores, operand loads and call overhead of every tile.
+
+    Includes threads that idle because the tasks do not divide evenly among THREADS.
     """
     backward = problem.backward
     block_q, block_kv = max(min(tile.block_q, problem.q_len), 1), max(min(tile.block_kv, problem.kv_len), 1)
     dims = problem.head_dim + problem.head_dim_v
-    # Tiles at an edge of the mask hold hidden scores: half a tile for each query (backward: key) tile.
+    # Each edge of the mask adds half a tile of masked scores per query (backward: key) tile.
     across = block_kv if backward else block_q
     computed = min(pairs + problem.mask.edges * problem.q_len * across / 2, problem.q_len * problem.kv_len)
     if backward:
@@ -82,5 +83,5 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _worth(work: float, available: int) -> int:
-    """How many threads to use for so many seconds of work: a small problem is done before another thread wakes."""
+    """Number of threads, at most `available`, that `work` core seconds keep busy; a small problem gets one."""
     return max(1, min(available, int(work / WAKING)))

@@ -1,4 +1,4 @@
-"""The engine on tensor cores through mma.sync: fp16 from Turing (sm_75), bf16 from Ampere (sm_80)."""
+"""The tensor-core engine on mma.sync: fp16 from Turing (sm_75), bf16 from Ampere (sm_80)."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
 LARGEST = 512  # head dimension
-# Numbers of one thread that live through a step, sums and fragments: the rest of 255 registers holds operands and
-# addresses. Up to here the static gate finds no spill (bench/results/static.json).
+# Limit of registers per thread that hold accumulators and fragments across a mainloop step; the rest of the 255 holds
+# operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
 LIVE = {"forward": 164, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
-LIVE_IN_OPTIONS = 20  # fewer where scores take a pass of their own or dropout draws bits
-LIVE_ON_TURING = 20  # and where products are of half the depth
-# Where a block can add four numbers to global memory at once, dQ may be added up by the blocks of dK and dV.
+LIVE_IN_OPTIONS = 20  # subtracted with a score modification or dropout
+LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
+# Architectures with 16-byte red.global.add.v4.f32: there the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
 
-# What the cost is made of, of one multiprocessor and clock. Nothing here was measured on a GPU by this project yet.
+# Cost model, per SM and clock. Not measured on a GPU by this project yet.
 MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # mma.sync
 MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; sm_90 and sm_100 reach half of their peak or less through mma.sync
-SHARED_BYTES = 128
-CACHE_BYTES = 32  # from the second-level cache
-ADDED_BYTES = 16  # to global memory
-INSTRUCTIONS = 4  # of 32 lanes
-# Instructions beside products and their loads, as the disassembler counts them (python -m bench static): of a thread
-# for a score, and of a warp for a step.
+SHARED_BYTES = 128  # shared-memory bandwidth
+CACHE_BYTES = 32  # L2 bandwidth
+ADDED_BYTES = 16  # bandwidth of red to global memory
+INSTRUCTIONS = 4  # warp instructions issued
+# Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
+# and mainloop step.
 INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "backward_q": 4.5, "backward_kv": 5}
 INSTRUCTIONS_OF_STEP = {"forward": 80, "backward_q": 120, "backward_kv": 200}
-LATENCY = 600  # clocks until what is loaded is there
+LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
-RESERVED = 1024  # bytes of shared memory of every block that are CUDA's
+RESERVED = 1024  # bytes of shared memory that CUDA reserves per block
 
 
 class Tile(NamedTuple):
-    """Of one kernel: `rows` of its own axis in a block, `step` of the other at a time. Warps stand in rows; in a row
-    they split the columns of what they accumulate, and each computes the scores for itself."""
+    """Tile of one kernel: a block owns `rows` of one axis and steps over the other, `step` at a time.
+
+    Warps form a grid: row warps split the rows; `column_warps` split the columns of the accumulators, and each of them
+    recomputes the scores of its rows.
+    """
 
     rows: int
     step: int
@@ -62,13 +65,15 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the kernel over tiles of queries: a forward's, or a backward's for dQ; and of that over tiles of keys, for dK
-    and dV. There is no kernel for dQ where that for dK and dV adds it up."""
+    """Tiles of a problem's kernels: `q_tile` of the forward or dQ kernel, `kv_tile` of the dK/dV kernel.
+
+    `q_tile` is None where the dK/dV kernel also accumulates dQ.
+    """
 
     block_q: int
     block_kv: int
-    of_q: Tile | None
-    of_kv: Tile | None
+    q_tile: Tile | None
+    kv_tile: Tile | None
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -87,19 +92,19 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
-    """Tiles whose kernels fit into shared memory and registers."""
+    """Tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
         return [Tiles(tile.rows, tile.step, tile, None) for tile in legal_tiles("forward", problem, device)]
     if problem.bias is not None and not legal_tiles("backward_bias", problem, device):
         return []
-    found = [
+    legal = [
         Tiles(q.rows, kv.rows, q, kv)
         for q in legal_tiles("backward_q", problem, device)
         for kv in legal_tiles("backward_kv", problem, device)
     ]
     if device.arch in VECTOR_ADDITION and not problem.deterministic:
-        found += [Tiles(kv.step, kv.rows, None, kv) for kv in legal_tiles("backward_kv", problem, device, add_dq=True)]
-    return found
+        legal += [Tiles(kv.step, kv.rows, None, kv) for kv in legal_tiles("backward_kv", problem, device, add_dq=True)]
+    return legal
 
 
 def alike(tile: Tiles) -> object:
@@ -107,53 +112,53 @@ def alike(tile: Tiles) -> object:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
-    """Waves of blocks by the time of one, for each kernel of tiles."""
+    """Waves of blocks times the time of one block, summed over the tile kernels."""
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
-    if tile.of_q is not None:
+    if tile.q_tile is not None:
         kernel = "backward_q" if problem.backward else "forward"
-        total += _seconds(kernel, problem, device, tile.of_q, heads, problem.q_len, pairs)
-    if tile.of_kv is not None:
+        total += _seconds(kernel, problem, device, tile.q_tile, heads, problem.q_len, pairs)
+    if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
-        total += _seconds("backward_kv", problem, device, tile.of_kv, kv_heads, problem.kv_len, group_pairs)
+        total += _seconds("backward_kv", problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
     return total
 
 
 def threads(device: Device, tile: Tiles, cost: float) -> int:
-    its = tile.of_q or tile.of_kv
-    assert its is not None
-    return its.threads
+    kernel_tile = tile.q_tile or tile.kv_tile
+    assert kernel_tile is not None
+    return kernel_tile.threads
 
 
 def workspaces(problem: Problem, tile: Tiles) -> tuple[str, ...]:
     if not problem.backward:
         return ()
-    return ("delta", "lse2") if tile.of_q is not None else ("delta", "lse2", "dq_sums")
+    return ("delta", "lse2") if tile.q_tile is not None else ("delta", "lse2", "dq_sums")
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
-    def q_grid(its: Tile) -> tuple[int, int, int]:
-        return max(-(-problem.q_len // its.rows), 1), problem.heads, sequences(problem)
+    def q_grid(q_tile: Tile) -> tuple[int, int, int]:
+        return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
-    of_q, of_kv = tile.of_q, tile.of_kv
-    if of_kv is None:
-        assert of_q is not None
-        return of_something([_launch("mma/forward", problem, of_q, q_grid(of_q))])
-    kv_grid = max(-(-problem.kv_len // of_kv.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch("mma/backward_kv", problem, of_kv, kv_grid)]
-    if of_q is not None:
-        backward.append(_launch("mma/backward_q", problem, of_q, q_grid(of_q)))
-    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=of_kv.add_dq)
+    q_tile, kv_tile = tile.q_tile, tile.kv_tile
+    if kv_tile is None:
+        assert q_tile is not None
+        return of_something([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
+    kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
+    backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
+    if q_tile is not None:
+        backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
+    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=kv_tile.add_dq)
 
 
 def bias_launches(problem: Problem, device: Device) -> list[Launch]:
-    """The kernel of the bias's gradient, for every engine that keeps scores in fragments."""
+    """The dbias launch, shared by mma and wgmma; empty if no bias gradient is wanted."""
     if problem.bias is None or not problem.bias_gradient or 0 in problem.bias:
         return []
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
-    its = legal_tiles("backward_bias", problem, device)[0]
-    of_rows_and_columns = -(-rows // its.rows) * -(-columns // its.step)
-    return [_launch("mma/backward_bias", problem, its, (of_rows_and_columns, heads, batch))]
+    tile = legal_tiles("backward_bias", problem, device)[0]
+    blocks = -(-rows // tile.rows) * -(-columns // tile.step)
+    return [_launch("mma/backward_bias", problem, tile, (blocks, heads, batch))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
@@ -174,12 +179,12 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
 
 
 def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
-    """Every legal tile of a kernel. What costs more than it gives is a candidate only where nothing else is legal:
-    warps that compute the same scores, blocks of few warps, steps of 16."""
+    """The legal tiles of a kernel. Wasteful shapes (column warps, which recompute scores; blocks of few warps; steps
+    of 16) are candidates only if nothing better is legal."""
     for column_warps in (1, 2, 4):
-        for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)):  # rows of warps, rows of fragments of each
+        for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)):  # (row warps, 16-row fragments per warp)
             for steps in ((32, 64, 128), (16,)):
-                found = [
+                legal = [
                     tile
                     for row_warps, m in shapes
                     if row_warps * column_warps <= 8
@@ -187,13 +192,16 @@ def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool =
                     for shape in (Tile(16 * m * row_warps, step, 32 * row_warps * column_warps, column_warps, 1),)
                     if (tile := _legal(kernel, problem, device, shape._replace(add_dq=add_dq)))
                 ]
-                if found:
-                    return found
+                if legal:
+                    return legal
     return []
 
 
 def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile | None:
-    """With Q in registers if it fits, and the longest pipeline that leaves as many blocks side by side."""
+    """Complete a shape: Q in registers if it fits, then the most stages that do not lower occupancy; None if illegal.
+
+    Two or more stages are preferred to one even at lower occupancy.
+    """
     limit = LIVE[kernel]
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
@@ -201,12 +209,12 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
-    # Turing's copies wait for themselves: a pipeline only spares it a barrier.
+    # sm_75 has no cp.async: its loads are synchronous, so more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel == "backward_bias"
-    lengths = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
+    stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
     legal = [
         tile
-        for stages in lengths
+        for stages in stage_counts
         for tile in (shape._replace(stages=stages),)
         if _shared_bytes(kernel, problem, tile) <= device.shared_bytes
     ]
@@ -218,17 +226,17 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
 
 
 def _padded(problem: Problem, column_warps: int) -> tuple[int, int]:
-    """Head dimensions in tiles: whole fragments for every warp. tile.cuh's `padded`."""
+    """(D, Dv) rounded up to whole 16-column fragments per column warp; `padded` in tile.cuh."""
     k, v = (-(-dim // (16 * column_warps)) * 16 * column_warps for dim in (problem.head_dim, problem.head_dim_v))
     return k, v
 
 
 def _live(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Registers of one thread that hold scores, their gradients, sums and Q."""
+    """Registers per thread that hold score tiles, accumulators and Q."""
     m = tile.rows * 32 * tile.column_warps // (16 * tile.threads)
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
-    # Of S alone; of S and dP, rounded as they leave; and of the sums of dS.
+    # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
     copies = {"forward": 1, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
     columns = {"forward": v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
     q = m * (k // 4 if tile.q_in_registers else 4)
@@ -236,7 +244,7 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
 
 
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Bytes of dynamic shared memory: the arrays at the head of each kernel."""
+    """Bytes of dynamic shared memory; must match the arrays that the kernel declares."""
     k, v = _padded(problem, tile.column_warps)
     stage = 2 * tile.step * (k + v)
     if kernel == "forward":
@@ -253,14 +261,14 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
-    """Blocks of one multiprocessor at a time."""
+    """Occupancy: resident blocks per SM."""
     shared = _shared_bytes(kernel, problem, tile)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
-    """Blocks side by side share what a multiprocessor has; a warp alone does one thing after the other."""
+    """Predicted seconds of one kernel: resident blocks share an SM's throughput, a single warp overlaps nothing."""
     k, v = _padded(problem, tile.column_warps)
     scores, sums = {"forward": (k, v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[kernel]
     row_warps = tile.threads // 32 // tile.column_warps
@@ -269,13 +277,13 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
     elements = tile.rows * tile.step
-    if tile.add_dq:  # dS once more through shared memory, K beside it
+    if tile.add_dq:  # dQ += dS K reads dS back from shared memory, and K
         sums += k
         read += 2 * elements + 2 * elements * k // 32 * 2
-    dims = scores * tile.column_warps + sums  # of the products of one score, in all warps of a row
+    dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
     issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
-    clocks = (  # of one step of one block, on each of what it uses
+    clocks = (  # of one step of one block, per resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,

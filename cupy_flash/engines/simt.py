@@ -1,4 +1,4 @@
-"""The engine for any GPU and every dtype: exact arithmetic on ordinary lanes, no matrix instructions."""
+"""The engine for any GPU and every dtype but fp8: FMA instructions in the accumulation dtype, no tensor cores."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from ..problem import Problem
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
-LANES = 8  # columns of threads in a tile; tile.cuh's LANES
-# Accumulators of one thread, in 32-bit registers, for fp32 and fp64: the rest of 255 holds operands and addresses. Up
-# to here the static gate finds no spill (bench/results/static.json); with 128 the backward in fp64 spills on sm_90a.
+LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.cuh
+# Limit of 32-bit accumulator registers per thread, by itemsize of the accumulation dtype; the rest of the 255 holds
+# operands and addresses. The static gate finds no spill up to it (bench/results/static.json); with 128 the fp64
+# backward spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
-FMA_PER_SECOND = 64 * 1.5e9  # of one multiprocessor: half of its lanes busy with products, the rest with their loads
+FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
 
 
 class Tile(NamedTuple):
@@ -44,7 +45,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose kernels fit into shared memory and registers. A row of threads has at least one row of the tile."""
+    """Tiles whose kernels fit shared memory and registers; each row of threads owns at least one row of the tile."""
     sizes = (
         Tile(block_q, block_kv, threads)
         for threads in (128, 64)
@@ -61,18 +62,20 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks by the time of one: products, and the loads of a tile spread over its scores."""
+    """Waves of blocks times the time of one block: FMAs, and operand loads amortised over the tile's scores."""
     dims = problem.head_dim + problem.head_dim_v
     products = dims * (7 / 2 if problem.backward else 1)
     loads = 4 * dims * (1 / tile.block_q + 1 / tile.block_kv)
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     waves = -(-blocks // device.units)
-    scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)  # none: the tile of any other length
+    scores = (
+        tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
+    )  # max(): a problem without pairs ranks tiles as any other
     return waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
 
 
 def alike(tile: Tile) -> object:
-    # Waves and scores of a block depend on block_q alone.
+    # The length enters the cost through the waves and scores of a block, which depend on block_q only.
     return tile.block_q
 
 
@@ -117,7 +120,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
-    """Bytes of dynamic shared memory by kernel: the arrays at the head of each, strides as in tile.cuh."""
+    """Bytes of dynamic shared memory per kernel; must match the arrays each kernel declares, padded as in tile.cuh."""
     block_q, block_kv, _ = tile
     size = problem.accumulation.itemsize
     chunk = 16 // size
@@ -135,7 +138,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:
-    """Registers of one thread that hold sums: its scores (and their gradients), and its part of O, dQ, or dK and dV."""
+    """32-bit accumulator registers per thread: S (and dP), and its share of O, of dQ, or of dK and dV."""
     rows = tile.threads // LANES
     scores = tile.block_q * tile.block_kv // tile.threads
     k, v = (-(-dim // 32) * 32 // LANES for dim in (problem.head_dim, problem.head_dim_v))

@@ -1,32 +1,32 @@
-// Backward, dbias: one block per tile of the bias, over everything that it broadcasts over, in one order. A third
-// recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
-// broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
-// entry.
+// Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
+// scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
+// gradient of the broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts
+// as one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and by columns
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int dS_ROW = BLOCK_KV + 8;  // numbers: pairs that a half-warp writes lie in different banks
+constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], K [BLOCK_KV][HEAD_DIM], V
-  // [BLOCK_KV][HEAD_DIM_V]. At the end dS [BLOCK_Q][BLOCK_KV] takes the place of all.
-  unsigned int Q_smem = shared_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], K
+  // [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]. The epilogue reuses all of it for dS [BLOCK_Q][BLOCK_KV].
+  unsigned int Q_smem = smem_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
   unsigned int K_smem = lse2_smem + 2 * 4 * BLOCK_Q, V_smem = K_smem + K_BYTES;
   int row = row_warp() * M * 16;
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row, lse2 + BLOCK_Q + row};
   float* dS_smem = (float*)smem;
   Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
-  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b();
-  auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
-  float unit = unit_of(p);
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
+  auto dO_lane = Tile<HEAD_DIM_V>::lane_of_A(row), V_lane = Tile<HEAD_DIM_V>::lane_of_B();
+  float scale_log2 = log2_scale_of(p);
 
   BiasTile bias(p);
   float dS_rmem[M][N][4] = {};
@@ -50,13 +50,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
                                 queries);
           load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
           load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
-          end_of_group();
-          wait_for_copies<0>();
+          cp_async_commit_group();
+          cp_async_wait_group<0>();
           __syncthreads();
           float S_rmem[M][N][4], dP_rmem[M][N][4];
-          scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
-          scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
-          differentiate<false, true>(S_rmem, dP_rmem, true, score, band, dropout, unit, rows, q_start + row, kv_start);
+          scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+          scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
+          differentiate<false, true>(S_rmem, dP_rmem, true, score, band, dropout, scale_log2, rows, q_start + row,
+                                     kv_start);
 #pragma unroll
           for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -1,18 +1,18 @@
 // Backward, dK and dV: one block per tile of BLOCK_KV keys of one key/value head, over all queries that see them, head
-// after head of the group, so that every sum has one order. ADD_DQ: its part of dQ is added to the sums of all blocks;
-// else a kernel of its own makes dQ. grid (key tiles, key/value heads, sequences)
+// after head of the GQA group, so that every sum is deterministic. ADD_DQ: the block also adds its part of dQ to the
+// workspace; otherwise backward_q.cu computes dQ. grid (key tiles, key/value heads, sequences)
 #include "../dq_sums.cuh"
 #include "steps.cuh"
 
-constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // rows of fragments of a warp; tiles are transposed: rows are keys
-constexpr int N = BLOCK_Q / 8;                // fragments in a row
+constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // fragments of a warp, by rows; score tiles are transposed: rows are keys
+constexpr int N = BLOCK_Q / 8;                // and by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int STAGE_BYTES = Q_BYTES + dO_BYTES + 2 * 4 * BLOCK_Q;
 
-// dS^T of this warp, for the other warps: [BLOCK_KV][BLOCK_Q].
+// Writes this warp's dS^T to shared memory [BLOCK_KV][BLOCK_Q], for the other warps.
 __device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2][4], int row) {
   if (column_warp() > 0) return;
 #pragma unroll
@@ -21,16 +21,16 @@ __device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2]
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        *(unsigned int*)(dS_smem + Tile<BLOCK_Q>::at(row + row_of(m, 2 * half), n) + lane_of() % 4 * 4) =
+        *(unsigned int*)(dS_smem + Tile<BLOCK_Q>::at(row + row_of(m, 2 * half), n) + lane_id() % 4 * 4) =
             dS[m][n / 2][n % 2 * 2 + half];
 }
 
-// dS K of all keys of the block: squares of 16 queries x 16 columns, the warps in turn.
+// dQ += dS K over all keys of the block, in blocks of 16 queries x 16 columns distributed over the warps.
 __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_smem, int q_start, int q_len) {
   constexpr int ROWS = BLOCK_Q / 16, COLUMNS = DqSums::COLUMNS / 16, WARPS = THREADS / WARP;
   constexpr int SIDE_BY_SIDE = WARPS > ROWS ? WARPS / ROWS : 1, EACH = (COLUMNS + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-  auto of_dS = Tile<BLOCK_Q>::rows_of_b();  // transposed as they are read
-  auto of_K = Tile<HEAD_DIM>::rows_of_a(0);
+  auto dS_lane = Tile<BLOCK_Q>::lane_of_B();  // dS^T, transposed by ldmatrix
+  auto K_lane = Tile<HEAD_DIM>::lane_of_A(0);
   int warp = threadIdx.x / WARP, column = warp % SIDE_BY_SIDE;
   for (int row = warp / SIDE_BY_SIDE; row < ROWS; row += WARPS / SIDE_BY_SIDE) {
     if (q_start + 16 * row >= q_len) break;
@@ -38,12 +38,12 @@ __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       unsigned int a[4], b[4];
-      load_transposed(a, dS_smem + of_dS.at(16 * k, 2 * row));
+      ldmatrix_x4_trans(a, dS_smem + dS_lane.at(16 * k, 2 * row));
 #pragma unroll
       for (int n = 0; n < EACH; ++n) {
-        load_transposed(b, K_smem + of_K.at(16 * k, 2 * min(column + n * SIDE_BY_SIDE, COLUMNS - 1)));
-        multiply<element>(dQ[n][0], a, b[0], b[1], dQ[n][0]);
-        multiply<element>(dQ[n][1], a, b[2], b[3], dQ[n][1]);
+        ldmatrix_x4_trans(b, K_smem + K_lane.at(16 * k, 2 * min(column + n * SIDE_BY_SIDE, COLUMNS - 1)));
+        mma_m16n8k16<element>(dQ[n][0], a, b[0], b[1], dQ[n][0]);
+        mma_m16n8k16<element>(dQ[n][1], a, b[2], b[3], dQ[n][1]);
       }
     }
 #pragma unroll
@@ -58,32 +58,33 @@ __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V], then STAGES times Q [BLOCK_Q][HEAD_DIM], dO
-  // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q] and delta [BLOCK_Q]; ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. dK and dV leave
-  // through the places of K and V.
-  unsigned int K_smem = shared_address(smem), V_smem = K_smem + K_BYTES;
+  // Shared memory: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V], then STAGES x (Q [BLOCK_Q][HEAD_DIM], dO
+  // [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q]); ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. The epilogue stages
+  // dK and dV in the space of K and V.
+  unsigned int K_smem = smem_address(smem), V_smem = K_smem + K_BYTES;
   unsigned int stages_smem = V_smem + V_BYTES;
   unsigned char* dS_smem = smem + K_BYTES + V_BYTES + STAGES * STAGE_BYTES;
 
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
-  float unit = unit_of(p);
+  float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
   auto Q_loader = Loader<BLOCK_Q, HEAD_DIM>(p.q).kept();
   auto dO_loader = Loader<BLOCK_Q, HEAD_DIM_V>(p.dout).kept();
-  auto of_K = Tile<HEAD_DIM>::rows_of_a(row), of_Q = Tile<HEAD_DIM>::rows_of_b(), of_QT = Tile<HEAD_DIM>::rows_of_x();
-  auto of_V = Tile<HEAD_DIM_V>::rows_of_a(row), of_dO = Tile<HEAD_DIM_V>::rows_of_b(),
-       of_dOT = Tile<HEAD_DIM_V>::rows_of_x();
+  auto K_lane = Tile<HEAD_DIM>::lane_of_A(row), Q_lane = Tile<HEAD_DIM>::lane_of_B(),
+       QT_lane = Tile<HEAD_DIM>::lane_of_X();
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_A(row), dO_lane = Tile<HEAD_DIM_V>::lane_of_B(),
+       dOT_lane = Tile<HEAD_DIM_V>::lane_of_X();
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
     Range queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
     int q_first = queries.begin / BLOCK_Q * BLOCK_Q;
-    Range unmasked = band.seen_by_all(kv_start, kv_start + BLOCK_KV);
+    Range unmasked_queries = band.seen_by_all(kv_start, kv_start + BLOCK_KV);
     Pipeline<STAGES, STAGE_BYTES> stages(stages_smem);
 
-    // Tiles of queries, the next to load and the next to use: from the first to the last of a head, head after head.
+    // Iterators over query tiles, head after head: `loaded` is the next to load, `step` the next to compute.
     struct Step {
       int head;
       int q_start;
@@ -129,26 +130,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       int q_start = step.q_start;
       Score score(p, sequence, step.head);
       Dropout dropout(p, sequence.batch, step.head);
-      const float* lse2 = (const float*)(smem + (dO_smem + dO_BYTES - shared_address(smem)));
+      const float* lse2 = (const float*)(smem + (dO_smem + dO_BYTES - smem_address(smem)));
       Rows rows = {lse2, lse2 + BLOCK_Q};
       float S_rmem[M][N][4], dP_rmem[M][N][4];
-      scores<M, N, HEAD_DIM>(S_rmem, K_smem, of_K, Q_smem, of_Q);
-      scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, of_V, dO_smem, of_dO);
-      bool masked = q_start < unmasked.begin || q_start + BLOCK_Q > unmasked.end;
-      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, q_start, kv_start + row);
+      scores<M, N, HEAD_DIM>(S_rmem, K_smem, K_lane, Q_smem, Q_lane);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, V_lane, dO_smem, dO_lane);
+      bool masked = q_start < unmasked_queries.begin || q_start + BLOCK_Q > unmasked_queries.end;
+      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, q_start,
+                                 kv_start + row);
       unsigned int P_rmem[M][N / 2][4], dS_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
-      accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem, of_dOT);
+      accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem, dOT_lane);
       round_fragments(dS_rmem, dP_rmem);
       if constexpr (ADD_DQ) share(dS_smem, dS_rmem, row);
-      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem, of_QT);
+      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem, QT_lane);
       if constexpr (ADD_DQ) {
         __syncthreads();
-        add_dQ(DqSums(p, sequence, step.head), shared_address(dS_smem), K_smem, q_start, sequence.q_len);
+        add_dQ(DqSums(p, sequence, step.head), smem_address(dS_smem), K_smem, q_start, sequence.q_len);
       }
     }
 
-    wait_for_copies<0>();  // of K and V, where there was no query
+    cp_async_wait_group<0>();  // of K and V, if there was no query
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
     store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });

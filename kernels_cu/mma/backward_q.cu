@@ -1,9 +1,10 @@
-// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. A second recomputation of
-// the scores instead of atomic additions: every sum has one order. grid (query tiles, heads, sequences)
+// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. The scores are recomputed a
+// second time instead of adding to dQ atomically, so that every sum is deterministic. grid (query tiles, heads,
+// sequences)
 #include "steps.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and by columns
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
@@ -12,9 +13,9 @@ constexpr int STAGE_BYTES = K_BYTES + BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], then STAGES times K
-  // [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. dQ leaves through the place of Q.
-  unsigned int Q_smem = shared_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V], lse2 [BLOCK_Q], delta [BLOCK_Q], then STAGES x (K
+  // [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]). The epilogue stages dQ in the space of Q.
+  unsigned int Q_smem = smem_address(smem), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row_warp() * M * 16, lse2 + BLOCK_Q + row_warp() * M * 16};
   unsigned int KV_smem = lse2_smem + 2 * 4 * BLOCK_Q;
@@ -28,20 +29,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   const element* V = sequence.keys<element>(p.v, kv_head);
   auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
   auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
-  float unit = unit_of(p);
+  float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
   Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
-  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row), of_K = Tile<HEAD_DIM>::rows_of_b(), of_KT = Tile<HEAD_DIM>::rows_of_x();
-  auto of_dO = Tile<HEAD_DIM_V>::rows_of_a(row), of_V = Tile<HEAD_DIM_V>::rows_of_b();
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B(),
+       KT_lane = Tile<HEAD_DIM>::lane_of_X();
+  auto dO_lane = Tile<HEAD_DIM_V>::lane_of_A(row), V_lane = Tile<HEAD_DIM_V>::lane_of_B();
 
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
     Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // that see any key
     int kv_first = keys.begin / BLOCK_KV * BLOCK_KV;
-    Range unmasked = band.sees_all(q_start, q_start + BLOCK_Q);
+    Range unmasked_keys = band.sees_all(q_start, q_start + BLOCK_Q);
     Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
 
     auto load = [&](int kv_start) {
@@ -69,16 +71,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
       if constexpr (STAGES > 1) load(kv_start + (STAGES - 1) * BLOCK_KV);
 
       float S_rmem[M][N][4], dP_rmem[M][N][4];
-      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
-      scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, of_dO, V_smem, of_V);
-      bool masked = kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end;
-      differentiate<false, false>(S_rmem, dP_rmem, masked, score, band, dropout, unit, rows, q_start + row, kv_start);
+      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+      scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
+      bool masked = kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end;
+      differentiate<false, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, q_start + row,
+                                  kv_start);
       unsigned int dS_rmem[M][N / 2][4];
       round_fragments(dS_rmem, dP_rmem);
-      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, of_KT);
+      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, KT_lane);
     }
 
-    wait_for_copies<0>();  // of Q and dO, where there was no key
+    cp_async_wait_group<0>();  // of Q and dO, if there was no key
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
     __syncthreads();

@@ -1,8 +1,8 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "tile.cuh"
 
-constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // rows of fragments of a warp
-constexpr int N = BLOCK_KV / 8;              // fragments of scores in a row
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
@@ -10,9 +10,9 @@ constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Q [BLOCK_Q][HEAD_DIM], then STAGES times K [BLOCK_KV][HEAD_DIM] and V [BLOCK_KV][HEAD_DIM_V]. Where Q lives in
-  // registers, it passes through the place of the first stages. O leaves through the place of all.
-  unsigned int Q_smem = shared_address(smem);
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]).
+  // Q_IN_REGISTERS: Q is loaded through the space of the first stages. The epilogue stages O in the same memory.
+  unsigned int Q_smem = smem_address(smem);
   unsigned int KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
 
   int head = blockIdx.y, kv_head = head / p.group;
@@ -26,21 +26,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
   auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   element* O = sequence.queries<element>(p.out, head);
-  float unit = unit_of(p);
+  float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
-  auto of_Q = Tile<HEAD_DIM>::rows_of_a(row).kept(), of_K = Tile<HEAD_DIM>::rows_of_b().kept();
-  auto of_V = Tile<HEAD_DIM_V>::rows_of_x().kept();
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row).kept(), K_lane = Tile<HEAD_DIM>::lane_of_B().kept();
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X().kept();
 
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    // From the last tile of keys, through which a mask cuts, to the first.
+    // From the last tile of keys, which is the one that a causal mask cuts, to the first.
     int kv_first = keep(keys.begin / BLOCK_KV * BLOCK_KV);
     int kv_last = keys.begin < keys.end ? (keys.end - 1) / BLOCK_KV * BLOCK_KV : kv_first - BLOCK_KV;
-    Range unmasked = band.sees_all(q_start, q_start + BLOCK_Q);
-    unmasked = {keep(unmasked.begin), keep(unmasked.end)};
+    Range unmasked_keys = band.sees_all(q_start, q_start + BLOCK_Q);
+    unmasked_keys = {keep(unmasked_keys.begin), keep(unmasked_keys.end)};
     Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
 
     auto load = [&](int kv_start) {
@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     if constexpr (Q_IN_REGISTERS) {
-      end_of_group();
-      wait_for_copies<0>();
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
       __syncthreads();
       load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
       __syncthreads();
@@ -78,25 +78,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
-        scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, of_K);
+        scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
       else
-        scores<M, N, HEAD_DIM>(S_rmem, Q_smem, of_Q, K_smem, of_K);
-      if (kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
+        scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+      if (kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
       else if constexpr (MODIFIED || DENSE_MASK)
         modify<false>(S_rmem, score, band, q_start + row, kv_start);
-      float moved[M][2];
-      if (follow(moved, softmax, S_rmem, unit)) rescale(O_rmem, moved);
-      exponentiate(S_rmem, softmax, unit);
+      float O_scale[M][2];
+      if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
+      exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
-      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, of_V);
+      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
     }
 
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
-    wait_for_copies<0>();  // of Q, where there was no key
+    cp_async_wait_group<0>();  // of Q, if there was no key
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();

@@ -3,8 +3,9 @@
 #include "../gradients.cuh"
 #include "tile.cuh"
 
-// dO of the queries of a tile that are in `queries`. A row that sees nothing passes no gradient, whatever it is: with
-// positions alone to go by, no such row is in `queries`; else lse tells.
+// Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
+// contribute, whatever its dO: positions alone exclude such rows from `queries`; with a dense mask or a bias, lse
+// identifies them.
 __device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
                                const Sequence& sequence, int head, int q_start, Range queries) {
   const element* dO = sequence.queries<element>(p.dout, head);

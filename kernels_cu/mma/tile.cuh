@@ -1,22 +1,22 @@
-// Tiles of the mma engine: 16-bit numbers in shared memory, fragments in registers, and the two products.
+// Tiles of the mma engine: 16-bit numbers in shared memory, fragments in registers, and the two matrix products.
 //
-//   load_tile      rows of a tensor -> shared memory, zeros where there is nothing, without waiting
-//   scores         C = A B^T     rows of two tiles that both have DIM columns
-//   accumulate     C += P X      fragments of P in registers, the rows of tile X, its columns of this warp
+//   load_tile      rows of a tensor -> shared memory, asynchronously, zeros for rows outside the range
+//   scores         C = A B^T     rows of two tiles with DIM columns each
+//   accumulate     C += P X      P in fragments, X the rows of a tile; this warp's columns
 //
-// A tile is ROWS x DIM, a row is DIM / 8 chunks of 16 bytes. A warp that reads 16 x 16 of it reads 8 rows of one chunk
-// at a time, which must lie in different banks: chunk c of row r lies at place c ^ twist(r).
+// A tile is ROWS x DIM; a row is DIM / 8 chunks of 16 bytes. ldmatrix reads eight rows of one chunk at a time, which
+// must lie in different banks: chunk c of row r is stored at c ^ swizzle(r).
 #pragma once
 #include "../fragments.cuh"
 
-constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps one below the other
+constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with different rows
 
-// Columns of a tile: whole fragments for every warp.
+// Columns of a tile: a whole number of fragments per warp.
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
 
-// The position of this thread's warp among the others.
+// Index of this warp among those with different rows, and among those with different columns.
 __device__ inline int row_warp() {
   return threadIdx.x / WARP / COLUMN_WARPS;
 }
@@ -24,33 +24,33 @@ __device__ inline int column_warp() {
   return COLUMN_WARPS == 1 ? 0 : threadIdx.x / WARP % COLUMN_WARPS;
 }
 
-// x, from an instruction that the compiler does not see through: it keeps the result in a register, where it would work
-// out x again at every step of a loop. Whole warps only.
+// Returns x through a shuffle, which the compiler cannot see through: it keeps the result in a register instead of
+// recomputing x in every iteration. Must be executed by whole warps.
 template <typename T>
 __device__ T keep(T x) {
   return __shfl_sync(0xFFFFFFFF, x, threadIdx.x % WARP);
 }
 
-// The layout of DIM numbers in a row.
+// Swizzled layout of a row of DIM numbers.
 template <int DIM>
 struct Tile {
   static constexpr int CHUNKS = padded(DIM) / 8;
   static constexpr int ROW = 16 * CHUNKS;  // bytes
-  // Chunks of a row change places within groups of 8, or as many as divide the row: rows that are not a multiple of
-  // all banks apart are twisted less.
+  // Chunks are permuted within groups of 8, or of the largest power of two that divides the row. Rows of a smaller
+  // group are not a multiple of all banks long, and need less swizzling.
   static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
 
-  __device__ static int twist(int row) { return row / (8 / GROUP) % GROUP; }
-  __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ twist(row)) << 4); }
+  __device__ static int swizzle(int row) { return row / (8 / GROUP) % GROUP; }
+  __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ swizzle(row)) << 4); }
 
-  // Bytes from the start of the tile to 16 x 16 numbers of it, as one lane reads them.
+  // Address arithmetic of one lane: byte offsets into a tile for ldmatrix of 16 x 16 numbers.
   struct Lane {
-    unsigned int offset[GROUP / 2];  // of chunks 0, 2 .. of the first group, as the lane's row twists them
+    unsigned int offset[GROUP / 2];  // swizzled offsets of chunks 0, 2 .. of the first group
 
     __device__ Lane(int row, int chunk) {
 #pragma unroll
       for (int n = 0; n < GROUP / 2; ++n)
-        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ twist(row)) + chunk / GROUP * GROUP) << 4);
+        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
     }
     __device__ Lane kept() const {
       Lane lane = *this;
@@ -58,47 +58,47 @@ struct Tile {
       for (int n = 0; n < GROUP / 2; ++n) lane.offset[n] = keep(offset[n]);
       return lane;
     }
-    // `row` is a multiple of 8, and `chunk` shares no bit with the lane's.
+    // `row` is a multiple of 8, and `chunk` has no bit in common with the lane's chunk.
     __device__ unsigned int at(int row, int chunk) const {
       return offset[chunk % GROUP / 2] + row * ROW + (chunk / GROUP * GROUP << 4);
     }
   };
 
-  // The lane's part of 16 rows of A, of 16 rows of B, and of 16 rows of X in the columns of this warp.
-  __device__ static Lane rows_of_a(int row) { return Lane(row + lane_of() % 16, lane_of() / 16); }
-  __device__ static Lane rows_of_b() { return Lane(lane_of() % 8 + lane_of() / 16 * 8, lane_of() / 8 % 2); }
-  __device__ static Lane rows_of_x() { return Lane(lane_of() % 16, 2 * column_warp() + lane_of() / 16); }
+  // The lane's addresses of 16 rows of A, of 16 rows of B, and of 16 rows of X in this warp's columns.
+  __device__ static Lane lane_of_A(int row) { return Lane(row + lane_id() % 16, lane_id() / 16); }
+  __device__ static Lane lane_of_B() { return Lane(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2); }
+  __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
-// Columns of C that a warp has of DIM: blocks of 16, the warps in turn.
+// Fragments of DIM columns that one warp accumulates: 16-column blocks are dealt round-robin to the column warps.
 __device__ constexpr int fragments_of(int dim) {
   return padded(dim) / 8 / COLUMN_WARPS;
 }
-// The first of fragment n's 8 columns among all DIM.
+// Column of the tensor where fragment n of this warp begins.
 __device__ inline int first_column(int n) {
   return 16 * (n / 2 * COLUMN_WARPS + column_warp()) + n % 2 * 8;
 }
 
-// Chunk `chunk` of a row that may begin anywhere, number by number, waiting for each.
+// Loads a chunk of an unaligned row number by number, synchronously.
 template <int DIM>
-__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool wanted) {
+__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool valid) {
   unsigned int words[4] = {};
 #pragma unroll
   for (int n = 0; n < 8; ++n)
-    if (wanted && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
-  store_shared(to, words);
+    if (valid && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
+  st_shared_v4(to, words);
 }
 
-// Brings ROWS rows of a tensor at a time to shared memory, zeros for those that are not asked for, whatever is there.
-// Where a thread's share of every tile is alike, its addresses are worked out once.
+// Loads tiles of ROWS rows of a tensor into shared memory; rows that are not requested become zeros and are not read.
+// If every thread has the same share of every tile (REGULAR), its addresses are computed once.
 template <int ROWS, int DIM>
 struct Loader {
   using T = Tile<DIM>;
-  static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads bring at once
+  static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads load at once
   static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
 
   const Operand& x;
-  // REGULAR: from the first number of a tile to this thread's chunk of its first row, in the tensor and in the tile.
+  // REGULAR: offsets of this thread's chunk in the tile's first rows: in the tensor, and in shared memory.
   long long from;
   unsigned int to;
 
@@ -113,10 +113,10 @@ struct Loader {
     return loader;
   }
   __device__ static int chunk() { return threadIdx.x % T::CHUNKS; }
-  // Of a chunk, 16 but at the end of a row.
+  // Valid bytes of a chunk: 16 except at the end of a row.
   __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
 
-  // Rows [first, first + ROWS) of those of one head that are `read(row)`; `whole`: all are.
+  // Loads rows [first, first + ROWS) of one head, those with `read(row)`; `whole`: all of them.
   template <typename Read>
   __device__ void load(unsigned int tile, const element* rows, int first, bool whole, Read read) const {
     if (x.aligned < 8) {
@@ -131,20 +131,19 @@ struct Loader {
       if (whole) {
 #pragma unroll
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row)
-          copy_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
+          cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
       } else {
 #pragma unroll 1
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row) {
-          bool wanted = read(first + threadIdx.x / T::CHUNKS + n * STEP);
-          copy_async<16>(tile + to + n * STEP * T::ROW, wanted ? next : rows, wanted ? bytes(chunk()) : 0);
+          bool valid = read(first + threadIdx.x / T::CHUNKS + n * STEP);
+          cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows, valid ? bytes(chunk()) : 0);
         }
       }
     } else {
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(first + row) ? bytes(chunk) : 0;
-        copy_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0),
-                       size);
+        cp_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0), size);
       }
     }
   }
@@ -158,114 +157,114 @@ __device__ void load_tile(unsigned int tile, const element* rows, const Operand&
   Loader<ROWS, DIM>(x).load(tile, rows, first, range);
 }
 
-// A ring of places in shared memory: STAGES - 1 are on their way while one is used. With one place, what is loaded is
-// waited for.
+// Multistage cp.async pipeline: a ring of STAGES slots, of which STAGES - 1 are in flight while one is used. With one
+// slot, every load is waited for.
 template <int STAGES, int BYTES>
 struct Pipeline {
   unsigned int start;
-  unsigned int loading;  // bytes from start to the place that is loaded next
-  unsigned int used;     // and to the one that is used next
+  unsigned int loading;  // byte offset of the slot to load next
+  unsigned int used;     // and of the slot to use next
 
   __device__ Pipeline(unsigned int start) : start(start), loading(0), used(0) {}
-  __device__ static unsigned int after(unsigned int place) {
-    return STAGES == 1 ? 0 : STAGES == 2 ? place ^ BYTES : place == (STAGES - 1) * BYTES ? 0 : place + BYTES;
+  __device__ static unsigned int after(unsigned int slot) {
+    return STAGES == 1 ? 0 : STAGES == 2 ? slot ^ BYTES : slot == (STAGES - 1) * BYTES ? 0 : slot + BYTES;
   }
   __device__ unsigned int next() const { return start + loading; }
-  // One place has been asked for, or none was left to ask for.
+  // Commits the loads of one slot; called without loads after the last tile, to keep the group count.
   __device__ void commit() {
-    end_of_group();
+    cp_async_commit_group();
     loading = after(loading);
   }
-  // Until the place that is used next is there; all warps have left the one before.
+  // Waits for the next slot. Its barrier also means that all warps have finished with the previous slot.
   __device__ unsigned int wait() {
-    wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+    cp_async_wait_group<(STAGES > 1 ? STAGES - 2 : 0)>();
     __syncthreads();
-    unsigned int place = start + used;
+    unsigned int slot = start + used;
     used = after(used);
-    return place;
+    return slot;
   }
 };
 
-// Numbers [first, first + COUNT) of a row array such as lse; zeros for those that are not `read(row)`.
+// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros for those without `read(row)`.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
   static_assert(COUNT <= THREADS, "one each");
   int n = threadIdx.x;
   if (n >= COUNT) return;
-  bool wanted = read(first + n);
-  copy_async<4>(to + 4 * n, numbers + (wanted ? (first + n) * x.row : 0), wanted ? 4 : 0);
+  bool valid = read(first + n);
+  cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
 }
 
-// The part of C = A B^T that columns [16 k, 16 k + 16) make; the first begins the sum.
+// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum.
 template <int M, int N, int DIM>
 __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
-                            const typename Tile<DIM>::Lane& of_b, int k) {
+                            const typename Tile<DIM>::Lane& b_lane, int k) {
   unsigned int b[4];
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
-    load_matrices(b, B_smem + of_b.at(8 * n, 2 * k));
+    ldmatrix_x4(b, B_smem + b_lane.at(8 * n, 2 * k));
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int right = 0; right < 2; ++right) {
-        // Zeros that the compiler knows cost no register and no instruction.
+        // Constant zeros cost neither a register nor an instruction.
         const float zeros[4] = {};
         if (k == 0)
-          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
+          mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
         else
-          multiply<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
+          mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
       }
   }
 }
 
-// C = A B^T, for M x 16 rows of tile A and the N x 8 rows of tile B, and the lane's part of both.
+// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses.
 template <int M, int N, int DIM>
-__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& of_a,
-                       unsigned int B_smem, const typename Tile<DIM>::Lane& of_b) {
+__device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
+                       unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
   unsigned int a[M][4];
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) load_matrices(a[m], A_smem + of_a.at(16 * m, 2 * k));
-    add_product<M, N, DIM>(C, a, B_smem, of_b, k);
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
+    add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
   }
 }
 
-// Fragments of A that stay in registers: all DIM columns of M x 16 rows from `row` of a tile.
+// Loads A fragments for the whole mainloop: DIM columns of 16 M rows from `row` of a tile.
 template <int M, int DIM>
 __device__ void load_fragments(unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int A_smem, int row) {
-  auto of_a = Tile<DIM>::rows_of_a(row);
+  auto a_lane = Tile<DIM>::lane_of_A(row);
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k)
 #pragma unroll
-    for (int m = 0; m < M; ++m) load_matrices(A[k][m], A_smem + of_a.at(16 * m, 2 * k));
+    for (int m = 0; m < M; ++m) ldmatrix_x4(A[k][m], A_smem + a_lane.at(16 * m, 2 * k));
 }
 template <int M, int N, int DIM>
 __device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int B_smem,
-                       const typename Tile<DIM>::Lane& of_b) {
+                       const typename Tile<DIM>::Lane& b_lane) {
 #pragma unroll
-  for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, of_b, k);
+  for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, b_lane, k);
 }
 
-// P (M x 16 rows, K x 16 columns) times the K x 16 rows of tile X: the columns of this warp.
+// C += P X for P (16 M rows, 16 K columns) and the 16 K rows of tile X: this warp's columns.
 template <int M, int K, int DIM>
 __device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem,
-                           const typename Tile<DIM>::Lane& of_x) {
+                           const typename Tile<DIM>::Lane& x_lane) {
   unsigned int b[4];
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
     for (int n = 0; n < fragments_of(DIM); n += 2) {
-      load_transposed(b, X_smem + of_x.at(16 * k, n * COLUMN_WARPS));
+      ldmatrix_x4_trans(b, X_smem + x_lane.at(16 * k, n * COLUMN_WARPS));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        multiply<element>(C[m][n], P[m][k], b[0], b[1], C[m][n]);
-        multiply<element>(C[m][n + 1], P[m][k], b[2], b[3], C[m][n + 1]);
+        mma_m16n8k16<element>(C[m][n], P[m][k], b[0], b[1], C[m][n]);
+        mma_m16n8k16<element>(C[m][n + 1], P[m][k], b[2], b[3], C[m][n + 1]);
       }
     }
 }
 
-// C times `factor(m, half)` of each row, rounded, into rows of a tile that this warp has for itself.
+// Rounds C times `factor(m, half)` and stores it to rows of a tile that only this warp uses.
 template <int M, int DIM, typename Factor>
 __device__ void store_fragments(unsigned char* smem, const float (&C)[M][fragments_of(DIM)][4], int row,
                                 Factor factor) {
@@ -276,12 +275,12 @@ __device__ void store_fragments(unsigned char* smem, const float (&C)[M][fragmen
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float by = factor(m, half);
-        unsigned int at = Tile<DIM>::at(row + row_of(m, 2 * half), first_column(n) / 8) + lane_of() % 4 * 4;
-        *(unsigned int*)(smem + at) = pack<element>(C[m][n][2 * half] * by, C[m][n][2 * half + 1] * by);
+        unsigned int at = Tile<DIM>::at(row + row_of(m, 2 * half), first_column(n) / 8) + lane_id() % 4 * 4;
+        *(unsigned int*)(smem + at) = cvt_rn_x2<element>(C[m][n][2 * half] * by, C[m][n][2 * half + 1] * by);
       }
 }
 
-// Rows [first, end) of a tensor from a tile, 16 bytes at once where they may be.
+// Copies a tile to rows [first, end) of a tensor, 16 bytes at a time if rows are aligned.
 template <int ROWS, int DIM>
 __device__ void store_tile(element* rows, const Operand& x, const unsigned char* smem, int first, int end) {
   using T = Tile<DIM>;

@@ -1,7 +1,7 @@
-// Backward, dbias: one block per tile of the bias, over everything that it broadcasts over, in one order. A third
-// recomputation of the scores, only where a bias has a gradient, instead of atomic additions or a gradient of the
-// broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension is one tile, head or
-// entry.
+// Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
+// scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
+// gradient of the broadcast shape. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts
+// as one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 

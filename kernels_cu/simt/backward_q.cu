@@ -1,5 +1,6 @@
-// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. A second recomputation of
-// the scores instead of atomic additions: every sum has one order. grid (query tiles, heads, sequences)
+// Backward, dQ: one block per tile of BLOCK_Q queries of one head, over all keys they see. The scores are recomputed a
+// second time instead of adding to dQ atomically, so that every sum is deterministic. grid (query tiles, heads,
+// sequences)
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;

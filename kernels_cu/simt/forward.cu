@@ -5,7 +5,7 @@
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 
-// Products to scores; what a query does not see becomes -inf.
+// Turns q.k into scores; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& band, int q_start, int kv_start) {
 #pragma unroll
@@ -13,12 +13,12 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      real slope_of_cap;
-      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+      real softcap_slope;
+      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
     }
 }
 
-// Scores to probabilities in shared memory; O and the row sums brought to the new maximum.
+// Online-softmax step: rescales O and l to the new row max, and stores the probabilities to shared memory.
 __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O)[ROWS][columns_of(HEAD_DIM_V)],
                        real* P_smem, const Dropout& dropout, int q_start, int kv_start) {
 #pragma unroll

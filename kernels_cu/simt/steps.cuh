@@ -1,4 +1,4 @@
-// Steps that the forward and the backward kernels of the simt engine share, element by element of a tile.
+// Steps that the kernels of the simt engine share, on the elements of a tile.
 #pragma once
 #include "../dropout.cuh"
 #include "../mask.cuh"
@@ -10,13 +10,13 @@ constexpr int MAX_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 template <bool MASKED>
 __device__ bool sees(const Score& score, const Band& band, int i, int j) {
   bool seen = !MASKED || band.sees(i, j);
-  // Positions outside the sequence are not looked up.
+  // The dense mask has no elements outside the sequence.
   if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
   return seen;
 }
 
-// Dropout's factors along the columns of one row: columns c and c + 1, LANES apart, share their random bits, unless a
-// shard begins where it likes.
+// Dropout factors along the columns of one row. Columns c and c + 1, which are LANES apart, share their random bits,
+// except in a shard, whose first position is arbitrary.
 struct Kept {
   Philox bits;
 
@@ -26,7 +26,7 @@ struct Kept {
   }
 };
 
-// A thread's part of a tile of probabilities, or of their gradients, to shared memory.
+// Stores this thread's part of P or dS to shared memory.
 template <int ROWS, int COLS>
 __device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
       P_smem[(row_y() + r * ROW_THREADS) * p_stride(COLS * LANES) + lane_x() + c * LANES] = P[r][c];
 }
 
-// dO of the queries of a tile that are in `queries`. A row that sees nothing passes no gradient: it counts as zeros.
+// Loads dO of the queries of a tile that are in `queries`. A row that sees no key must not contribute: it loads zeros.
 __device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
                                Range queries) {
   const element* dO = sequence.queries<element>(p.dout, head);
@@ -45,7 +45,7 @@ __device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& s
                                  [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
 }
 
-// What else the backward needs of them: lse, +inf for such a row, so that exp(s - lse) is 0; and delta, 0 there.
+// Loads lse and delta of a tile. A row that sees no key gets lse +inf, so that exp(s - lse) is 0, and delta 0.
 __device__ inline void load_rows(real* lse_smem, real* delta_smem, const Params& p, const Sequence& sequence, int head,
                                  int q_start) {
   const real* lse = sequence.queries<real>(p.lse, head);
@@ -58,9 +58,9 @@ __device__ inline void load_rows(real* lse_smem, real* delta_smem, const Params&
   }
 }
 
-// Q K^T and dO V^T of a tile to P (after dropout) and dS, in place. TRANSPOSED: rows are keys and columns queries.
-// OF_PRODUCT: dS is the gradient of scale * q.k, else that of the score that the softmax saw.
-template <bool MASKED, bool TRANSPOSED, bool OF_PRODUCT, int ROWS, int COLS>
+// Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
+// queries. QK_GRADIENT: dS is the gradient of scale * q.k, else that of the score.
+template <bool MASKED, bool TRANSPOSED, bool QK_GRADIENT, int ROWS, int COLS>
 __device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], const Score& score, const Band& band,
                               const Dropout& dropout, const real* lse_smem, const real* delta_smem, int2 start) {
 #pragma unroll
@@ -70,13 +70,13 @@ __device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], con
     for (int c = 0; c < COLS; ++c) {
       int row = row_y() + r * ROW_THREADS, column = lane_x() + c * LANES;
       int query = TRANSPOSED ? column : row, i = start.x + query, j = start.y + (TRANSPOSED ? row : column);
-      real slope_of_cap = 0;
-      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, slope_of_cap) : -infinity();
+      real softcap_slope = 0;
+      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
       real probability = exp(s - lse_smem[query]);
       real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
       real ds = probability * (dP[r][c] * factor - delta_smem[query]);
       S[r][c] = probability * factor;
-      dP[r][c] = OF_PRODUCT ? score.gradient(ds, slope_of_cap) : ds;
+      dP[r][c] = QK_GRADIENT ? score.gradient(ds, softcap_slope) : ds;
     }
   }
 }

@@ -1,11 +1,11 @@
-// Tiles of the simt engine: how 8 lanes x THREADS / 8 row threads share a tile, and the three things done with one.
+// Tiles of the simt engine: 8 lanes x THREADS / 8 row threads share a tile, and there are three operations on it.
 //
-//   load_tile      rows of a tensor -> shared memory, in the arithmetic type, zeros where there is nothing
-//   scores         S += A B^T     every thread owns rows y + r * ROW_THREADS and columns x + c * LANES of S
+//   load_tile      rows of a tensor -> shared memory, in the accumulation dtype, zeros for rows outside the range
+//   scores         S += A B^T     a thread has rows y + r * ROW_THREADS and columns x + c * LANES of S
 //   accumulate     O += P X       the same rows, and columns (c * LANES + x) * VECTOR + e of O
 //
-// Rows of a tile in shared memory are an odd number of 16-byte chunks apart: 8 lanes that read one chunk of 8 rows, and
-// 4 row threads of a warp that read one of 4, then touch all 32 banks once.
+// The row stride in shared memory is an odd number of 16-byte chunks: 8 lanes that read one chunk of 8 rows each, and
+// the 4 row threads of a warp that read one of 4 rows, then touch each of the 32 banks once.
 #pragma once
 #include "../number.cuh"
 #include "../sequence.cuh"
@@ -24,7 +24,7 @@ __device__ constexpr int round_up(int n, int multiple) {
 __device__ constexpr int row_stride(int dim) {
   return (round_up(dim, LANES * VECTOR) / VECTOR | 1) * VECTOR;
 }
-// P is written one number at a time, 8 lanes x 4 rows by a warp: rows 8 words apart modulo the 32 banks.
+// A warp writes P one number per lane, 8 lanes x 4 rows: the padding puts the rows 8 words apart modulo the 32 banks.
 __device__ constexpr int p_stride(int columns) {
   return columns + 8;
 }
@@ -48,7 +48,7 @@ __device__ inline real row_sum(real x) {
   return x;
 }
 
-// Rows [first, first + ROWS) of a tensor; zeros for those that are not `read(row)`, whatever is there.
+// Loads rows [first, first + ROWS) of a tensor; rows without `read(row)` become zeros and are not read.
 template <int ROWS, int DIM, typename Read>
 __device__ void load_tile(real* X_smem, const element* rows, const Operand& x, int first, Read read) {
   constexpr int CHUNKS = round_up(DIM, LANES * VECTOR) / VECTOR;
@@ -93,12 +93,12 @@ __device__ void scores(real (&S)[ROWS][COLS], const real* A_smem, const real* B_
   }
 }
 
-// Registers of one thread for the output rows of a tile: COLUMNS(DIM) of every row.
+// Columns of the output that one thread accumulates, of every row.
 __device__ constexpr int columns_of(int dim) {
   return round_up(dim, LANES * VECTOR) / LANES;
 }
 
-// A tile is summed up before it is added: one running sum over a long sequence would round at every step.
+// Sums one tile before adding it to O: a single running sum over a long sequence would round at every step.
 template <int ROWS, int INNER, int DIM>
 __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem, const real* X_smem) {
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem,
   }
 }
 
-// Column of the tensor that O[.][n] of this thread is.
+// Column of the tensor of O[.][n] of this thread.
 __device__ inline int column_of(int n) {
   return (n / VECTOR * LANES + lane_x()) * VECTOR + n % VECTOR;
 }

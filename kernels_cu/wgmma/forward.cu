@@ -1,39 +1,40 @@
-// Forward: a block has tiles of BLOCK_Q queries of one head, which and how many says work.cuh. grid (query tiles,
-// heads, sequences), or (multiprocessors)
+// Forward: a block computes tiles of BLOCK_Q queries of one head, assigned by the tile scheduler. grid (query tiles,
+// heads, sequences), or (number of SMs) if PERSISTENT
 //
-// The first warpgroup brings tiles of Q, K and V, a thread of it for all. Each of the others computes 64 queries: while
-// its tensor core multiplies the probabilities of one tile with V, it works out those of the next.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V. Each consumer
+// warpgroup computes 64 queries and overlaps the PV wgmma of one tile with the softmax of the next.
 #include "forward.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
-// The tensors, with the box of each that is one panel of a tile.
+// Tensor maps; the box of each is one panel of a tile.
 struct Maps {
   TensorMap q;
   TensorMap k;
   TensorMap v;
-#if O_BOXES
+#if TMA_STORE_O
   TensorMap out;
 #endif
 };
 
-// Whether scores take a pass of their own before the softmax, masked or not. It needs the registers of P, so the sums
-// of the tile before are waited for.
-constexpr bool PASS = MODIFIED || DENSE_MASK;
+// True if scores need a pass before the softmax, masked or not. That pass needs the registers of P, so PV of the
+// previous tile is waited for first.
+constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK;
 
-// Whether scores, probabilities and sums leave few registers. A sequence that is like all others is then read from the
-// parameters again and again, for which a step takes some instructions more.
-constexpr bool FEW_LEFT =
+// True if S, P and O leave few registers: the sequence, if it does not depend on the batch entry, is then
+// rematerialised from the kernel's parameters, which costs a few instructions per tile.
+constexpr bool RELOAD_SEQUENCE =
     6 * N + 4 * N_V > (THREADS == 384 ? 180 : 100) && !(PACKED || Q_LENGTHS || KV_LENGTHS || SHARD);
 
-using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM>;
-using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM, 1 + PAIRED>;
-using V_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + PAIRED>;
+using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
+using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
+using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V, mbarriers, and what Q is of.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V, mbarriers, and the tile record.
 struct Rings {
   static constexpr int Q_BYTES = panels_of(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES;
-  static constexpr int WORK = MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
+  static constexpr int TILE_RECORD =
+      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
 
   Q_Ring Q;
   K_Ring K;
@@ -45,113 +46,114 @@ struct Rings {
         V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
 };
 
-// Queries are read once, keys by every tile of queries. The first keys of a tile are asked for before its queries,
-// whose place is taken until the last result has left it. What is to be done stands beside the queries: who waits for
-// them finds it.
-__device__ void produce(const Params& p, const Maps& maps, Rings& rings, Work& announced) {
-  Work work(p);
-  for (; work.tile >= 0; work.next(p)) {
-    const Sequence& sequence = work.sequence;
-    int q_start = work.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = work.head / p.group;
-    Visits visits(Band(p, sequence), q_start);
-    auto bring_keys = [&](int kv_start) {
-      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
-      rings.V.fill(maps.v, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
+// Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
+// stored. The tile record is published by Q's full mbarrier. L2 policy: Q is read once, K and V by every tile of
+// queries.
+__device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, TileScheduler& tile_smem) {
+  TileScheduler scheduler(p);
+  for (; scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence& sequence = scheduler.sequence;
+    int q_start = scheduler.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = scheduler.head / p.group;
+    KvTiles kv_tiles(Band(p, sequence), q_start);
+    auto load_kv = [&](int kv_start) {
+      rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
+      rings.V.load(maps.v, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
     };
-    if (visits.last >= visits.first) bring_keys(visits.last);
-    rings.Q.claim();
-    announced = work;
-    rings.Q.fill(maps.q, sequence.q_start + q_start, work.head, batch, EVICT_FIRST);
-    for (int kv_start = visits.last - BLOCK_KV; kv_start >= visits.first; kv_start -= BLOCK_KV) bring_keys(kv_start);
+    if (kv_tiles.last >= kv_tiles.first) load_kv(kv_tiles.last);
+    rings.Q.acquire();
+    tile_smem = scheduler;
+    rings.Q.load(maps.q, sequence.q_start + q_start, scheduler.head, batch, EVICT_FIRST);
+    for (int kv_start = kv_tiles.last - BLOCK_KV; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) load_kv(kv_start);
   }
-  rings.Q.claim();
-  announced.tile = -1;
-  arrive(rings.Q.full());
+  rings.Q.acquire();
+  tile_smem.tile = -1;
+  mbarrier_arrive(rings.Q.full());
 }
 
-__device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Work& announced) {
-  float unit = unit_of(p);
+__device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem,
+                        const TileScheduler& tile_smem) {
+  float scale_log2 = log2_scale_of(p);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
   int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
-  if (warpgroup == CONSUMERS / WARPGROUP - 1) pass_turn(warpgroup);
+  if (warpgroup == CONSUMERS / WARPGROUP - 1) pingpong_signal(warpgroup);
 
   do {
     rings.Q.wait();
-    if (announced.tile < 0) break;
-    const Sequence sequence = FEW_LEFT ? Sequence(p, announced.sequence.batch) : announced.sequence;
-    int head = announced.head, q_start = announced.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
+    if (tile_smem.tile < 0) break;
+    const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
+    int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
-    Visits visits(band, q_start);
-    Range unmasked = band.sees_all(q_group, q_group + 64);
+    KvTiles kv_tiles(band, q_start);
+    Range unmasked_keys = band.sees_all(q_group, q_group + 64);
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
-    float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], moved[1][2];
+    float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // S becomes probabilities; whether O must be rescaled by `moved`.
+    // Softmax of one tile: S becomes P; returns whether O must be rescaled by O_scale.
     auto probabilities = [&](int kv_start) {
-      if (PASS || kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
+      if (SCORE_MODIFIED || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
-      bool moves = follow(moved, softmax, S_rmem, unit);
-      exponentiate(S_rmem, softmax, unit);
+      bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
+      exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
-      return moves;
+      return rescales;
     };
-    // Both products begin and are waited for elsewhere; in between they use their registers and tiles.
-    auto begin_scores = [&] {
+    // Each wgmma is issued and waited for in separate steps; its registers and slots are in use in between.
+    auto issue_QK = [&] {
       rings.K.wait();
-      pin(S_rmem);
-      begin_products();
+      fence_operand(S_rmem);
+      wgmma_fence();
       scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
     };
-    auto begin_sums = [&] {
+    auto issue_PV = [&] {
       rings.V.wait();
-      begin_products();
+      wgmma_fence();
       accumulate(O_rmem, P_rmem, rings.V.tile());
     };
-    auto end_scores = [&] {
-      pin(S_rmem);
+    auto wait_QK = [&] {
+      fence_operand(S_rmem);
       rings.K.release();
     };
-    auto end_sums = [&] {
-      wait_for_products<0>();
-      pin(O_rmem), pin(P_rmem);
+    auto wait_PV = [&] {
+      wgmma_wait_group<0>();
+      fence_operand(O_rmem), fence_operand(P_rmem);
       rings.V.release();
     };
 
-    if (visits.last >= visits.first) {
-      begin_scores();
-      wait_for_products<0>();
-      end_scores();
-      probabilities(visits.last);
+    if (kv_tiles.last >= kv_tiles.first) {
+      issue_QK();
+      wgmma_wait_group<0>();
+      wait_QK();
+      probabilities(kv_tiles.last);
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
-        if (visits.last + BLOCK_KV > sequence.kv_len) {
+        if (kv_tiles.last + BLOCK_KV > sequence.kv_len) {
           rings.V.wait();
           clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(),
-                                           [&](int row) { return visits.last + row < sequence.kv_len; });
-          end_of_clearing();
+                                           [&](int row) { return kv_tiles.last + row < sequence.kv_len; });
+          sync_cleared_rows();
         }
-      for (int kv_start = visits.last - BLOCK_KV; kv_start >= visits.first; kv_start -= BLOCK_KV) {
-        pin(O_rmem), pin(P_rmem);
-        wait_for_turn(warpgroup);
-        begin_scores();
-        begin_sums();
-        pass_turn(warpgroup);
-        if constexpr (PASS) end_sums();
-        wait_for_products<1>();
-        end_scores();
-        bool moves = probabilities(kv_start);
-        if constexpr (!PASS) end_sums();
-        if (moves) rescale(O_rmem, moved);
+      for (int kv_start = kv_tiles.last - BLOCK_KV; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
+        fence_operand(O_rmem), fence_operand(P_rmem);
+        pingpong_wait(warpgroup);
+        issue_QK();
+        issue_PV();
+        pingpong_signal(warpgroup);
+        if constexpr (SCORE_MODIFIED) wait_PV();
+        wgmma_wait_group<1>();
+        wait_QK();
+        bool rescales = probabilities(kv_start);
+        if constexpr (!SCORE_MODIFIED) wait_PV();
+        if (rescales) rescale(O_rmem, O_scale);
         round_fragments(P_rmem, S_rmem);
       }
-      pin(O_rmem), pin(P_rmem);
-      begin_sums();
-      end_sums();
+      fence_operand(O_rmem), fence_operand(P_rmem);
+      issue_PV();
+      wait_PV();
     }
 
     float factors[1][2];
@@ -162,32 +164,32 @@ __device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigne
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if PAIRED
+#if KV_MULTICAST
     __cluster_dims__(2, 1, 1)
 #endif
         forward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  Rings rings(shared_address(smem));
+  Rings rings(smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.V.init();
-    fence_mbarriers();
+    fence_mbarrier_init();
   }
-#if PAIRED
-  wait_for_cluster();
+#if KV_MULTICAST
+  cluster_sync();
 #else
   __syncthreads();
 #endif
 
-  Work& announced = *(Work*)(smem + Rings::WORK);
+  TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
   if (threadIdx.x < WARPGROUP) {
-    fewer_registers<FEW_REGISTERS>();
-    if (threadIdx.x < WARP && elected()) produce(p, maps, rings, announced);
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x < WARP && elect_one()) load_tiles(p, maps, rings, tile_smem);
   } else {
-    more_registers<MANY_REGISTERS>();
-    consume(p, maps, rings, smem, announced);
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    compute(p, maps, rings, smem, tile_smem);
   }
-#if PAIRED
-  // Until the other block will neither bring keys here nor say that it has read its own.
-  wait_for_cluster();
+#if KV_MULTICAST
+  // The other block may still multicast into this one's slots and arrive at its mbarriers.
+  cluster_sync();
 #endif
 }

@@ -1,25 +1,25 @@
 // Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 //
-// The first warpgroup brings tiles of Q, K and V^T, a thread of it for all. Each of the others computes 64 queries,
-// tile after tile: while one works out probabilities, the tensor core multiplies for the rest.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T. Each consumer
+// warpgroup computes 64 queries; the softmax of one overlaps the wgmmas of the others.
 #include "forward.cuh"
 #include "fp8.cuh"
 
-// The tensors, with the box of each that is one panel of a tile.
+// Tensor maps; the box of each is one panel of a tile.
 struct Maps {
   TensorMap q;
   TensorMap k;
   TensorMap vt;
-#if O_BOXES
+#if TMA_STORE_O
   TensorMap out;
 #endif
 };
 
-using Q_Ring = Ring<1, BLOCK_Q, HEAD_DIM, 1, WIDE_PANEL>;
-using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM, 1, WIDE_PANEL>;
-using VT_Ring = Ring<STAGES, 8 * N_V, BLOCK_KV, 1, NARROW_PANEL, NARROW_PANEL>;
+using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
+using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
+using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// In shared memory: Q, in whose place O leaves, tiles of K, tiles of V^T, mbarriers.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
   static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
@@ -35,66 +35,66 @@ struct Rings {
         VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
 };
 
-__device__ void produce(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
-                        int kv_head, int tiles) {
+__device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
+                           int kv_head, int tiles) {
   int batch = PACKED ? 0 : sequence.batch, vt_column = vt_start(sequence);
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
-    Visits visits(band, q_start);
-    rings.Q.fill(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
-    for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
-      rings.K.fill(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
-      rings.VT.fill(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_start);
+    KvTiles kv_tiles(band, q_start);
+    rings.Q.load(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
+    for (int kv_start = kv_tiles.last; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
+      rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
+      rings.VT.load(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_start);
     }
   }
 }
 
-__device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
+__device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
                         const Band& band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   Descales descales(p, sequence.batch, head / p.group);
   score.scale = descales.scale(p);
-  float unit = unit_of(score.scale);
+  float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
   int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
 
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
-    Visits visits(band, q_start);
-    Range unmasked = band.sees_all(q_group, q_group + 64);
+    KvTiles kv_tiles(band, q_start);
+    Range unmasked_keys = band.sees_all(q_group, q_group + 64);
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
-    float O_rmem[1][N_V][4] = {}, moved[1][2];
+    float O_rmem[1][N_V][4] = {}, O_scale[1][2];
 
     rings.Q.wait();
-    for (int kv_start = visits.last; kv_start >= visits.first; kv_start -= BLOCK_KV) {
+    for (int kv_start = kv_tiles.last; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
       float S_rmem[1][N][4];
       unsigned int P_rmem[1][N / 4][4];
       rings.K.wait();
-      pin(S_rmem);
-      begin_products();
+      fence_operand(S_rmem);
+      wgmma_fence();
       scores_fp8<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
-      wait_for_products<0>();
-      pin(S_rmem);
+      wgmma_wait_group<0>();
+      fence_operand(S_rmem);
       rings.K.release();
 
-      if (MODIFIED || DENSE_MASK || kv_start < unmasked.begin || kv_start + BLOCK_KV > unmasked.end)
+      if (MODIFIED || DENSE_MASK || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
-      if (follow(moved, softmax, S_rmem, unit)) rescale(O_rmem, moved);
-      exponentiate(S_rmem, softmax, unit);
+      if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
+      exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       round_to_fp8(P_rmem, S_rmem);
 
       rings.VT.wait();
-      add_products(O_rmem, P_rmem, rings.VT.tile());
+      accumulate_fp8(O_rmem, P_rmem, rings.VT.tile());
       rings.VT.release();
     }
 
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
-    factors[0][0] *= descales.of_values, factors[0][1] *= descales.of_values;
+    factors[0][0] *= descales.v, factors[0][1] *= descales.v;
     store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);
     rings.Q.release();
   }
@@ -103,23 +103,23 @@ __device__ void consume(const Params& p, const Maps& maps, Rings& rings, unsigne
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward_fp8(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  Rings rings(shared_address(smem));
+  Rings rings(smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.VT.init();
-    fence_mbarriers();
+    fence_mbarrier_init();
   }
   __syncthreads();
 
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
-  // The last tiles see most keys under a causal mask, so they go first.
+  // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   if (threadIdx.x < WARPGROUP) {
-    fewer_registers<FEW_REGISTERS>();
-    if (threadIdx.x < WARP && elected()) produce(maps, rings, sequence, band, head, head / p.group, tiles);
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x < WARP && elect_one()) load_tiles(maps, rings, sequence, band, head, head / p.group, tiles);
   } else {
-    more_registers<MANY_REGISTERS>();
-    consume(p, maps, rings, smem, sequence, band, head, tiles);
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    compute(p, maps, rings, smem, sequence, band, head, tiles);
   }
 }

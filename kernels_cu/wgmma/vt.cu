@@ -1,6 +1,6 @@
-// V^T of fp8 (vt.cuh), before a forward: a thread turns 16 keys by 4 columns, and four neighbours 64 keys, so that what
-// they read and write together is whole sectors of 32 bytes.
-// grid (tiles of keys, key/value heads, sequences)
+// Transposes V of fp8 into the workspace (vt.cuh) before the forward. A thread transposes 16 keys x 4 columns and four
+// neighbours 64 keys, so that together they read and write whole 32-byte sectors. grid (key tiles, key/value heads,
+// sequences)
 #include "vt.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) vt(const __grid_constant__ Params p) {

@@ -43,7 +43,7 @@ def forward(call: Call) -> Result:
 def test_on_cuda(case: Case) -> None:
     call = test_fp8.quantised(case)
     if device.gpu(0).arch != "sm_90a":
-        with pytest.raises(UnsupportedError, match="has not the instructions of sm_90a"):
+        with pytest.raises(UnsupportedError, match="lacks the instructions of sm_90a"):
             forward(call)
         return
     compare(case, forward(call), *test_fp8.references(call), only=("out", "lse"))

@@ -44,7 +44,7 @@ def test_wgmma_on_cuda(case: Case, deterministic: bool) -> None:
     call = case.call()
     call.options.update(engine="wgmma", deterministic=deterministic)
     if device.gpu(0).arch != "sm_90a":
-        with pytest.raises(UnsupportedError, match="has not the instructions of sm_90a"):
+        with pytest.raises(UnsupportedError, match="lacks the instructions of sm_90a"):
             run(case, "cuda", call)
         return
     try:

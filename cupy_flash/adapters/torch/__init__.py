@@ -1,4 +1,4 @@
-"""Attention on torch tensors: gradients, compile, export, checkpointing, FSDP2, autocast; and the peers' signatures."""
+"""Attention on torch tensors: autograd, compile, export, checkpointing, FSDP2, autocast; SDPA and flash-attn APIs."""
 
 from torch.nn.attention import register_flash_attention_impl
 
@@ -33,5 +33,5 @@ __all__ = [
     "sdpa",
 ]
 
-# Known to torch, not active: that is torch.nn.attention.activate_flash_attention_impl("cupy_flash").
+# Registers only; torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates it.
 register_flash_attention_impl("cupy_flash", register_fn=Activation)

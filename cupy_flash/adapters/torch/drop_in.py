@@ -1,4 +1,4 @@
-"""The calls people already make: attention as cupy_flash, torch and flash-attn 2 spell it, on torch tensors."""
+"""Drop-in functions on torch tensors with the signatures of cupy_flash, torch's SDPA and flash-attn 2."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .op import forward
 
 
 def attention(q: Any, k: Any, v: Any, *, fp8: Any = False, **options: Any) -> Any:
-    """`cupy_flash.attention` on torch tensors, with the same arguments and results; see there.
+    """`cupy_flash.attention` on torch tensors; see there for arguments, results and errors.
 
-    Differentiable once, with respect to q, k, v, bias and sink, through out and lse. For the backward it saves q, k, v,
-    out, lse, the seed and the caller's own tensors among the options. Works under torch.compile, torch.export,
-    checkpointing and FSDP2. Autocast casts q, k and v, and torch.use_deterministic_algorithms sets `deterministic`.
-    Forward-mode derivatives and torch.func.grad are refused.
+    Differentiable once, with respect to q, k, v, bias and sink, through out and lse. Autograd saves q, k, v, out, lse,
+    the seed and the caller's tensors among the options. Works under torch.compile, torch.export, checkpointing and
+    FSDP2. Autocast casts q, k and v; torch.use_deterministic_algorithms sets `deterministic`. Forward-mode AD and
+    torch.func.grad raise RuntimeError.
 
-    fp8: the forward computes with q, k and v (float16 or bfloat16) rounded to float8_e4m3fn, of each sequence and
-        key/value head as multiples of its largest magnitude / 448; Hopper alone serves it. The backward is that of
-        q, k and v as they were given, which are what is saved: nothing in fp8 outlives the forward.
+    fp8: the forward rounds q, k and v (float16 or bfloat16) to float8_e4m3fn, with one scale, largest magnitude / 448,
+        per sequence and key/value head; Hopper only. The backward uses the unrounded q, k and v, and only those are
+        saved.
     """
     return forward("attention", (q, k, v), Options.of("attention", options), fp8=fp8)
 
@@ -48,25 +48,25 @@ def attention_varlen(
     fp8: Any = False,
     **options: Any,
 ) -> Any:
-    """`cupy_flash.attention_varlen` on torch tensors, with the same arguments and results; see it and `attention`."""
+    """`cupy_flash.attention_varlen` on torch tensors; see there, and `attention` for autograd and fp8."""
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed, fp8)
 
 
 class SdpaValueError(ValueError, RuntimeError):
-    """A call that `scaled_dot_product_attention` refuses: callers of torch's catch RuntimeError."""
+    """An invalid call of `scaled_dot_product_attention`; a RuntimeError too, as torch's raises."""
 
 
 class SdpaTypeError(TypeError, SdpaValueError):
-    """One with an argument of the wrong type."""
+    """A call of `scaled_dot_product_attention` with an argument of the wrong type."""
 
 
 class SdpaUnsupportedError(UnsupportedError, SdpaValueError):
-    """A legal one that no engine of this version serves."""
+    """A legal call of `scaled_dot_product_attention` that no engine of this version serves."""
 
 
 def _raising_as_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose refusals are RuntimeErrors besides what they are."""
+    """Decorator: errors of `function` are raised as subclasses that are also RuntimeErrors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,39 +94,39 @@ def scaled_dot_product_attention(
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention, computed by cupy_flash.
 
-    Jagged nested tensors (B, H, S, E), ragged in S, are packed sequences (`attention_varlen`), without attn_mask.
+    Jagged nested tensors (B, H, S, E), ragged in S, run as packed sequences (`attention_varlen`), without attn_mask.
 
     Args:
         query: (..., Hq, L, E). key: (..., H, S, E). value: (..., H, S, Ev). Dimensions before L and S broadcast; with
-            enable_gqa those before the heads do. Two dimensions (L, E) are one head.
-        attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating and added to the scores, with a
+            enable_gqa, those before the heads do. Two dimensions (L, E) are one head.
+        attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating, added to the scores, with a
             gradient; or a torch.nn.attention.bias.CausalBias.
-        dropout_p: always applied, as torch's is; in [0, 1), or 1: then the result is 0.
-        is_causal: top-left: query i sees the keys up to i, of those that attn_mask lets it see.
+        dropout_p: in [0, 1]; applied in eval mode too, as in torch. With 1 the result is 0.
+        is_causal: top-left causal mask, intersected with attn_mask.
         scale: default 1 / sqrt(E).
-        enable_gqa: query head h reads key/value head h // (Hq // H), instead of requiring as many heads in all three.
-            key and value may have different numbers of heads; they are then repeated to their least common multiple.
+        enable_gqa: query head h reads key/value head h // (Hq // H). key and value may have different numbers of heads;
+            they are then repeated to their least common multiple. Without it, all three need the same number.
 
     Returns:
-        (..., Hq, L, Ev) in the dtype of query, its dimensions in memory in the order of query's. A row that may attend
-        to nothing is 0, and so is a result of no heads. With E = 0 all scores are 0.
+        (..., Hq, L, Ev) in the dtype of query, with query's order of dimensions in memory. A row that sees no key is 0,
+        and so is the result for 0 heads. With E = 0 all scores are 0.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`, each a ValueError and a RuntimeError too;
-        never another implementation in its stead.
+        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`, each a ValueError and a RuntimeError too. It
+        never falls back to another implementation.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
     if any(isinstance(x, torch.Tensor) and x.is_nested for x in (query, key, value)):
         if attn_mask is not None:
-            raise UnsupportedError("scaled_dot_product_attention: nested tensors take no attn_mask")
+            raise UnsupportedError("scaled_dot_product_attention: attn_mask is not supported with nested tensors")
         return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-    own = 3 if enable_gqa else 2
-    _require_dimensions((query, key, value), own)
+    trailing = 3 if enable_gqa else 2
+    _require_dimensions((query, key, value), trailing)
     if 0 in (value.shape[-1], *(heads for x in (query, key, value) for heads in x.shape[-3:-2])):
         return _zeros(query, key, value)
-    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, own)
+    query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, trailing)
     drops_all = isinstance(dropout_p, (int, float)) and dropout_p == 1
     options = Options(causal="top_left" if is_causal else False, scale=scale)
     options.dropout = 0.0 if drops_all else dropout_p
@@ -140,7 +140,7 @@ def scaled_dot_product_attention(
     if k.shape[1] != v.shape[1]:
         k, v = _with_equal_heads(q, k, v)
     if q.shape[-1] == k.shape[-1] == 0:
-        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # the same scores: sums without and with a product that is 0
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # E = 1 of zeros: all scores are 0, as with E = 0
     out = _attend(q, k, v, options)
     if drops_all:
         out = out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
@@ -148,10 +148,10 @@ def scaled_dot_product_attention(
 
 
 def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Attention of q, k, v (B, H, S, D): out with its dimensions in memory in the order of q's, D innermost.
+    """Attention of q, k, v (B, H, S, D): out (B, H, S, Dv) with q's order of dimensions in memory, Dv innermost.
 
-    Callers rely on it: of a q that is a view of (B, S, H, D) they take out.transpose(1, 2).view(B, S, -1). The kernels
-    write (B, S, H, D) and (B, H, S, D); any other order takes a copy.
+    Callers rely on that order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
+    kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
     """
     order = _order_in_memory(q.stride())
     if order.index(1) < order.index(2):
@@ -164,7 +164,8 @@ def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
 
 @torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
 def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> Any:
-    """`scaled_dot_product_attention` of jagged nested tensors: packed sequences, or a ragged batch of dense ones."""
+    """`scaled_dot_product_attention` of jagged nested tensors: ragged in S (packed sequences), or ragged in dimension 1
+    with dense sequences."""
     tensors = (query, key, value)
     if any(not isinstance(x, torch.Tensor) or x.layout != torch.jagged or x.lengths() is not None for x in tensors):
         raise TypeError(
@@ -192,53 +193,54 @@ def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sc
 
 
 def _max_seqlen(x: Any) -> Any:
-    """The length of the longest sequence; traced without it, of which the offsets alone tell, an upper bound."""
+    """The longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
     if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
         return x.values().shape[0]
     return x._get_max_seqlen()
 
 
 def _jagged_like(x: Any, values: Any) -> Any:
-    """Jagged values (T, ...) with the sequences of x. torch.nested.nested_tensor_from_jagged refuses torch.compile."""
+    """Nested tensor of values (T, ...) with the offsets of x. nested_tensor_from_jagged fails under torch.compile."""
     return nested_view_from_values_offsets(
         values, x.offsets(), min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
     )
 
 
 def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The three dimensions before the last, outermost first; as they are where rows are repeated, which is no order."""
+    """Order of the first three dimensions in memory, outermost first; (0, 1, 2) for expanded tensors (stride 0)."""
     if 0 in strides[:3]:
         return (0, 1, 2)
-    # torch.compile, which compares strides that it does not know, cannot sort them.
+    # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(
         order for order in permutations(range(3)) if strides[order[0]] >= strides[order[1]] >= strides[order[2]]
     )
 
 
-def _require_dimensions(tensors: tuple[Any, Any, Any], own: int) -> None:
-    if any(not isinstance(x, torch.Tensor) or x.dim() < own for x in tensors):
+def _require_dimensions(tensors: tuple[Any, Any, Any], trailing: int) -> None:
+    if any(not isinstance(x, torch.Tensor) or x.dim() < trailing for x in tensors):
         given = ", ".join(str(tuple(x.shape)) if isinstance(x, torch.Tensor) else str(type(x)) for x in tensors)
         raise TypeError(
-            f"scaled_dot_product_attention: query, key, value must be tensors of at least {own} dimensions, not {given}"
+            f"scaled_dot_product_attention: query, key, value must be tensors of at least {trailing} "
+            f"dimensions, not {given}"
         )
 
 
 def _zeros(query: Any, key: Any, value: Any) -> Any:
-    """(..., Hq, L, Ev) without heads to compute or columns to fill; the gradients of all three are 0."""
+    """A result (..., Hq, L, Ev) without heads or columns, connected to the inputs so that their gradients are 0."""
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     return zeros + sum(x[..., :0].sum() for x in (query, key, value))
 
 
-def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple[Any, Any, Any, Any]:
-    """query, key, value with equal leading dimensions, all but the last `own`; views."""
+def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, trailing: int) -> tuple[Any, Any, Any, Any]:
+    """Expand query, key, value (views) and attn_mask to equal leading dimensions, all but the last `trailing`."""
     try:
-        leading = torch.broadcast_shapes(*(x.shape[:-own] for x in tensors))
-        query, key, value = (x.expand(*leading, *x.shape[-own:]) for x in tensors)
+        leading = torch.broadcast_shapes(*(x.shape[:-trailing] for x in tensors))
+        query, key, value = (x.expand(*leading, *x.shape[-trailing:]) for x in tensors)
         if isinstance(attn_mask, torch.Tensor) and query.dim() > 4 and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in (*tensors, attn_mask) if x is not None)
-        hint = "" if own == 3 else "; fewer key/value heads than query heads need enable_gqa=True"
+        hint = "" if trailing == 3 else "; fewer key/value heads than query heads need enable_gqa=True"
         raise ValueError(
             f"scaled_dot_product_attention: the leading dimensions of {shapes} do not broadcast{hint}"
         ) from error
@@ -246,7 +248,7 @@ def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, own: int) -> tuple
 
 
 def _with_equal_heads(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """k and v, repeated to the fewest heads with which a query head still reads what it read of each."""
+    """Repeat k and v to lcm(Hk, Hv) heads, so that each query head reads the same heads of both as before."""
     heads, k_heads, v_heads = (x.shape[1] for x in (q, k, v))
     if heads % k_heads or heads % v_heads:
         raise ValueError(
@@ -258,7 +260,7 @@ def _with_equal_heads(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
-    """A causal mask that torch gives as a tensor without contents; of two diagonals the one that hides more."""
+    """`causal` for a CausalBias; if is_causal is given too, the diagonal that masks more."""
     lengths = (bias.seq_len_q, bias.seq_len_kv)
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ValueError(
@@ -277,26 +279,26 @@ def _four_dimensional(x: Any) -> Any:
 class _Sdpa(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator):
-            # torch.compile traces the functions given to checkpoint, cond and the like while this mode is off, and lets
-            # them enter one of their own only where one has been entered outside before.
+            # torch.compile traces the functions passed to checkpoint, cond etc. with this mode off, and lets them enter
+            # one of their own only if one has been entered outside before.
             with _Sdpa():
                 args = tuple(_inside_sdpa(x) if callable(x) else x for x in args)
         return _routed(func)(*args, **(kwargs or {}))
 
 
 def _routed(func: Any) -> Any:
-    """What `func` of torch is inside `sdpa`.
+    """The replacement of a torch function inside `sdpa`, by default itself.
 
-    F.multi_head_attention_forward is such a func itself, and torch switches the mode off while it runs: what it calls
-    would be torch's attention again. So it runs as a copy that finds ours under the name.
+    torch disables the mode while F.multi_head_attention_forward runs, so its inner SDPA call would be torch's. It is
+    replaced by a copy whose globals refer to ours.
     """
     if func is F.scaled_dot_product_attention:
         return scaled_dot_product_attention
     return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
 
 
-# Also under its own name, by which it hands itself to other modes (torch.set_default_device); and without the name of a
-# module, by which torch.compile would look the names up in torch's instead.
+# The copy's globals contain the copy, as it passes itself by name to other modes (torch.set_default_device). They lack
+# __name__, by which torch.compile would look up globals in torch's module instead.
 _globals = {name: value for name, value in vars(F).items() if name != "__name__"}
 _multi_head_attention_forward = types.FunctionType(
     F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__
@@ -314,11 +316,10 @@ def _inside_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputing_as_recorded(record: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch.utils.checkpoint that keeps a function for the backward, which then runs inside `sdpa` if it is
-    recorded there.
+    """Wrap a method of torch.utils.checkpoint that records a function, so that a function recorded inside `sdpa` is
+    recomputed inside it.
 
-    In a backward all modes of the forward are off, and it may run in another thread; torch itself brings back its
-    device mode alone.
+    In the backward the forward's modes are off, and it may run in another thread; torch restores only its device mode.
     """
 
     @functools.wraps(record)
@@ -329,31 +330,30 @@ def _recomputing_as_recorded(record: Callable[..., Any]) -> Callable[..., Any]:
     return record_with_mode
 
 
-# Every checkpoint, by whatever name its caller has imported the function, makes one of these: non-reentrant, reentrant.
+# Every checkpoint, however imported, creates one of these: the first if non-reentrant, the second if reentrant.
 checkpoint._CheckpointFrame.__init__ = _recomputing_as_recorded(checkpoint._CheckpointFrame.__init__)
 checkpoint.CheckpointFunction.forward = staticmethod(_recomputing_as_recorded(checkpoint.CheckpointFunction.forward))
 
 
 def sdpa() -> Any:
-    """Context manager in which F.scaled_dot_product_attention, called by anyone, is `scaled_dot_product_attention`.
+    """Context manager that replaces F.scaled_dot_product_attention by `scaled_dot_product_attention`.
 
-    Holds in eager code and under torch.compile, for nn.MultiheadAttention too. What cupy_flash cannot serve raises;
-    nothing falls back to torch's own.
+    Works in eager mode and under torch.compile, also inside nn.MultiheadAttention. A call that cupy_flash cannot serve
+    raises; it never falls back to torch's.
 
         with cupy_flash.adapters.torch.sdpa():
             loss = model(tokens)
         loss.backward()
 
-    Holds in the thread that enters it: other threads of the caller (torch.nn.DataParallel starts some) have torch's
-    attention. What torch.utils.checkpoint records inside, reentrant or not, it recomputes inside too, in whichever
-    thread autograd does so; other implementations of activation checkpointing recompute with torch's attention. For
-    both there is torch.nn.attention.activate_flash_attention_impl("cupy_flash"): in all threads, backward included,
+    Applies to the thread that enters it; other threads (torch.nn.DataParallel starts some) use torch's attention.
+    Functions that torch.utils.checkpoint records inside, reentrant or not, are recomputed inside, in any thread; other
+    implementations of activation checkpointing recompute with torch's attention. For both cases use
+    torch.nn.attention.activate_flash_attention_impl("cupy_flash"), which applies to all threads and to the backward,
     wherever torch chooses flash attention.
 
-    torch.nn.TransformerEncoder has a fast path for inference, a fused kernel that calls no attention function; torch
-    leaves it where any function mode is on, as it does in training, where gradients are recorded and under
-    torch.compile. So with src_key_padding_mask the padded rows of the result are those of torch's layers one by one,
-    numbers without a meaning, and not the zeros with which the fast path fills them. The other rows agree.
+    torch.nn.TransformerEncoder has an inference fast path, a fused kernel without an attention call, which torch skips
+    while a function mode is active, as it does in training and under torch.compile. With src_key_padding_mask the
+    padded rows of the result are then meaningless numbers instead of the fast path's zeros. The other rows agree.
     """
     return _Sdpa()
 
@@ -373,9 +373,9 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
 
-    Here and in the functions below softcap 0.0 is off, and with return_attn_probs the result is (out, softmax_lse,
-    None): softmax_lse (B, Hq, Sq) is `lse` of `cupy_flash.attention`, and the third, there the probabilities for
-    testing, is never computed.
+    Returns out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
+    `cupy_flash.attention`; flash-attn's third result, the probabilities, is never computed. Here and below, softcap 0.0
+    means no softcap.
     """
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _flash_attn((q, k, v), options, return_attn_probs)
@@ -401,8 +401,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_func of flash-attn 2: q (Tq, Hq, D), k, v (Tk, Hk, D), cu_seqlens int32 (B + 1,).
 
-    As `flash_attn_func`, with softmax_lse (Hq, Tq). cu_seqlens may be int64 in host memory, here and in the functions
-    of packed batches below: they are cast. A block_table (paged keys and values) raises UnsupportedError.
+    As `flash_attn_func`, with softmax_lse (Hq, Tq). Here and in the varlen functions below, cu_seqlens may be int64 in
+    host memory; they are cast. A block_table (paged keys and values) raises UnsupportedError.
     """
     if block_table is not None:
         raise UnsupportedError(
@@ -501,7 +501,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
-    """The tensors that one holds side by side, as views; `shape` is that which it must have, as words."""
+    """Unbind a packed tensor along dimension -3 (views); TypeError or ValueError unless it has `shape`."""
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"{function}: {name} must be a torch tensor, not {type(packed)}")
     sizes = shape.split(", ")
@@ -511,7 +511,7 @@ def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
 
 
 def _as_int32(cu_seqlens: Any) -> Any:
-    """int64 in host memory as int32; a boundary that int32 cannot hold becomes one that no batch has."""
+    """Cast int64 cu_seqlens in host memory to int32; values out of range are clamped to ones that `pose` refuses."""
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
         return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return cu_seqlens

@@ -1,5 +1,5 @@
-"""q, k and v in fp8: each number the nearest multiple, in e4m3, of what the largest of its sequence and key/value head
-allows. The query heads of a group are one."""
+"""Dynamic fp8 quantization of q, k and v: e4m3 with one scale per sequence and key/value head, from the largest
+magnitude. The query heads of a GQA group share a scale."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from typing import Any
 
 import torch
 
-LARGEST = 448.0  # of e4m3
-SMALLEST = 2.0**-100  # what counts as the largest of zeros: 448 times its inverse is a float32
+LARGEST = 448.0  # largest finite e4m3
+SMALLEST = 2.0**-100  # lower bound of the largest magnitude, so that 448 / magnitude is finite in float32
 
 
 def require_roundable(arrays: tuple[Any, Any, Any], descales: tuple[Any, Any, Any]) -> None:
-    """TypeError or ValueError for what is not rounded to fp8 here."""
+    """Raise TypeError unless q, k, v are float16 or bfloat16, ValueError if descales are given."""
     dtypes = {x.dtype for x in arrays}
     if not dtypes <= {torch.float16, torch.bfloat16}:
         given = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise TypeError(f"fp8=True rounds q, k and v of float16 or bfloat16, not {given}")
     if any(x is not None for x in descales):
         raise ValueError(
-            "fp8=True finds the descales itself: q_descale, k_descale and v_descale are for q, k, v in fp8"
+            "fp8=True computes the descales itself: q_descale, k_descale and v_descale are for q, k, v in fp8"
         )
 
 
 def rounded(call: Any) -> Any:
-    """A call (op.Call) in fp8, with its descales."""
+    """The call (op.Call) with q, k, v rounded to fp8 and with their descales (B, Hk), fp32."""
     heads = {"bshd": 2, "bhsd": 1}[call.layout] if not call.is_packed else 1
     kv_heads = call.k.shape[heads]
-    found: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}
     for name, of_queries in (("q", True), ("k", False), ("v", False)):
         x = getattr(call, name)
         if call.is_packed:
             x, descale = _rounded_packed(x, kv_heads, call.cu_seqlens_q if of_queries else call.cu_seqlens_k)
         else:
             x, descale = _rounded_padded(x, kv_heads, heads, call.q_lengths if of_queries else call.kv_lengths)
-        found |= {name: x, f"{name}_descale": descale}
-    return call._replace(**found, fp8=False)
+        replaced |= {name: x, f"{name}_descale": descale}
+    return call._replace(**replaced, fp8=False)
 
 
 def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[Any, Any]:
-    """x (B, S, H, D), or with heads before the sequence; what lies past a length may be anything."""
+    """x (B, S, H, D) or (B, H, S, D), with heads in dimension `heads`, in fp8; and descales (B, Hk).
+
+    Rows past a length do not count.
+    """
     rows = 3 - heads
     magnitudes = x.abs()
     if lengths is not None:
@@ -51,7 +54,7 @@ def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[An
 
 
 def _rounded_packed(x: Any, kv_heads: int, cu_seqlens: Any) -> tuple[Any, Any]:
-    """x (T, H, D); the rows past the last sequence are one more, of which nothing is kept."""
+    """x (T, H, D) in fp8, and descales (B, Hk). Rows past the last sequence form one more, whose scale is dropped."""
     sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(len(x), device=x.device), right=True)
     of_rows = x.abs().amax(2).unflatten(1, (kv_heads, -1)).amax(2).float()
     largest = of_rows.new_full((len(cu_seqlens), kv_heads), SMALLEST)

@@ -1,4 +1,4 @@
-"""A causal self-attention layer, as small as one can be."""
+"""A minimal causal self-attention layer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .drop_in import attention
 
 
 class CausalSelfAttention(torch.nn.Module):
-    """Multi-head causal self-attention, (B, S, embed_dim) -> (B, S, embed_dim): a position sees itself and the past.
+    """Multi-head causal self-attention, (B, S, embed_dim) -> (B, S, embed_dim).
 
     Args:
         embed_dim: a multiple of num_heads; each head has embed_dim // num_heads dimensions.
         num_heads: query heads.
-        num_kv_heads: key/value heads, a divisor of num_heads, shared by groups of query heads. None: num_heads.
-        dropout: probability of dropping an attention probability, in training mode.
-        bias: whether both projections have one.
+        num_kv_heads: key/value heads, a divisor of num_heads (GQA). None: num_heads.
+        dropout: dropout probability of the attention probabilities, in training mode.
+        bias: whether both projections have a bias.
         device, dtype: of the parameters.
 
-    Parameters: `qkv`, one projection to the queries, keys and values of all heads in this order, and `proj`, from the
-    heads back.
+    Submodules: `qkv` projects to the queries, keys and values of all heads, in this order; `proj` is the output
+    projection. Raises ValueError for sizes that do not divide.
     """
 
     def __init__(

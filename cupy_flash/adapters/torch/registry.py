@@ -1,9 +1,9 @@
-"""cupy_flash in torch's registry of flash attention implementations: torch calls it, with no change to models.
+"""cupy_flash as an implementation in torch's flash attention registry, without changes to models.
 
-torch.nn.attention.activate_flash_attention_impl("cupy_flash") gives torch's own operators of flash attention our
-implementation, forward and backward, and restore_flash_attention_impl() takes it back. F.scaled_dot_product_attention
-comes here where torch chooses flash attention, which it still does by its own rules (`sdpa` does not ask them), and
-torch.nn.attention.varlen always, on a CPU too.
+torch.nn.attention.activate_flash_attention_impl("cupy_flash") overrides torch's flash attention operators, forward and
+backward; restore_flash_attention_impl() undoes it. F.scaled_dot_product_attention then runs cupy_flash whenever torch
+dispatches to flash attention, by torch's own rules (which `sdpa` bypasses); torch.nn.attention.varlen always does, on
+the CPU too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .op import Call, attention_backward, attention_forward
 
 
 class Activation:
-    """What torch's registry keeps while cupy_flash is active."""
+    """Handle that torch's registry keeps while cupy_flash is active."""
 
     def __init__(self) -> None:
         self.libraries: list[Any] = []
         with warnings.catch_warnings():
-            # "Overriding a previously registered kernel": which is what the caller asked for.
+            # Silences "Overriding a previously registered kernel", which is intended here.
             warnings.filterwarnings("ignore", category=UserWarning)
             for device, implementations in IMPLEMENTATIONS.items():
                 library = torch.library.Library("aten", "IMPL", device)
@@ -33,33 +33,33 @@ class Activation:
                 self.libraries.append(library)
 
     def remove(self) -> None:
-        self.libraries.clear()  # a library takes its implementations with it
+        self.libraries.clear()  # destroying a Library unregisters its kernels
 
 
 def _call(arrays: Iterable[Any], dropout: float, scale: float | None, causal: str, **features: Any) -> Call:
-    """A call on (B, S, H, D), or packed, with nothing that torch's operators of flash attention have no word for."""
+    """A Call on (B, S, H, D) or packed tensors; options that torch's operators lack are None."""
     absent: dict[str, Any] = dict.fromkeys(Call._fields)
     q, k, v = arrays
-    words = dict(
+    arguments = dict(
         q=q, k=k, v=v, dropout=dropout, scale=scale, causal=causal, layout="bshd",
         deterministic=torch.are_deterministic_algorithms_enabled(), fp8=False,
     )  # fmt: skip
-    return Call(**absent | words | features)
+    return Call(**absent | arguments | features)
 
 
 def _swapped(*tensors: Any) -> tuple[Any, ...]:
-    """(B, H, S, D) as (B, S, H, D), and back."""
+    """Transpose (B, H, S, D) to (B, S, H, D), or back."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
 def _with_strides_of(tensor: Any, model: Any) -> Any:
-    """torch.compile relies on the strides that torch's own implementation gives."""
-    promised = torch.empty_like(model)
-    return tensor if tensor.stride() == promised.stride() else promised.copy_(tensor)
+    """`tensor` with the strides of empty_like(model), which torch.compile infers from torch's own implementation."""
+    expected = torch.empty_like(model)
+    return tensor if tensor.stride() == expected.stride() else expected.copy_(tensor)
 
 
-# torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: causal is top-left, there is no dropout, and attn_mask,
-# where there is one, is floating and needs no gradient.
+# torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: causal is top-left, there is no dropout, and attn_mask, if
+# given, is floating and needs no gradient.
 
 
 def _on_cpu(arrays: Iterable[Any], dropout: float, is_causal: bool, attn_mask: Any, scale: float | None) -> Call:
@@ -98,14 +98,14 @@ def _sdpa_on_cpu_backward(
     return _swapped(*attention_backward(*call, *_swapped(grad_out, out), logsumexp, None, False)[:3])
 
 
-# torch.ops.aten._flash_attention_forward and its kin, of flash-attn 2: causal is bottom-right, and what a forward drew
-# for its dropout travels to the backward as rng_state, two uint64 of which the first is our seed.
+# torch.ops.aten._flash_attention_forward and related operators follow flash-attn 2: causal is bottom-right, and the
+# forward passes its dropout seed to the backward in rng_state, two uint64 of which the first is our seed.
 
 
 def _draw(dropout: float, like: Any) -> Any:
-    """rng_state."""
-    drawn = torch.zeros(2, dtype=torch.int64, device=like.device)
-    return (drawn.random_(0, 2**63 - 1) if dropout else drawn).view(torch.uint64)
+    """A new rng_state, uint64 (2,): random with dropout, else 0."""
+    state = torch.zeros(2, dtype=torch.int64, device=like.device)
+    return (state.random_(0, 2**63 - 1) if dropout else state).view(torch.uint64)
 
 
 def _flash(
@@ -116,7 +116,7 @@ def _flash(
 
 
 def _packed(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
-    """Nothing where the batch is padded: its lengths are in its shape."""
+    """The Call arguments of a packed batch; empty for a padded one."""
     if cu_seqlens_q is None:
         return {}
     return dict(
@@ -144,15 +144,15 @@ def _flash_forward(
     block_table: Any = None,
     num_splits: int | None = None,
 ) -> tuple[Any, ...]:
-    asked = {
+    unsupported = {
         "return_debug_mask": return_debug_mask,
         "block_table": block_table is not None,
         "num_splits": (num_splits or 1) > 1,
         "seqused_k of packed sequences": seqused_k is not None and cum_seq_q is not None,
     }
-    if any(asked.values()):
-        words = ", ".join(word for word, is_given in asked.items() if is_given)
-        raise UnsupportedError(f"_flash_attention_forward: no engine of this version serves {words}")
+    if any(unsupported.values()):
+        names = ", ".join(name for name, is_given in unsupported.items() if is_given)
+        raise UnsupportedError(f"_flash_attention_forward: no engine of this version serves {names}")
     rng_state = _draw(dropout_p, query)
     call = _flash(
         (query, key, value), dropout_p, is_causal, rng_state, scale, window_left=window_size_left,
@@ -244,5 +244,5 @@ FLASH_FOR_CPU = {
     "_scaled_dot_product_flash_attention_for_cpu": _sdpa_on_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _sdpa_on_cpu_backward,
 }
-# torch has the operators of FLASH for GPUs alone; ours run on both.
+# torch implements the operators of FLASH for CUDA only; ours run on both.
 IMPLEMENTATIONS = {"CUDA": FLASH, "CPU": FLASH | FLASH_FOR_CPU}

@@ -1,4 +1,4 @@
-"""What autograd keeps: the tensors that a forward saves, by module, and those that a graph still holds afterwards."""
+"""Measures the tensors that autograd saves in a forward, by module, and finds those that a graph retains afterwards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def measure(model: Any, batch: Any) -> dict[str, int]:
 
 
 class _Saved(saved_tensors_hooks):
-    """Context that attributes the memory of every saved tensor to the innermost module that runs."""
+    """Context that attributes the storage of every saved tensor to the innermost running module."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
         self.model = model
         self.running = [""]
-        self.owners: dict[Any, str] = {}  # storage: module. It holds the storages, or their addresses could recur.
+        self.owners: dict[Any, str] = {}  # storage: module; keeps storages alive so that addresses are not reused
         self.constants: set[Any] = set()  # storages of parameters and buffers
         self.handles: list[RemovableHandle] = []
 
@@ -60,7 +60,7 @@ class _Saved(saved_tensors_hooks):
     def _entering(self, name: str) -> Any:
         def enter(module: Any, _: Any) -> None:
             self.running.append(name)
-            # Now, not before: FSDP has just put the gathered parameters in their places.
+            # In the pre-hook, because FSDP has only just replaced the parameters by gathered ones.
             constants = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             self.constants.update(x.untyped_storage() for x in constants)
 
@@ -71,11 +71,11 @@ class _Saved(saved_tensors_hooks):
 
     def _pack(self, tensor: Any) -> Any:
         self.owners.setdefault(tensor.untyped_storage(), self.running[-1])
-        return tensor.detach()  # the tensor itself would hold the node that holds it
+        return tensor.detach()  # the tensor itself would form a reference cycle with its node
 
 
 class Retained(NamedTuple):
-    """A tensor that a graph holds."""
+    """A tensor that an autograd graph keeps alive; see `cupy_flash.memory.find_retained`."""
 
     module: str
     path: str
@@ -94,8 +94,8 @@ def find_retained(loss: Any) -> list[Retained]:
         raise TypeError(f"find_retained: loss must be a torch.Tensor, not {type(loss)}")
     nodes = list(_nodes(loss.grad_fn))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    alive_anyway = [loss, *leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    known = {x.untyped_storage() for x in alive_anyway}
+    expected = [loss, *leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    known = {x.untyped_storage() for x in expected}
     names: dict[int, str] | None = None
     retained = []
     for node in nodes:
@@ -103,46 +103,46 @@ def find_retained(loss: Any) -> list[Retained]:
             storage = tensor.untyped_storage()
             if storage in known or isinstance(tensor, torch.nn.Parameter):
                 continue
-            names = _modules_of_parameters() if names is None else names  # looks at every object of the process
+            names = _modules_of_parameters() if names is None else names  # slow: scans every object of the process
             module = next((names[id(x)] for x in _variables_before(node) if id(x) in names), "")
             retained.append(Retained(module, path, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
     return retained
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """root and all nodes before it, the nearest first."""
-    waiting, seen = [root], set()
-    while waiting:
-        nearest, waiting = waiting, []
-        for node in nearest:
+    """root and the nodes that it depends on, breadth first."""
+    frontier, seen = [root], set()
+    while frontier:
+        level, frontier = frontier, []
+        for node in level:
             if node is not None and node not in seen:
                 seen.add(node)
                 yield node
-                waiting += [before for before, _ in node.next_functions]
+                frontier += [following for following, _ in node.next_functions]
 
 
 def _variables_before(node: Any) -> Iterator[Any]:
-    """The leaves of the graph before a node, the nearest first."""
-    return (it.variable for it in _nodes(node) if hasattr(it, "variable"))
+    """The leaves that a node depends on, the nearest first."""
+    return (ancestor.variable for ancestor in _nodes(node) if hasattr(ancestor, "variable"))
 
 
 def _tensors_on(node: Any) -> Iterator[tuple[str, Any]]:
-    """(path, tensor) of every tensor that can be reached from the attributes of a node."""
-    seen: dict[int, Any] = {}  # with the objects, or their ids could recur
+    """(path, tensor) of every tensor reachable from the attributes of a node."""
+    seen: dict[int, Any] = {}  # id: object, kept alive so that ids are not reused
     for name, value in getattr(node, "__dict__", {}).items():
         yield from _search(value, f"{node.name()}.{name}", seen)
     for name in dir(node):
         if name == "saved_tensors" or name.startswith("_saved_"):
             try:
                 value = getattr(node, name)
-            except RuntimeError:  # freed, as it should be
+            except RuntimeError:  # already freed by the backward
                 continue
             yield from _search(value, f"{node.name()}.{name}", seen)
 
 
 def _search(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Looks into containers, closures and the attributes of plain objects."""
-    # Modules hold parameters, and what torch.distributed hangs on a node holds their shards.
+    """Recurse into containers, closures and object attributes."""
+    # Skip modules, which hold parameters, and objects that torch.distributed attaches to nodes, which hold shards.
     if isinstance(value, (type, types.ModuleType, torch.nn.Module)) or type(value).__module__.startswith(
         "torch.distributed."
     ):
@@ -172,8 +172,8 @@ def _search(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, 
 
 
 def _modules_of_parameters() -> dict[int, str]:
-    """{id of a parameter: name of its module in the outermost module}, of all modules that are alive."""
-    # type(), not isinstance(): that asks __class__ of every object there is, and lazy modules answer with an import.
+    """{id of a parameter: name of its module in the outermost module}, for all living modules."""
+    # type(), not isinstance(), which reads __class__ of every object: a lazily imported module then imports.
     objects = gc.get_objects()
     modules = [x for x in objects if issubclass(type(x), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
@@ -185,7 +185,7 @@ def _modules_of_parameters() -> dict[int, str]:
         for name, module in root.named_modules():
             names[id(module)] = name or type(root).__name__
             parameters |= {id(x): names[id(module)] for x in module.parameters(recurse=False)}
-    # FSDP2 puts gathered parameters into the graph and takes them out of the modules; torch has no public way back.
+    # FSDP2's gathered parameters are in the graph but no longer in the modules; torch has no public mapping.
     for x in objects:
         if type(x).__name__ == "FSDPParam" and hasattr(x, "_unsharded_param"):
             parameters[id(x._unsharded_param)] = names.get(id(x._module_info.module), "")

@@ -1,4 +1,4 @@
-"""A SIMT machine in NumPy: executes the PTX that NVRTC makes of the kernels, and watches every access.
+"""A SIMT machine in NumPy: executes the PTX of the kernels, and checks and counts every memory access.
 
 memory = Memory()
 q = memory.add(array, "q", writable=False)

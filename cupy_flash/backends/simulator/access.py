@@ -1,4 +1,4 @@
-"""Loads, stores and atomics: every address checked, every access counted."""
+"""ld, st, atom and red: every address is checked, every access counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an instruction does to memory: `width` bytes per lane in a state space ('generic' where none is named)."""
+    """A memory access: `width` bytes per lane in a state space; 'generic' if the instruction names none."""
 
     instruction: Instruction
     number: int
@@ -37,7 +37,7 @@ class Access:
 
 
 def access_bytes(instruction: Instruction) -> int:
-    """Bytes that one lane of a ld, st, atom or red touches."""
+    """Bytes per lane of a ld, st, atom or red."""
     count = next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
     return TYPE_BYTES[instruction.modifiers[-1]] * count
 
@@ -51,16 +51,16 @@ def describe(instruction: Instruction, context: Context, *, writes: bool) -> Acc
         raise Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
     count = next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
     if TYPE_BYTES[types[-1]] * count > 16:
-        raise Unsupported(f"access of more than 16 bytes per lane: {instruction.where}")
+        raise Unsupported(f"accesses of more than 16 bytes per lane are not simulated: {instruction.where}")
     width = TYPE_BYTES[types[-1]] * count
     number = context.number_of[id(instruction)]
     return Access(instruction, number, space, width, width, writes, types[-1], count)
 
 
 def addresses(operand: Operand, context: Context, instruction: Instruction) -> Callable[[Group], Indices]:
-    """A reader of [base + offset] as int64 (rows, 32), in the space of the instruction."""
+    """A function from a group to its addresses [base + offset], int64 (rows, 32), in the instruction's state space."""
     if not isinstance(operand, Address):
-        raise Unsupported(f"an address was expected: {instruction.where}")
+        raise Unsupported(f"operand {operand} is not an address: {instruction.where}")
     base, offset = operand.base, operand.offset
     if isinstance(base, Register):
         array = context.array(base)
@@ -82,17 +82,18 @@ def addresses(operand: Operand, context: Context, instruction: Instruction) -> C
 
 # ---- from addresses to bytes
 
+# (store, byte index of each lane, positions among the active lanes or None for all, name of the memory)
 Piece = tuple[Store, Indices, "Indices | None", str]
 
 
 def pieces(access: Access, space: str, context: Context, group: Group, address: Indices) -> Iterator[Piece]:
-    """(store, byte index of each lane, which of the active lanes, name) for checked addresses of the active lanes."""
+    """Check the active lanes' addresses and yield one Piece per store that they point into."""
     low_bits = access.alignment - 1
     flat = group.active(address)
     if low_bits and int(np.bitwise_or.reduce(flat)) & low_bits:
         lane = int(np.flatnonzero(flat & low_bits)[0])
         raise Misaligned(
-            f"{space} address {int(flat[lane]):#x} is no multiple of the {access.alignment} bytes accessed\n"
+            f"{space} address {int(flat[lane]):#x} is not aligned to the {access.alignment} bytes accessed\n"
             f"  {_thread(context, group, lane)}: {access.instruction.where}"
         )
     if space == "shared":
@@ -119,18 +120,18 @@ def _global_pieces(access: Access, context: Context, group: Group, flat: Indices
     which = np.searchsorted(starts, flat, side="right") - 1
     for i in np.unique(which):
         selection = np.flatnonzero(which == i)
-        found = context.memory.allocations[int(i)] if i >= 0 else None
-        stop = found.stop if found is not None else 0
+        allocation_i = context.memory.allocations[int(i)] if i >= 0 else None
+        stop = allocation_i.stop if allocation_i is not None else 0
         outside = np.flatnonzero(flat[selection] + access.width > stop)
-        if found is None or len(outside):
+        if allocation_i is None or len(outside):
             lane = int(selection[outside[0]])
             address = int(flat[lane])
             raise OutOfBounds(
                 f"{'write' if access.writes else 'read'} of {access.width} bytes at {address:#x}: "
                 f"{context.memory.nearest(address)}\n  {_thread(context, group, lane)}: {access.instruction.where}"
             )
-        _writable(found, access, context, group, int(selection[0]))
-        yield found.store, flat[selection] - found.base, selection, found.name
+        _writable(allocation_i, access, context, group, int(selection[0]))
+        yield allocation_i.store, flat[selection] - allocation_i.base, selection, allocation_i.name
 
 
 def _writable(allocation: Allocation, access: Access, context: Context, group: Group, lane: int) -> None:
@@ -154,8 +155,10 @@ def _thread(context: Context, group: Group, active_lane: int) -> str:
     return context.thread_name(int(group.rows[row]), int(lane))
 
 
-def by_space(access: Access, context: Context, group: Group, address: Indices) -> Iterator[tuple[str, Group, Indices]]:
-    """(space, lanes, addresses in that space): a generic access is split by the windows its lanes point into."""
+def split_by_space(
+    access: Access, context: Context, group: Group, address: Indices
+) -> Iterator[tuple[str, Group, Indices]]:
+    """Yield (space, lanes, addresses in that space); a generic access is split by the windows that it addresses."""
     if access.space != "generic":
         yield access.space, group, address
         return
@@ -176,12 +179,12 @@ def _window(window: int, spaces: dict[int, str], group: Group, address: Indices)
     return "global", group, address
 
 
-def account(access: Access, space: str, context: Context, group: Group, address: Indices) -> None:
-    """Count the access: wavefronts of shared memory, sectors and bytes of global memory."""
+def count_access(access: Access, space: str, context: Context, group: Group, address: Indices) -> None:
+    """Count the access: shared-memory wavefronts, or global-memory sectors and bytes."""
     if space == "shared":
         words = (address - SHARED_START) >> 2
         copies = 1
-        # Blocks mostly do the same thing: when all of them do, one is counted for all.
+        # Blocks usually access the same offsets: if all do, count one block's wavefronts and multiply.
         if group.index is None and context.blocks > 1:
             by_block = words.reshape(context.warps_per_block, context.blocks, 32)
             if group.mask is None and (by_block == by_block[:, :1]).all():
@@ -194,13 +197,13 @@ def account(access: Access, space: str, context: Context, group: Group, address:
 def check(
     access: Access, space: str, context: Context, group: Group, piece: Piece, *, strong: bool, reads: bool
 ) -> None:
-    """Hand one piece of an access to the checks: values nobody wrote, and races in shared memory."""
+    """Check one piece of an access: races in shared and global memory, then reads of uninitialised bytes."""
     checks = context.checks
     if checks is None:
         return
     store, index, selection, name = piece
     if space == "shared":
-        # Before the question whether anybody wrote: a copy in flight has not written yet, and its wait is the answer.
+        # Races first: the bytes of a copy in flight are still uninitialised, but the missing wait is the real cause.
         if strong:
             checks.shared_atomic(group, index, access.width, access.number)
         elif access.writes:
@@ -210,7 +213,7 @@ def check(
     elif space == "global" and checks.order is not None:
         checks.order.access(access.instruction, group, store, index, access.width, selection, name)
     if reads:
-        checks.initialised(group, store, index, access.width, name, access.instruction, selection)
+        checks.require_initialised(group, store, index, access.width, name, access.instruction, selection)
 
 
 # ---- ld and st
@@ -219,7 +222,7 @@ def check(
 def _components(operand: Operand, access: Access) -> tuple[Operand, ...]:
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != access.count:
-        raise Unsupported(f"{len(items)} operands for a vector of {access.count}: {access.instruction.where}")
+        raise Unsupported(f"{len(items)} registers for .v{access.count}: {access.instruction.where}")
     return items
 
 
@@ -239,19 +242,19 @@ def _load(instruction: Instruction, context: Context) -> Step:
         access = replace(access, space="global")
 
     def step(group: Group) -> None:
-        for space, lanes, address in by_space(access, context, group, address_of(group)):
-            account(access, space, context, lanes, address)
+        for space, lanes, address in split_by_space(access, context, group, address_of(group)):
+            count_access(access, space, context, lanes, address)
             loaded: Array | None = None
             for piece in pieces(access, space, context, lanes, address):
                 store, index, selection, _ = piece
                 check(access, space, context, lanes, piece, strong=strong, reads=True)
-                found = store.gather(index, access.width).view(dtype).reshape(-1, access.count)
+                values = store.gather(index, access.width).view(dtype).reshape(-1, access.count)
                 if selection is None:
-                    loaded = found
+                    loaded = values
                 else:
                     if loaded is None:
                         loaded = np.empty((len(lanes.active(address)), access.count), dtype)
-                    loaded[selection] = found
+                    loaded[selection] = values
             assert loaded is not None
             _write_lanes(lanes, results, loaded)
 
@@ -259,7 +262,7 @@ def _load(instruction: Instruction, context: Context) -> Step:
 
 
 def _write_lanes(group: Group, results: list[Array], values: Array) -> None:
-    """values (active lanes, components) -> one register per component."""
+    """Write values (active lanes, components) to one register per component."""
     for i, result in enumerate(results):
         column = values[:, i]
         if group.mask is None:
@@ -273,10 +276,10 @@ def _write_lanes(group: Group, results: list[Array], values: Array) -> None:
 def _load_parameter(
     access: Access, context: Context, address_of: Callable[[Group], Indices], results: list[Array]
 ) -> Step:
-    """A kernel parameter at a fixed place: a constant of the launch."""
-    everyone = Group(0, np.arange(context.warps), None, context.warps)
-    address = address_of(everyone)
-    ((store, index, _, _),) = pieces(access, "param", context, everyone, address)
+    """ld.param at a fixed address: the value is a constant of the launch, read once at compile time."""
+    all_warps = Group(0, np.arange(context.warps), None, context.warps)
+    address = address_of(all_warps)
+    ((store, index, _, _),) = pieces(access, "param", context, all_warps, address)
     values = store.gather(index[:1], access.width).view(DTYPES[access.type]).reshape(-1)
 
     def step(group: Group) -> None:
@@ -296,9 +299,9 @@ def _store(instruction: Instruction, context: Context) -> Step:
         access = replace(access, space="local")
 
     def step(group: Group) -> None:
-        for space, lanes, address in by_space(access, context, group, address_of(group)):
-            account(access, space, context, lanes, address)
-            values = _stacked(lanes, sources, access)
+        for space, lanes, address in split_by_space(access, context, group, address_of(group)):
+            count_access(access, space, context, lanes, address)
+            values = _packed_values(lanes, sources, access)
             for piece in pieces(access, space, context, lanes, address):
                 store, index, selection, name = piece
                 check(access, space, context, lanes, piece, strong=strong, reads=False)
@@ -310,13 +313,13 @@ def _store(instruction: Instruction, context: Context) -> Step:
                         differing = kept != mine
                         lane = int(np.flatnonzero(differing.any(-1) if differing.ndim > 1 else differing)[0])
                         lane = lane if selection is None else int(selection[lane])
-                        context.checks.different_values(lanes, lane, name, instruction)
+                        context.checks.conflicting_stores(lanes, lane, name, instruction)
 
     return step
 
 
-def _stacked(group: Group, sources: list[Any], access: Access) -> Array:
-    """The components of the active lanes, side by side, as the raw items that a Store takes."""
+def _packed_values(group: Group, sources: list[Any], access: Access) -> Array:
+    """The components of the active lanes, packed into the unsigned items that Store.scatter takes."""
     shape = (len(group.rows), 32)
     columns = [group.active(np.broadcast_to(group.read(source), shape)) for source in sources]
     if len(columns) == 1:
@@ -332,6 +335,7 @@ ATOMIC = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
 
 
 def atomic_function(operation: str, type_: str) -> Callable[..., Any]:
+    """The function (old, operands...) -> new of an atomic operation."""
     if type_ in ("f16", "bf16", "f16x2", "bf16x2"):
         return _half_function(operation, type_)
     one = DTYPES[type_](1)
@@ -368,7 +372,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     access = describe(instruction, context, writes=True)
     operation = next((m for m in instruction.modifiers if m in ATOMIC), None)
     if operation is None:
-        raise Unsupported(f"unknown atomic: {instruction.where}")
+        raise Unsupported(f"unknown atomic operation: {instruction.where}")
     returns = instruction.opcode == "atom"
     target, *values = instruction.operands[1:] if returns else instruction.operands
     if operation != "cas":
@@ -387,8 +391,8 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     adds_float = operation == "add" and type_ == "f32"
 
     def step(group: Group) -> None:
-        for space, lanes, address in by_space(access, context, group, address_of(group)):
-            account(access, space, context, lanes, address)
+        for space, lanes, address in split_by_space(access, context, group, address_of(group)):
+            count_access(access, space, context, lanes, address)
             shape = (len(lanes.rows), 32)
             operands = [[lanes.active(np.broadcast_to(lanes.read(c), shape)) for c in one] for one in sources]
             old = np.empty((len(operands[0][0]), access.count), dtype)
@@ -402,13 +406,13 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
                     mine = [one[i][chosen] for one in operands]
                     typed = items.view(dtype)
                     order = None if context.random is None else context.random.permutation(len(position))
-                    # PTX ISA, atom and red: .add.f32 flushes subnormals in global memory, and keeps them in shared.
+                    # PTX ISA, atom and red: .add.f32 flushes subnormals in global memory but not in shared memory.
                     if adds_float and space == "global" and may_flush(typed[position], mine[0]):
-                        old[chosen, i] = _in_turn(add_flushed, typed, position, mine, order, in_place=False)
+                        old[chosen, i] = _serialised(add_flushed, typed, position, mine, order, in_place=False)
                     else:
-                        old[chosen, i] = _in_turn(function, typed, position, mine, order, in_place=in_place)
+                        old[chosen, i] = _serialised(function, typed, position, mine, order, in_place=in_place)
                 if store.defined is not None:
-                    # exch defines what it writes; all others read first and were checked.
+                    # exch initialises these bytes; the other operations have read them, which was checked.
                     defined, first = store.items(access.width, of_defined=True)
                     defined[index // access.width - first] = defined.dtype.type(
                         0x0101010101010101 & ((1 << 8 * defined.itemsize) - 1)
@@ -419,7 +423,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     return step
 
 
-def _in_turn(
+def _serialised(
     function: Callable[..., Any],
     items: Array,
     position: Indices,
@@ -428,8 +432,8 @@ def _in_turn(
     *,
     in_place: bool,
 ) -> Any:
-    """Apply an atomic lane after lane, in the given order, and return what each lane found; not in lane-wise steps
-    where lanes meet at no place."""
+    """Apply an atomic lane by lane in the given order, and return the old value that each lane read. Step i handles
+    the i-th lane at every address, so lanes at distinct addresses take one step."""
     if order is not None:
         position, operands = position[order], [operand[order] for operand in operands]
     if in_place:
@@ -444,10 +448,10 @@ def _in_turn(
     old = np.empty(len(position), items.dtype)
     for i in range(int(turn.max()) + 1):
         lanes = np.flatnonzero(turn == i)
-        places = position[lanes]
-        found = items[places]
-        old[lanes] = found
-        items[places] = function(found, *[operand[lanes] for operand in operands])
+        slots = position[lanes]
+        before = items[slots]
+        old[lanes] = before
+        items[slots] = function(before, *[operand[lanes] for operand in operands])
     if order is None:
         return old
     in_lane_order = np.empty_like(old)

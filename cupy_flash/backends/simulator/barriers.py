@@ -1,4 +1,4 @@
-"""The sixteen named barriers of each resident block: who arrived, who waits, who goes on."""
+"""The sixteen named barriers of each resident block: bar.sync, bar.arrive and bar.red."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ BARRIERS = 16
 
 
 class Barriers:
-    """State of bar.sync, bar.arrive and bar.red for one set of resident blocks."""
+    """Arrivals and waiting warps at the named barriers of one set of resident blocks."""
 
     def __init__(self, context: Context):
         self.context = context
         shape = (BARRIERS, context.blocks)
-        self.arrived = np.zeros(shape, np.int64)  # threads, whole warps counted
-        self.expected = np.zeros(shape, np.int64)  # 0: nobody has come yet; -1: all threads of the block
-        self.true = np.zeros(shape, np.int64)
+        self.arrived = np.zeros(shape, np.int64)  # threads; a warp counts as 32
+        self.expected = np.zeros(shape, np.int64)  # threads; 0: no arrival yet, -1: all threads of the block
+        self.votes = np.zeros(shape, np.int64)  # lanes whose bar.red predicate is true
         self.waiting = np.zeros((BARRIERS, context.warps), bool)
-        self.passed = np.zeros((BARRIERS, context.warps), bool)  # bar.arrive
-        self.waits_at = np.zeros(context.warps, np.int64)  # instruction numbers
+        self.arrived_only = np.zeros((BARRIERS, context.warps), bool)  # by bar.arrive
+        self.waits_at = np.zeros(context.warps, np.int64)  # instruction number
 
     def arrive(
-        self, group: Group, number: int, barrier: int, count: int, instruction: Instruction, *, waits: bool, true: Any
+        self, group: Group, number: int, barrier: int, count: int, instruction: Instruction, *, waits: bool, votes: Any
     ) -> None:
-        """The group's warps arrive; `count` -1 means all threads of the block; `true`: the lanes' votes (bar.red)."""
+        """The group's warps arrive. `count`: expected threads, -1 for all of the block; `votes`: the lanes' predicates
+        of bar.red."""
         context = self.context
         if not 0 <= barrier < BARRIERS:
-            raise BarrierMisuse(f"barrier {barrier} does not exist: {instruction.where}")
+            raise BarrierMisuse(f"barrier {barrier} is not in 0..{BARRIERS - 1}: {instruction.where}")
         if count != -1 and (count <= 0 or count % 32):
-            raise BarrierMisuse(f"a barrier of {count} threads: {instruction.where}")
+            raise BarrierMisuse(
+                f"thread count {count} of barrier {barrier} is not a positive multiple of 32: {instruction.where}"
+            )
         block = context.block_of_row[group.rows]
         expected = self.expected[barrier]
-        everyone = -(-context.threads // 32) * 32
-        resolved = np.where(expected == -1, everyone, expected)
-        wrong = (expected[block] != 0) & (resolved[block] != (everyone if count == -1 else count))
-        if wrong.any():
-            row = int(group.rows[np.flatnonzero(wrong)[0]])
+        all_threads = -(-context.threads // 32) * 32
+        resolved = np.where(expected == -1, all_threads, expected)
+        mismatch = (expected[block] != 0) & (resolved[block] != (all_threads if count == -1 else count))
+        if mismatch.any():
+            row = int(group.rows[np.flatnonzero(mismatch)[0]])
             other = int(expected[context.block_of_row[row]])
             raise BarrierMisuse(
-                f"barrier {barrier} is used with {_words(count)} by {context.thread_name(row, 0)} and with "
-                f"{_words(other)} by an earlier warp: {instruction.where}"
+                f"barrier {barrier} is used with {_thread_count(count)} by {context.thread_name(row, 0)} and with "
+                f"{_thread_count(other)} by an earlier warp: {instruction.where}"
             )
-        # To arrive and then to wait is two arrivals of one warp: who takes turns begins so.
-        again = (self.waiting[barrier] | (self.passed[barrier] & (not waits)))[group.rows]
+        # bar.arrive followed by bar.sync counts as two arrivals of one warp; ping-pong schedules start this way.
+        again = (self.waiting[barrier] | (self.arrived_only[barrier] & (not waits)))[group.rows]
         if again.any():
             row = int(group.rows[np.flatnonzero(again)[0]])
             raise BarrierMisuse(
@@ -58,25 +61,26 @@ class Barriers:
             )
         expected[block] = count
         if context.checks is not None:
-            context.checks.arrives(barrier, group.rows)
+            context.checks.barrier_arrive(barrier, group.rows)
         np.add.at(self.arrived[barrier], block, 32)
-        if true is not None:
-            np.add.at(self.true[barrier], block, (true & group.lanes()).sum(1))
+        if votes is not None:
+            np.add.at(self.votes[barrier], block, (votes & group.lanes()).sum(1))
         if waits:
             self.waiting[barrier, group.rows] = True
             self.waits_at[group.rows] = number
         else:
-            self.passed[barrier, group.rows] = True
-        over = (count > 0) & (self.arrived[barrier] > count)
-        if over.any():
+            self.arrived_only[barrier, group.rows] = True
+        excess = (count > 0) & (self.arrived[barrier] > count)
+        if excess.any():
             raise BarrierMisuse(
                 f"{int(self.arrived[barrier].max())} threads arrive at barrier {barrier}, which expects {count}: "
                 f"{instruction.where}"
             )
 
     def release(self) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Complete what is complete: (instruction number, rows that go on, true votes of each row's block) each."""
-        context, found = self.context, []
+        """Complete every barrier with all its arrivals; return (instruction number, released rows, votes of each
+        row's block) per instruction that warps wait at."""
+        context, released = self.context, []
         live_warps = np.zeros(context.blocks, np.int64)
         np.add.at(live_warps, context.block_of_row, context.live.any(1))
         for barrier in np.flatnonzero((self.expected != 0).any(1)):
@@ -84,22 +88,22 @@ class Barriers:
             complete = (self.expected[barrier] != 0) & (self.arrived[barrier] >= expected)
             if not complete.any():
                 continue
-            of_row = complete[context.block_of_row]
-            waiting = self.waiting[barrier] & of_row
+            completed_row = complete[context.block_of_row]
+            waiting = self.waiting[barrier] & completed_row
             rows = np.flatnonzero(waiting)
             if context.checks is not None:
-                context.checks.completes(int(barrier), rows, complete)
-            votes = self.true[barrier][context.block_of_row]
+                context.checks.barrier_complete(int(barrier), rows, complete)
+            votes = self.votes[barrier][context.block_of_row]
             for number in np.unique(self.waits_at[rows]):
-                these = rows[self.waits_at[rows] == number]
-                found.append((int(number), these, votes[these]))
-            self.waiting[barrier] &= ~of_row
-            self.passed[barrier] &= ~of_row
-            self.arrived[barrier][complete] = self.expected[barrier][complete] = self.true[barrier][complete] = 0
-        return found
+                resumed = rows[self.waits_at[rows] == number]
+                released.append((int(number), resumed, votes[resumed]))
+            self.waiting[barrier] &= ~completed_row
+            self.arrived_only[barrier] &= ~completed_row
+            self.arrived[barrier][complete] = self.expected[barrier][complete] = self.votes[barrier][complete] = 0
+        return released
 
     def explain(self) -> list[str]:
-        """One line for each barrier and place where warps of the first stuck block wait."""
+        """One line per barrier and instruction at which warps of the first deadlocked block wait."""
         context, lines = self.context, []
         code = context.program.function.instructions
         for barrier in np.flatnonzero(self.waiting.any(1)):
@@ -111,10 +115,10 @@ class Barriers:
                 arrived, expected = int(self.arrived[barrier, block]), int(self.expected[barrier, block])
                 lines.append(
                     f"block {int(context.block_ids[block])}: warps {warps} wait at barrier {barrier} "
-                    f"({arrived} threads arrived, {_words(expected)} expected): {code[int(number)].where}"
+                    f"({arrived} threads arrived, {_thread_count(expected)} expected): {code[int(number)].where}"
                 )
         return lines
 
 
-def _words(count: int) -> str:
+def _thread_count(count: int) -> str:
     return "all threads of the block" if count == -1 else f"{count} threads"

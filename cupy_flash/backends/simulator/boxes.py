@@ -1,4 +1,4 @@
-"""Where the bytes of a bulk copy lie on both sides: a plain range, or a box of a tensor with its swizzle."""
+"""Source and destination addresses of a bulk copy: a contiguous range, or a swizzled box of a tensor map."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ _BOX_TYPES = {number: name.removesuffix(".ftz") for name, number in DATA_TYPES.i
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What copies of n lanes move, in m pieces of `width` bytes: where they lie on both sides."""
+    """The bulk copies of n lanes as m pieces of `width` bytes each, with both addresses of every piece."""
 
     width: int
-    shared: Indices  # (n, m), in the block
-    global_: Indices  # (n, m)
-    inside: npt.NDArray[np.bool_]  # (n, m): not beyond the tensor
+    shared: Indices  # (n, m) byte offsets in the block's shared memory
+    global_: Indices  # (n, m) addresses
+    inside: npt.NDArray[np.bool_]  # (n, m): within the tensor's bounds
     allocation: Allocation
     type: str  # of the elements
 
     @property
     def bytes(self) -> int:
-        """Of one lane."""
+        """Bytes per lane."""
         return self.width * self.shared.shape[1]
 
 
 def range_pieces(
     shared: Indices, start: Indices, size: Indices, instruction: Instruction, type_: str, context: Context
 ) -> Pieces:
-    """A plain range of `size` bytes, the same for all lanes."""
+    """The pieces of a contiguous range of `size` bytes, the same size in all lanes (cp.async.bulk)."""
     if not size[0] or ((start | size | shared) % 16).any():
         raise Misaligned(
-            f"a bulk copy of addresses and sizes that are no multiples of 16, or none: {instruction.where}"
+            f"cp.async.bulk needs addresses and a size that are multiples of 16 bytes, and a size above 0: "
+            f"{instruction.where}"
         )
     offsets = np.arange(0, int(size[0]), 16)
-    places = start[:, None] + offsets
-    inside = np.ones(places.shape, bool)
-    return Pieces(16, shared[:, None] + offsets, places, inside, _allocation(places, 16, instruction, context), type_)
+    global_ = start[:, None] + offsets
+    inside = np.ones(global_.shape, bool)
+    return Pieces(16, shared[:, None] + offsets, global_, inside, _allocation(global_, 16, instruction, context), type_)
 
 
 def box_pieces(
     shared: Indices, tensor: TensorMap, coordinates: Indices, instruction: Instruction, context: Context
 ) -> Pieces:
-    """A box of a tensor at coordinates (n, dimensions), innermost first, dense in shared memory but for its swizzle."""
+    """The pieces of a tensor map's box at coordinates (n, dimensions), innermost dimension first
+    (cp.async.bulk.tensor). The box is dense in shared memory except for the swizzle."""
     item, row_bytes = tensor.item_bytes, tensor.row_bytes
     if (shared % 128).any():
-        raise Misaligned(f"a box at a shared address that is no multiple of 128: {instruction.where}")
+        raise Misaligned(f"the shared address of a box is not a multiple of 128 bytes: {instruction.where}")
     if tensor.swizzle and row_bytes != tensor.swizzle:
         raise unsupported(instruction)
     width = math.gcd(16, tensor.shape[0] * item, *(int(x) * item for x in coordinates[:, 0]))
@@ -64,7 +66,7 @@ def box_pieces(
     inside_row = (start >= 0) & (start < tensor.shape[0] * item)
     place = np.zeros((len(shared), 1), np.int64)
     inside = np.ones((len(shared), 1), bool)
-    # Rows in memory order: the second dimension runs fastest.
+    # Enumerate the box's rows in memory order: the second dimension varies fastest.
     for i, (size, stride, box) in enumerate(zip(tensor.shape[1:], tensor.strides, tensor.box[1:], strict=True), 1):
         at = coordinates[:, i : i + 1] + np.arange(box)
         place = (place[:, None, :] + (at * stride)[:, :, None]).reshape(len(shared), -1)
@@ -77,31 +79,31 @@ def box_pieces(
     return Pieces(width, places, global_, valid, allocation, _BOX_TYPES[tensor.data_type])
 
 
-def _allocation(places: Indices, width: int, instruction: Instruction, context: Context) -> Allocation:
-    low, high = int(places.min()), int(places.max()) + width
-    found = context.memory.find(low)
-    if found is None or high > found.stop:
-        wrong = low if found is None else found.stop
-        raise OutOfBounds(f"a bulk copy at {wrong:#x}: {context.memory.nearest(wrong)}\n  {instruction.where}")
-    return found
+def _allocation(addresses: Indices, width: int, instruction: Instruction, context: Context) -> Allocation:
+    low, high = int(addresses.min()), int(addresses.max()) + width
+    allocation = context.memory.find(low)
+    if allocation is None or high > allocation.stop:
+        outside = low if allocation is None else allocation.stop
+        raise OutOfBounds(f"bulk copy at {outside:#x}: {context.memory.nearest(outside)}\n  {instruction.where}")
+    return allocation
 
 
 def tensor_map_at(address: Indices, instruction: Instruction, context: Context) -> TensorMap:
-    """The map at a generic address, the same for all lanes."""
-    place = int(address[0])
-    if place % ALIGNMENT:
-        raise Misaligned(f"a tensor map at {place:#x}, no multiple of {ALIGNMENT}: {instruction.where}")
-    if place >> WINDOW_BITS == LOCAL >> WINDOW_BITS:
+    """The tensor map at a generic address, which is the same in all lanes."""
+    generic = int(address[0])
+    if generic % ALIGNMENT:
+        raise Misaligned(f"tensor map at {generic:#x} is not aligned to {ALIGNMENT} bytes: {instruction.where}")
+    if generic >> WINDOW_BITS == LOCAL >> WINDOW_BITS:
         raise NoTensorMap(
-            f"a tensor map in local memory, where the compiler copies a parameter whose address is taken and which is "
-            f"not __grid_constant__: {instruction.where}"
+            f"tensor map in local memory: nvcc copies a kernel parameter there if its address is taken and it is not "
+            f"__grid_constant__: {instruction.where}"
         )
-    if place >> WINDOW_BITS == PARAM >> WINDOW_BITS:
-        data, start = context.parameters.data, place - PARAM
+    if generic >> WINDOW_BITS == PARAM >> WINDOW_BITS:
+        data, start = context.parameters.data, generic - PARAM
     else:
-        allocation = _allocation(np.array([place, place + BYTES - 1]), 1, instruction, context)
-        data, start = allocation.store.data, place - allocation.start
-    found = decode(data[start : start + BYTES].tobytes().ljust(BYTES, b"\0"))
-    if found is None:
-        raise NoTensorMap(f"no tensor map at {place:#x}: {instruction.where}")
-    return found
+        allocation = _allocation(np.array([generic, generic + BYTES - 1]), 1, instruction, context)
+        data, start = allocation.store.data, generic - allocation.start
+    tensor = decode(data[start : start + BYTES].tobytes().ljust(BYTES, b"\0"))
+    if tensor is None:
+        raise NoTensorMap(f"no tensor map at {generic:#x}: {instruction.where}")
+    return tensor

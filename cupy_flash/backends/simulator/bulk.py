@@ -1,8 +1,8 @@
-"""Bulk copies: boxes of tensors and plain ranges, between global and shared memory, asynchronous.
+"""cp.async.bulk, cp.async.bulk.tensor (TMA) and cp.reduce.async.bulk between global and shared memory.
 
-Loads land at their issue (`early`), when nothing else can run (`late`: the youngest that somebody waits for) or at any
-time (`random`). Stores and reductions read shared memory at issue or at their wait, and write global memory then or
-much later.
+A load completes at issue (`early`), at a random time (`random`), or when nothing else can run (`late`: the youngest
+load whose mbarrier is waited for). A store or reduction reads shared memory at issue or at its wait, and writes global
+memory at its wait or much later.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from .convert import add_flushed
 from .copies import Order
 from .errors import OutOfBounds, PendingCopy, ReadOnly, SimulationError, Uninitialised
 from .lanes import DTYPES, Context, Group, Step
-from .mbarriers import Lanes, shared_places
+from .mbarriers import SharedAddresses, shared_addresses
 from .ptx import TYPE_BYTES, Address, Immediate, Instruction, TensorAddress
 
 Indices = npt.NDArray[np.int64]
-# Stores that have read their source write global memory no later than this many after them.
-_UNWRITTEN = 32
-_AT_ONCE = 0.5  # how often a store reads its source at issue, when that is random
+# At most this many stores that have read their source wait to write global memory.
+_MAX_UNWRITTEN = 32
+_READ_AT_ISSUE = 0.5  # probability that a store reads its source at issue, in random order
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One instruction of n lanes. `places`: of a load its mbarriers, else where it reads shared memory."""
+    """One bulk copy of n lanes. `targets`: the mbarriers of a load; the shared source of a store or reduction."""
 
     instruction: Instruction
     number: int
     pieces: Pieces
     index: Indices  # (n, m) in the shared memory of all blocks
-    places: Lanes
+    targets: SharedAddresses
     operation: str = ""  # of a reduction
-    # Of stores and reductions:
-    groups: Any = None  # (n,): which of the thread's
-    taken: Any = None  # what is read
-    read: Any = None  # (n,): shared memory is read
-    open: Any = None  # (n,): not waited for
+    # Only stores and reductions have these:
+    groups: Any = None  # (n,): index of the thread's bulk group
+    data_read: Any = None  # the bytes read from shared memory
+    read: Any = None  # (n,): shared memory has been read
+    unwaited: Any = None  # (n,): no wait has covered it yet
 
 
 class BulkCopies:
@@ -62,19 +62,19 @@ class BulkCopies:
     def load(self, copy: _Copy) -> None:
         """Start a load."""
         context = self.context
-        phases = context.mbarriers.expect_copy(copy.places, copy.instruction)
-        context.exits.use(copy.places, phases, copy.instruction, arrives=False)
+        phases = context.mbarriers.begin_copy(copy.targets, copy.instruction)
+        context.exits.record(copy.targets, phases, copy.instruction, arrives=False)
         _account(copy, context, writes=False)
         if context.checks is not None:
             self._require_source(copy)
-            rank = copy.places.blocks % context.cluster
+            rank = copy.targets.blocks % context.cluster
             agents = [
                 context.checks.clocks.agent(("mbarrier", int(o), int(r)))
-                for o, r in zip(copy.places.offsets, rank, strict=True)
+                for o, r in zip(copy.targets.offsets, rank, strict=True)
             ]
-            places = copy.places
-            issue = Issue(copy.number, places.rows[:, None], np.array(agents), phases + 1, places.lanes)
-            context.checks.async_write(issue, _sixteens(copy))
+            targets = copy.targets
+            issue = Issue(copy.number, targets.rows[:, None], np.array(agents), phases + 1, targets.lanes)
+            context.checks.async_write(issue, _shared_pieces(copy))
         self.loads.append(copy)
         if self.order == "early":
             self._land(copy)
@@ -87,24 +87,25 @@ class BulkCopies:
         if undefined.any():
             first = int(pieces.global_[pieces.inside][undefined][0]) - pieces.allocation.start
             raise Uninitialised(
-                f"copy of byte {first} of {pieces.allocation.name!r}, which nobody has written\n  "
+                f"bulk copy reads byte {first} of {pieces.allocation.name!r}, which is uninitialised\n  "
                 f"{copy.instruction.where}"
             )
 
     def land(self, wanted: set[tuple[int, int]] | None = None) -> bool:
-        """Let a load land, any or the youngest that reports to one of these mbarriers (offset, block); False: none."""
+        """Complete one load: the youngest that signals one of these mbarriers (offset, block), or any if None.
+        Returns False if there is none."""
         if not self.loads or wanted is not None and not wanted:
             return False
         random = self.context.random
         if wanted is None and random is not None:
             self._land(self.loads[int(random.integers(len(self.loads)))])
             return True
-        asked = [
+        candidates = [
             copy
             for copy in self.loads
-            if wanted and wanted & set(zip(copy.places.offsets.tolist(), copy.places.blocks.tolist(), strict=True))
+            if wanted and wanted & set(zip(copy.targets.offsets.tolist(), copy.targets.blocks.tolist(), strict=True))
         ]
-        self._land((asked or self.loads)[-1])
+        self._land((candidates or self.loads)[-1])
         return True
 
     def _land(self, copy: _Copy) -> None:
@@ -115,7 +116,7 @@ class BulkCopies:
             pieces.global_[pieces.inside] - pieces.allocation.base, pieces.width
         )
         context.shared.scatter(copy.index, pieces.width, data)
-        context.mbarriers.copied(copy.places, pieces.bytes, copy.instruction)
+        context.mbarriers.complete_tx(copy.targets, pieces.bytes, copy.instruction)
         context.events += 1
 
     # ---- stores and reductions
@@ -124,30 +125,30 @@ class BulkCopies:
         """Start a store or a reduction."""
         context, pieces = self.context, copy.pieces
         if not pieces.allocation.writable:
-            raise ReadOnly(f"write to read-only {pieces.allocation.name!r}: {copy.instruction.where}")
+            raise ReadOnly(f"bulk copy writes to read-only {pieces.allocation.name!r}: {copy.instruction.where}")
         _account(copy, context, writes=True)
-        rows, lanes = copy.places.rows, copy.places.lanes
+        rows, lanes = copy.targets.rows, copy.targets.lanes
         copy.groups = self.committed[rows, lanes]
-        copy.read, copy.open = np.zeros(len(rows), bool), np.ones(len(rows), bool)
-        copy.taken = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
+        copy.read, copy.unwaited = np.zeros(len(rows), bool), np.ones(len(rows), bool)
+        copy.data_read = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
         if context.checks is not None:
             if copy.operation:
                 self._require_source(copy)
-            everything = _sixteens(copy)
-            inside = np.asarray(pieces.inside.reshape(*everything.shape, -1).any(axis=2))
-            for who, mine in self._threads(rows, lanes):
+            shared_pieces = _shared_pieces(copy)
+            inside = np.asarray(pieces.inside.reshape(*shared_pieces.shape, -1).any(axis=2))
+            for reader, mine in self._threads(rows, lanes):
                 agents = np.array(
-                    [context.checks.clocks.agent((*who, int(r))) for r in context.rank_of_row[rows[mine]]]
+                    [context.checks.clocks.agent((*reader, int(r))) for r in context.rank_of_row[rows[mine]]]
                 )
                 issue = Issue(copy.number, rows[mine][:, None], agents, copy.groups[mine] + 1, lanes[mine])
-                context.checks.async_read(issue, everything[mine], who, inside[mine])
+                context.checks.async_read(issue, shared_pieces[mine], reader, inside[mine])
         self.stores.append(copy)
         random = context.random
-        if self.order == "early" or self.order == "random" and random is not None and random.random() < _AT_ONCE:
-            self._take(copy, copy.open.copy())
+        if self.order == "early" or self.order == "random" and random is not None and random.random() < _READ_AT_ISSUE:
+            self._take(copy, copy.unwaited.copy())
 
     def _threads(self, rows: Indices, lanes: Indices) -> list[tuple[tuple[str, int, int], npt.NDArray[np.bool_]]]:
-        """(the agent's name in a block, which of the lanes) of each thread of a block among these."""
+        """(agent without its rank, mask over these lanes) for each distinct (warp of a block, lane)."""
         warps = self.context.warp_of_row[rows]
         pairs = sorted({(int(w), int(lane)) for w, lane in zip(warps, lanes, strict=True)})
         return [(("bulk", w, lane), (warps == w) & (lanes == lane)) for w, lane in pairs]
@@ -157,65 +158,68 @@ class BulkCopies:
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int, *, read: bool) -> None:
-        """cp.async.bulk.wait_group{.read}: of all but the `pending` youngest groups of each thread."""
+        """cp.async.bulk.wait_group{.read}: complete all but the `pending` youngest groups of each thread."""
         context = self.context
         here = np.zeros((context.warps, 32), bool)
         here[group.rows] = group.lanes()
         limit = self.committed - pending
         for copy in self.stores:
-            rows, lanes = copy.places.rows, copy.places.lanes
-            done = copy.open & here[rows, lanes] & (copy.groups < limit[rows, lanes])
+            rows, lanes = copy.targets.rows, copy.targets.lanes
+            done = copy.unwaited & here[rows, lanes] & (copy.groups < limit[rows, lanes])
             self._take(copy, done)
             if not read:
                 self._write(copy, done)
-        for copy in self.stores[:-_UNWRITTEN]:
+        for copy in self.stores[:-_MAX_UNWRITTEN]:
             self._write(copy, copy.read)
-        self.stores = [copy for copy in self.stores if copy.open.any()]
+        self.stores = [copy for copy in self.stores if copy.unwaited.any()]
         if context.checks is not None:
             rows, lanes = (group.rows[part] if i == 0 else part for i, part in enumerate(np.nonzero(group.lanes())))
             clocks = context.checks.clocks
-            for who, mine in self._threads(rows, lanes):
+            for reader, mine in self._threads(rows, lanes):
+                lane = reader[2]
                 for rank in np.unique(context.rank_of_row[rows[mine]]):
-                    agent = (*who, int(rank))
+                    agent = (*reader, int(rank))
                     if agent in clocks.agents:
-                        there = rows[mine][context.rank_of_row[rows[mine]] == rank]
-                        alone = np.broadcast_to(np.arange(32) == who[2], (len(there), 32))
-                        clocks.learn_clock(clocks.agents[agent], there, np.maximum(limit[there, who[2]], 0), alone)
+                        warps = rows[mine][context.rank_of_row[rows[mine]] == rank]
+                        mask = np.broadcast_to(np.arange(32) == lane, (len(warps), 32))
+                        clocks.acquire_agent(clocks.agents[agent], warps, np.maximum(limit[warps, lane], 0), mask)
 
     def _take(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
         """Read shared memory."""
         now = lanes & ~copy.read
-        copy.taken[now] = self.context.shared.gather(copy.index[now], copy.pieces.width)
+        copy.data_read[now] = self.context.shared.gather(copy.index[now], copy.pieces.width)
         copy.read |= now
 
     def _write(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
         """Write global memory."""
         pieces, store = copy.pieces, copy.pieces.allocation.store
-        for i in np.flatnonzero(lanes & copy.open):
+        for i in np.flatnonzero(lanes & copy.unwaited):
             inside = pieces.inside[i]
-            index, data = pieces.global_[i, inside] - pieces.allocation.base, copy.taken[i, inside]
+            index, data = pieces.global_[i, inside] - pieces.allocation.base, copy.data_read[i, inside]
             if not copy.operation:
                 store.scatter(index, pieces.width, data)
                 continue
             dtype = np.dtype(DTYPES[pieces.type])
             items, first = store.items(dtype.itemsize)
-            places = (index[:, None] + np.arange(0, pieces.width, dtype.itemsize)).reshape(-1) // dtype.itemsize - first
+            targets = (index[:, None] + np.arange(0, pieces.width, dtype.itemsize)).reshape(
+                -1
+            ) // dtype.itemsize - first
             typed, new = items.view(dtype), np.ascontiguousarray(data).view(dtype).reshape(-1)
             combine = atomic_function(copy.operation, pieces.type)
-            # PTX ISA, cp.reduce.async.bulk: .add.f32 flushes subnormals; of tensors it says nothing.
+            # PTX ISA, cp.reduce.async.bulk: .add.f32 flushes subnormals; cp.reduce.async.bulk.tensor does not say.
             if copy.operation == "add" and pieces.type == "f32" and "tensor" not in copy.instruction.modifiers:
                 combine = add_flushed
-            typed[places] = combine(typed[places], new)
-        copy.open = copy.open & ~lanes
+            typed[targets] = combine(typed[targets], new)
+        copy.unwaited = copy.unwaited & ~lanes
 
     def finish(self) -> None:
-        """The kernel is over: every load was waited for, every store has read its source."""
+        """Check at the end of the kernel that every load was waited for and every store has read its source."""
         if self.loads:
-            raise PendingCopy(f"a block ends before its copy has landed: {self.loads[0].instruction.where}")
+            raise PendingCopy(f"the block ends before its bulk copy completes: {self.loads[0].instruction.where}")
         for copy in self.stores:
             if not copy.read.all():
-                raise PendingCopy(f"no wait_group.read before the block ends: {copy.instruction.where}")
-            self._write(copy, copy.open)
+                raise PendingCopy(f"no cp.async.bulk.wait_group.read before the block ends: {copy.instruction.where}")
+            self._write(copy, copy.unwaited)
         self.stores.clear()
 
 
@@ -232,8 +236,8 @@ def _account(copy: _Copy, context: Context, *, writes: bool) -> None:
     context.counters.count_bulk(copy.number, moved, copy.pieces.width, writes=writes)
 
 
-def _sixteens(copy: _Copy) -> Indices:
-    """(n, pieces of 16 bytes) of shared memory."""
+def _shared_pieces(copy: _Copy) -> Indices:
+    """(n, pieces): shared-memory index of each 16-byte piece."""
     return copy.index[:, :: 16 // copy.pieces.width]
 
 
@@ -263,8 +267,8 @@ def _flat(group: Group, source: Any) -> Indices:
     return group.active(np.broadcast_to(group.read(source).astype(np.int64), (len(group.rows), 32)))
 
 
-def _alike(group: Group, values: Indices) -> Iterator[Group]:
-    """The lanes with one value each."""
+def _split_by_value(group: Group, values: Indices) -> Iterator[Group]:
+    """Split the lanes into groups with equal `values`."""
     if (values == values[0]).all():
         yield group
         return
@@ -274,12 +278,11 @@ def _alike(group: Group, values: Indices) -> Iterator[Group]:
         yield group.narrowed(mask)
 
 
-Reader = tuple[Callable[[Group], Indices], Callable[[Group, Lanes], Pieces]]
+Reader = tuple[Callable[[Group], Indices], Callable[[Group, SharedAddresses], Pieces]]
 
 
-def _reader(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
-    """Readers of what lanes must have in common to be one copy, and of the pieces, by the operand that names global
-    memory: a box or a range of `size` bytes."""
+def _global_operand(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
+    """(key, pieces) of the global operand, a box or a range of `size` bytes: lanes with an equal key form one copy."""
     if isinstance(operand, TensorAddress):
         address_of = addresses(operand.map, context, instruction)
         coordinates = [context.source(item, "s32", instruction) for item in operand.coordinates.items]
@@ -287,10 +290,13 @@ def _reader(instruction: Instruction, context: Context, operand: Any, size: Any,
         def map_of(group: Group) -> Indices:
             return group.active(address_of(group))
 
-        def box(group: Group, target: Lanes) -> Pieces:
+        def box(group: Group, target: SharedAddresses) -> Pieces:
             tensor = tensor_map_at(map_of(group), instruction, context)
             if len(tensor.shape) != len(coordinates) or f"{len(coordinates)}d" not in instruction.modifiers:
-                raise SimulationError(f"a map of {len(tensor.shape)} dimensions: {instruction.where}")
+                raise SimulationError(
+                    f"a tensor map of {len(tensor.shape)} dimensions with {len(coordinates)} coordinates: "
+                    f"{instruction.where}"
+                )
             at = np.stack([_flat(group, source) for source in coordinates], axis=1)
             return box_pieces(target.offsets, tensor, at, instruction, context)
 
@@ -301,24 +307,24 @@ def _reader(instruction: Instruction, context: Context, operand: Any, size: Any,
     def size_of(group: Group) -> Indices:
         return _flat(group, amount)
 
-    def plain(group: Group, target: Lanes) -> Pieces:
+    def plain(group: Group, target: SharedAddresses) -> Pieces:
         start = group.active(start_of(group))
         return range_pieces(target.offsets, start, size_of(group), instruction, type_, context)
 
     return size_of, plain
 
 
-def _within(pieces: Pieces, target: Lanes, instruction: Instruction, context: Context) -> Indices:
-    """The pieces in the shared memory of all blocks."""
+def _within(pieces: Pieces, target: SharedAddresses, instruction: Instruction, context: Context) -> Indices:
+    """(n, m): indices of the pieces in the shared memory of all blocks."""
     if (pieces.shared + pieces.width > context.shared_bytes).any():
         raise OutOfBounds(
-            f"a bulk copy reaches beyond the {context.shared_bytes} bytes of shared memory: {instruction.where}"
+            f"bulk copy reaches beyond the {context.shared_bytes} bytes of shared memory: {instruction.where}"
         )
     return pieces.shared + (target.blocks * context.shared_stride)[:, None]
 
 
 def _load(instruction: Instruction, context: Context) -> Step:
-    """cp.async.bulk{.tensor}... [shared], [global or map], {size,} [mbarrier]{, mask}{, cache policy}"""
+    """cp.async.bulk{.tensor}... [shared], [global or tensor map], {size,} [mbarrier]{, mask}{, cache policy}"""
     target, source, *rest = instruction.operands
     size = None if isinstance(source, TensorAddress) else rest.pop(0)
     assert isinstance(target, Address)
@@ -326,22 +332,26 @@ def _load(instruction: Instruction, context: Context) -> Step:
     barrier_of = addresses(rest[0], context, instruction)
     multicast = "multicast::cluster" in instruction.modifiers
     mask = context.source(rest[1], "u16", instruction) if multicast else None
-    common, read = _reader(instruction, context, source, size, "b8")
+    key_of, read = _global_operand(instruction, context, source, size, "b8")
     number = context.number_of[id(instruction)]
 
     def load(group: Group) -> None:
-        shared = shared_places(instruction, context, group, target_of(group), 16)
-        barriers = shared_places(instruction, context, group, barrier_of(group), 8)
+        shared = shared_addresses(instruction, context, group, target_of(group), 16)
+        barriers = shared_addresses(instruction, context, group, barrier_of(group), 8)
         pieces = read(group, shared)
         lane = np.arange(len(shared.rows))
         if mask is not None:
             chosen = (_flat(group, mask)[:, None] >> np.arange(16)) & 1
             if chosen[:, context.cluster :].any() or not chosen.any(1).all():
-                raise OutOfBounds(f"a multicast to no block, or to one outside the cluster: {instruction.where}")
+                raise OutOfBounds(
+                    f"the multicast mask names no block, or one outside the cluster of {context.cluster}: "
+                    f"{instruction.where}"
+                )
             lane, rank = np.nonzero(chosen)
             first = shared.blocks - shared.blocks % context.cluster
             shared, barriers = (
-                Lanes(p.rows[lane], p.lanes[lane], first[lane] + rank, p.offsets[lane]) for p in (shared, barriers)
+                SharedAddresses(p.rows[lane], p.lanes[lane], first[lane] + rank, p.offsets[lane])
+                for p in (shared, barriers)
             )
             pieces = Pieces(
                 pieces.width, pieces.shared[lane], pieces.global_[lane], pieces.inside[lane], pieces.allocation, "b8"
@@ -350,31 +360,31 @@ def _load(instruction: Instruction, context: Context) -> Step:
         context.bulk.load(_Copy(instruction, number, pieces, index, barriers))
 
     def step(group: Group) -> None:
-        for part in _alike(group, common(group)):
+        for part in _split_by_value(group, key_of(group)):
             load(part)
 
     return step
 
 
 def _store(instruction: Instruction, context: Context) -> Step:
-    """cp{.reduce}.async.bulk{.tensor}... [global or map], [shared]{, size}{, cache policy}"""
+    """cp{.reduce}.async.bulk{.tensor}... [global or tensor map], [shared]{, size}{, cache policy}"""
     modifiers = instruction.modifiers
     target, source, *rest = instruction.operands
     operation = next((m for m in modifiers if m in ATOMIC), "") if modifiers[0] == "reduce" else ""
     type_ = modifiers[-1] if modifiers[-1] in TYPE_BYTES else "b8"
     size = None if isinstance(target, TensorAddress) else rest[0]
     source_of = addresses(source, context, instruction)
-    common, read = _reader(instruction, context, target, size, type_)
+    key_of, read = _global_operand(instruction, context, target, size, type_)
     number = context.number_of[id(instruction)]
 
     def store(group: Group) -> None:
-        shared = shared_places(instruction, context, group, source_of(group), 16)
+        shared = shared_addresses(instruction, context, group, source_of(group), 16)
         pieces = read(group, shared)
         index = _within(pieces, shared, instruction, context)
         context.bulk.store(_Copy(instruction, number, pieces, index, shared, operation))
 
     def step(group: Group) -> None:
-        for part in _alike(group, common(group)):
+        for part in _split_by_value(group, key_of(group)):
             store(part)
 
     return step

@@ -1,4 +1,4 @@
-"""Calls: every one is replaced by the body of its callee."""
+"""Inlining: every call is replaced by the body of its callee."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .ptx import Address, Function, Immediate, Instruction, Not, Operand, Pair, 
 
 
 def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
-    """The operand of a callee inside its caller: registers get a suffix, symbols the names of this call."""
+    """A callee's operand after inlining: registers get the suffix of this call, symbols are renamed by `names`."""
     match operand:
         case Register(name, type_):
             return Register(name + suffix, type_)
@@ -34,9 +34,12 @@ def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
 
 
 def inline(function: Function, functions: dict[str, Function], callers: tuple[str, ...]) -> Function:
-    """The function with every call replaced by the callee's body: no stack, and no return address per lane."""
+    """The function with every call replaced by the callee's body, so that no lane needs a stack or return address.
+
+    `callers` is the chain of callers, to detect recursion.
+    """
     if function.name in callers:
-        raise Unsupported(f"recursion: {' -> '.join((*callers, function.name))}")
+        raise Unsupported(f"recursion is not simulated: {' -> '.join((*callers, function.name))}")
     body: list[Instruction | str] = []
     variables, tables = dict(function.variables), dict(function.tables)
     for item in function.body:
@@ -45,9 +48,9 @@ def inline(function: Function, functions: dict[str, Function], callers: tuple[st
             continue
         results, target, arguments = _call_operands(item)
         if target not in functions:
-            raise Unsupported(f"call of {target}, which has no body here: {item.where}")
+            raise Unsupported(f"call of {target}, which has no body in this module: {item.where}")
         if item.guard is not None:
-            raise Unsupported(f"call under a guard: {item.where}")
+            raise Unsupported(f"a predicated call is not simulated: {item.where}")
         callee = inline(functions[target], functions, (*callers, function.name))
         suffix = f"@{item.line}"
         end = f"return{suffix}{target}"
@@ -80,7 +83,7 @@ def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
     groups = [operand for operand in call.operands if isinstance(operand, Vector)]
     targets = [operand for operand in call.operands if isinstance(operand, Symbol)]
     if len(targets) != 1:
-        raise Unsupported(f"call through a pointer: {call.where}")
+        raise Unsupported(f"an indirect call is not simulated: {call.where}")
     first_is_result = isinstance(call.operands[0], Vector)
     names = [[_symbol_name(item, call) for item in group.items] for group in groups]
     results = names.pop(0) if first_is_result else []
@@ -89,11 +92,12 @@ def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
 
 def _symbol_name(operand: Operand, call: Instruction) -> str:
     if not isinstance(operand, Symbol):
-        raise Unsupported(f"argument that is no .param variable: {call.where}")
+        raise Unsupported(f"an argument of a call is not a .param variable: {call.where}")
     return operand.name
 
 
 def flatten(function: Function) -> Function:
+    """Split the body into `instructions` and `labels`, in place; return the function."""
     for item in function.body:
         if isinstance(item, str):
             function.labels[item] = len(function.instructions)

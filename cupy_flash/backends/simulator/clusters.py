@@ -1,4 +1,4 @@
-"""Clusters: blocks that run together and reach into each other's shared memory; their barrier."""
+"""Thread block clusters: barrier.cluster, and mapa for distributed shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WINDOW = np.uint32((1 << RANK_BITS) - 1)
 
 
 class ClusterBarrier:
-    """barrier.cluster: every warp arrives, and waits until all live warps of its cluster have come as often as it."""
+    """barrier.cluster: a warp's wait ends when every live warp of its cluster has arrived as often as it has."""
 
     def __init__(self, context: Context):
         self.context = context
@@ -26,43 +26,44 @@ class ClusterBarrier:
 
     def arrive(self, rows: npt.NDArray[np.int64], instruction: Instruction, *, release: bool) -> None:
         context = self.context
-        twice = self.arrivals[rows] != self.waited[rows]
-        if twice.any():
-            name = context.thread_name(int(rows[np.flatnonzero(twice)[0]]), 0)
-            raise BarrierMisuse(f"{name} arrives twice at the cluster's barrier without a wait: {instruction.where}")
+        again = self.arrivals[rows] != self.waited[rows]
+        if again.any():
+            name = context.thread_name(int(rows[np.flatnonzero(again)[0]]), 0)
+            raise BarrierMisuse(f"{name} arrives again at the cluster barrier without a wait: {instruction.where}")
         self.arrivals[rows] += 1
         context.events += 1
         if release and context.checks is not None:
-            # To be learnt at the first block of the cluster, by the number of the arrival: the next may come first.
-            for turn in np.unique(self.arrivals[rows]):
-                mine = rows[self.arrivals[rows] == turn]
+            # Published at the cluster's first block, in two alternating entries: a warp may arrive for the next phase
+            # before others have left this one.
+            for phase in np.unique(self.arrivals[rows]):
+                mine = rows[self.arrivals[rows] == phase]
                 blocks = context.cluster_of_row[mine] * context.cluster
-                context.checks.clocks.publish(("cluster", int(turn) % 2), mine, blocks)
-                context.checks.come_together(mine)
+                context.checks.clocks.publish(("cluster", int(phase) % 2), mine, blocks)
+                context.checks.converge(mine)
 
     def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which warps need not wait any more."""
+        """(n,): whether the barrier phase that each warp waits for is complete."""
         context = self.context
         live = context.live.any(1)
         slowest = np.full(context.blocks // context.cluster, np.iinfo(np.int64).max)
         np.minimum.at(slowest, context.cluster_of_row[live], self.arrivals[live])
         return slowest[context.cluster_of_row[rows]] >= self.arrivals[rows]
 
-    def leave(self, rows: npt.NDArray[np.int64], instruction: Instruction) -> None:
+    def wait(self, rows: npt.NDArray[np.int64], instruction: Instruction) -> None:
         context = self.context
         never = self.arrivals[rows] == self.waited[rows]
         if never.any():
             name = context.thread_name(int(rows[np.flatnonzero(never)[0]]), 0)
-            raise BarrierMisuse(f"{name} waits at the cluster's barrier without having arrived: {instruction.where}")
+            raise BarrierMisuse(f"{name} waits at the cluster barrier without having arrived: {instruction.where}")
         self.waited[rows] = self.arrivals[rows]
         if context.checks is not None:
-            for turn in np.unique(self.arrivals[rows]):
-                mine = rows[self.arrivals[rows] == turn]
+            for phase in np.unique(self.arrivals[rows]):
+                mine = rows[self.arrivals[rows] == phase]
                 blocks = context.cluster_of_row[mine] * context.cluster
-                context.checks.clocks.learn(("cluster", int(turn) % 2), mine, blocks)
+                context.checks.clocks.acquire(("cluster", int(phase) % 2), mine, blocks)
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
-        """Who waits, and for whom."""
+        """One line per cluster: the waiting warps and the warps that have not arrived."""
         context = self.context
         for cluster in np.unique(context.cluster_of_row[group.rows]):
             here = group.rows[context.cluster_of_row[group.rows] == cluster]
@@ -71,24 +72,24 @@ class ClusterBarrier:
             block = int(context.block_ids[context.block_of_row[here[0]]])
             warps = [int(w) for w in context.warp_of_row[here]]
             others = ", ".join(names)
-            yield f"block {block}: warps {warps} wait at the cluster's barrier for {others}: {instruction.where}"
+            yield f"block {block}: warps {warps} wait at the cluster barrier for {others}: {instruction.where}"
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A reader of the lanes (rows, 32) whose wait ends now."""
+    """A function from a group to its lanes (rows, 32) whose wait is over."""
     return lambda group: group.lanes() & context.cluster_barrier.passed(group.rows)[:, None]
 
 
 def _barrier(instruction: Instruction, context: Context) -> Step:
     """barrier.cluster.arrive{.release|.relaxed}{.aligned}, barrier.cluster.wait{.acquire}{.aligned}"""
     if instruction.modifiers[1] == "wait":
-        return lambda group: context.cluster_barrier.leave(group.rows, instruction)
+        return lambda group: context.cluster_barrier.wait(group.rows, instruction)
     release = "relaxed" not in instruction.modifiers
     return lambda group: context.cluster_barrier.arrive(group.rows, instruction, release=release)
 
 
 def _map_address(instruction: Instruction, context: Context) -> Step:
-    """mapa.shared::cluster.u32 d, a, rank: where another block has what this one has at a."""
+    """mapa.shared::cluster.u32 d, a, rank: the address in block `rank` that corresponds to `a` in this one."""
     if instruction.modifiers != ("shared::cluster", "u32"):
         raise unsupported(instruction)
     result = context.destination(instruction.operands[0], "u32", instruction)

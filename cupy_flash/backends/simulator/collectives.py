@@ -1,4 +1,4 @@
-"""Instructions that the lanes of a warp execute together: shuffles, votes, matches, reductions, the warp barrier."""
+"""Warp-synchronous instructions: shfl, vote, match, redux, elect and bar.warp.sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEIGHTS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
 def member_operand(instruction: Instruction) -> Any:
-    """The operand with the member mask, or None where all lanes of the warp must come."""
+    """The membermask operand, or None if the instruction needs all lanes of the warp."""
     if is_warp_barrier(instruction):
         return instruction.operands[0]
     if instruction.opcode in ("shfl", "vote", "match", "redux", "elect"):
@@ -27,7 +27,7 @@ def member_operand(instruction: Instruction) -> Any:
 
 
 def members(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A reader of the lanes that each row's lanes name: (rows, 32), what the first active lane says."""
+    """A function from a group to its member lanes (rows, 32): the membermask of each warp's first active lane."""
     operand = member_operand(instruction)
     if operand is None:
         return lambda group: context.live[group.rows]
@@ -39,7 +39,7 @@ def members(instruction: Instruction, context: Context) -> Callable[[Group], Mas
         if not ((mask >> _LANES.astype(np.uint32)) & 1)[lanes].all():
             row, lane = np.argwhere(lanes & (((mask >> _LANES.astype(np.uint32)) & 1) == 0))[0]
             raise BarrierMisuse(
-                f"{context.thread_name(int(group.rows[row]), int(lane))} is not in its own member mask: "
+                f"{context.thread_name(int(group.rows[row]), int(lane))} is not in its own membermask: "
                 f"{instruction.where}"
             )
         first = np.take_along_axis(mask, lanes.argmax(1)[:, None], 1)
@@ -78,7 +78,7 @@ def _shuffle(instruction: Instruction, context: Context) -> Step:
                 row, lane = np.argwhere(absent)[0]
                 raise BarrierMisuse(
                     f"{context.thread_name(int(group.rows[row]), int(lane))} reads from lane "
-                    f"{int(source[row, lane])}, which does not take part: {instruction.where}"
+                    f"{int(source[row, lane])}, which does not execute the shuffle: {instruction.where}"
                 )
         group.write(result, np.take_along_axis(values, source, 1))
         group.write(predicate, inside)
@@ -87,7 +87,7 @@ def _shuffle(instruction: Instruction, context: Context) -> Step:
 
 
 def _row_mask(group: Group, flags: Any) -> Any:
-    """Bits of the active lanes whose flag is set, (rows, 1)."""
+    """(rows, 1): bit mask of the active lanes whose flag is set."""
     flags = np.broadcast_to(flags, (len(group.rows), 32))
     if group.mask is not None:
         flags = flags & group.mask
@@ -100,16 +100,16 @@ def _vote(instruction: Instruction, context: Context) -> Step:
     condition = context.predicate(instruction.operands[1], instruction)
 
     def step(group: Group) -> None:
-        mine = _row_mask(group, condition(group))
-        everyone = _row_mask(group, True)
+        true_lanes = _row_mask(group, condition(group))
+        all_lanes = _row_mask(group, True)
         if mode == "ballot":
-            group.write(result, mine)
+            group.write(result, true_lanes)
         elif mode == "any":
-            group.write(result, mine != 0)
+            group.write(result, true_lanes != 0)
         elif mode == "all":
-            group.write(result, mine == everyone)
+            group.write(result, true_lanes == all_lanes)
         else:
-            group.write(result, (mine == 0) | (mine == everyone))
+            group.write(result, (true_lanes == 0) | (true_lanes == all_lanes))
 
     return step
 
@@ -124,12 +124,12 @@ def _match(instruction: Instruction, context: Context) -> Step:
 
     def step(group: Group) -> None:
         values = np.broadcast_to(group.read(value), (len(group.rows), 32))
-        lanes = group.lanes()
-        equal = (values[:, :, None] == values[:, None, :]) & lanes[:, None, :]
+        active = group.lanes()
+        equal = (values[:, :, None] == values[:, None, :]) & active[:, None, :]
         if mode == "any":
             group.write(result, (equal * _WEIGHTS).sum(2, dtype=np.uint32))
             return
-        same = (equal | ~lanes[:, None, :]).all(2)
+        same = (equal | ~active[:, None, :]).all(2)
         group.write(result, np.where(same, _row_mask(group, True), np.uint32(0)))
         group.write(predicate, same)
 
@@ -161,7 +161,7 @@ def _reduce(instruction: Instruction, context: Context) -> Step:
 
 
 def _elect(instruction: Instruction, context: Context) -> Step:
-    """elect.sync d|p: one lane of the members, always the same: the first from Context.elected on."""
+    """elect.sync d|p: the same member lane every time, the first at or after lane Context.first_elected."""
     target = instruction.operands[0]
     if not isinstance(target, Pair):
         raise unsupported(instruction)
@@ -169,7 +169,7 @@ def _elect(instruction: Instruction, context: Context) -> Step:
     predicate = context.destination(target.second, "pred", instruction)
 
     def step(group: Group) -> None:
-        first = context.elected
+        first = context.first_elected
         leader = ((np.roll(group.lanes(), -first, axis=1).argmax(1) + first) % 32)[:, None]
         group.write(result, leader.astype(np.uint32))
         group.write(predicate, leader == _LANES)
@@ -180,7 +180,7 @@ def _elect(instruction: Instruction, context: Context) -> Step:
 def _warp_barrier(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         if context.checks is not None:
-            context.checks.come_together(group.rows)
+            context.checks.converge(group.rows)
 
     return step
 

@@ -1,4 +1,4 @@
-"""Numbers between formats, bit for bit: IEEE floats of any width, saturation, rounding modes (PTX ISA, cvt)."""
+"""Bit-exact conversions between number formats: rounding modes, saturation, .ftz (PTX ISA, cvt); fma and sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A binary float format: `largest` are the bits of the largest finite value, `infinity` may be None."""
+    """A binary float format: bits of the largest finite value, of infinity (None: it has none) and of NaN."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -39,7 +39,7 @@ _TF32 = Format(8, 10, 0x3FBFF, 0x3FC00, 0x3FFFF)
 
 
 def round_integer(values: Float64, mode: str) -> Float64:
-    """Round to an integer: rn ties to even, rna ties away, rz, rm (down), rp (up)."""
+    """Round to an integer: rn (ties to even), rna (ties away from zero), rz, rm (down), rp (up)."""
     match mode:
         case "rn":
             return np.rint(values)
@@ -55,13 +55,13 @@ def round_integer(values: Float64, mode: str) -> Float64:
 
 
 def encode(values: Float64, format_: Format, mode: str = "rn", *, satfinite: bool = False) -> npt.NDArray[np.uint32]:
-    """The bits of float64 values in a narrower format, sign on top of exponent and mantissa."""
+    """Bits of float64 values in a narrower format: sign, exponent, mantissa."""
     magnitude = np.abs(values)
     sign = np.signbit(values)
     finite = np.isfinite(values)
     _, exponent = np.frexp(np.where(finite, magnitude, 0))
     exponent = np.where(magnitude == 0, format_.smallest_exponent, np.maximum(exponent - 1, format_.smallest_exponent))
-    # In units of the last place the mantissa is an integer, its implicit one included: bits = exponent field + units.
+    # In units of the last place the mantissa, with its implicit one, is an integer: bits = exponent field + units.
     units = np.ldexp(np.where(finite, values, 0), format_.mantissa_bits - exponent)
     units = np.abs(round_integer(units, mode))
     bits = ((exponent - format_.smallest_exponent).astype(np.int64) << format_.mantissa_bits) + units.astype(np.int64)
@@ -76,7 +76,7 @@ def encode(values: Float64, format_: Format, mode: str = "rn", *, satfinite: boo
 
 
 def decode(bits: Array, name: str) -> Float64:
-    """The values, as float64, of bits in a format of FORMATS."""
+    """The float64 values of bits in a format of FORMATS."""
     if name == "f16":
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
     if name == "bf16":
@@ -113,19 +113,19 @@ def to_bits(values: Array, name: str, mode: str = "rn", *, satfinite: bool = Fal
 
 
 def to_tf32(values: npt.NDArray[np.float32], mode: str, *, satfinite: bool = False) -> npt.NDArray[np.uint32]:
-    """float32 -> tf32 in a 32-bit register: ten bits of mantissa, the low thirteen zero; NaN becomes 0x7FFFFFFF."""
+    """tf32 bits of float32 values: ten mantissa bits, the low thirteen bits zero; NaN is 0x7FFFFFFF."""
     bits = encode(values.astype(np.float64), _TF32, mode, satfinite=satfinite)
     return np.where(np.isnan(values), np.uint32(0x7FFFFFFF), bits << np.uint32(13))
 
 
 def float_to_integer(values: Array, dtype: np.dtype[Any], mode: str, *, source_is_f64: bool) -> Array:
-    """Rounded and clamped to the integer type. NaN: 0, or 1 << (bits - 1) from .f64 or to 64 bits (PTX ISA, cvt)."""
+    """Round and clamp to an integer type. NaN gives 0, or 1 << (bits - 1) from .f64 or to 64 bits (PTX ISA, cvt)."""
     rounded = round_integer(values.astype(np.float64), mode)
     limits = np.iinfo(dtype)
     bits = 8 * dtype.itemsize
     wide = source_is_f64 or bits == 64
     nan = np.array(1 << (bits - 1) if wide else 0, np.uint64).astype(f"u{dtype.itemsize}").view(dtype)
-    # 2**63 and 2**64 are floats, 2**63 - 1 is none: compare before the cast, never clamp after it.
+    # float64 represents 2**63 and 2**64 but not 2**63 - 1: compare before the cast instead of clamping after it.
     above = rounded >= float(int(limits.max) + 1)
     below = rounded < float(limits.min)
     inside = np.where(above | below | np.isnan(rounded), 0, rounded)
@@ -135,7 +135,7 @@ def float_to_integer(values: Array, dtype: np.dtype[Any], mode: str, *, source_i
 
 
 def round_to_float32(values: Float64, error: Float64 | float, mode: str) -> npt.NDArray[np.float32]:
-    """float32 nearest to, or next in a direction from, the exact number values + error (error: below half a unit)."""
+    """float32 of the exact number values + error, rounded by `mode`; `error` is below half a unit in the last place."""
     nearest = (_to_odd(values, error) if mode == "rn" else values).astype(np.float32)
     if mode == "rn":
         return nearest
@@ -153,7 +153,7 @@ def round_to_float32(values: Float64, error: Float64 | float, mode: str) -> npt.
 
 
 def _to_odd(rounded: Float64, error: Float64 | float) -> Float64:
-    """Round to odd: what was rounded to nearest with this error, moved so that a second rounding cannot go wrong."""
+    """Turn values rounded to nearest, with this error, into values rounded to odd: a second rounding is then exact."""
     even = (np.asarray(rounded).view(np.uint64) & np.uint64(1)) == 0
     neighbour = np.nextafter(rounded, np.where(np.asarray(error) > 0, np.inf, -np.inf))
     return np.where((np.asarray(error) != 0) & even & np.isfinite(rounded), neighbour, rounded)
@@ -167,29 +167,29 @@ def two_sum(a: Float64, b: Float64) -> tuple[Float64, Float64]:
 
 
 def sum_to_odd(a: Float64, b: Float64) -> Float64:
-    """a + b rounded to odd; infinities and NaN as in the plain sum."""
+    """a + b rounded to odd; infinities and NaN as in a + b."""
     s, error = two_sum(a, b)
     return _to_odd(s, np.where(np.isfinite(error), error, 0))
 
 
 def fma32(a: Any, b: Any, c: Any) -> npt.NDArray[np.float32]:
-    """fma.rn.f32, correctly rounded: the product is exact in float64, the rare tie that float64 makes is mended."""
+    """fma.rn.f32, correctly rounded: the product is exact in float64; ties created by float64 are corrected."""
     product = np.multiply(a, b, dtype=np.float64)
     total = np.asarray(product + c)
     result = total.astype(np.float32)
-    # Twice rounded differs from once rounded only where float64 lands on the middle between two floats.
+    # Double rounding differs from single rounding only if the float64 sum is halfway between two float32 numbers.
     middle = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
     if middle.any() or not np.abs(result).min() >= _SMALLEST_NORMAL:
         middle |= (np.abs(total) < _SMALLEST_NORMAL) & (total != 0)
-        places = np.flatnonzero(middle)
-        if len(places):
-            parts = (np.broadcast_to(np.float64(x), total.shape).reshape(-1)[places] for x in (product, c))
-            result.reshape(-1)[places] = sum_to_odd(*parts).astype(np.float32)
+        ties = np.flatnonzero(middle)
+        if len(ties):
+            terms = (np.broadcast_to(np.float64(x), total.shape).reshape(-1)[ties] for x in (product, c))
+            result.reshape(-1)[ties] = sum_to_odd(*terms).astype(np.float32)
     return result
 
 
 def fma64(a: Any, b: Any, c: Any) -> Float64:
-    """fma.rn.f64, correctly rounded: product and sum in exact parts, one final rounding (Boldo and Melquiond 2008)."""
+    """fma.rn.f64, correctly rounded: error-free product and sum, one final rounding (Boldo and Melquiond 2008)."""
     a, b, c = np.broadcast_arrays(np.float64(a), np.float64(b), np.float64(c))
     product = a * b
     rough = product + c
@@ -197,7 +197,7 @@ def fma64(a: Any, b: Any, c: Any) -> Float64:
     sum_high, sum_low = two_sum(high, c)
     error_high, error_low = two_sum(sum_low, low)
     result = sum_high + _to_odd(error_high, error_low)
-    # Outside these bounds the exact parts overflow or underflow.
+    # Outside these bounds the error-free transformations overflow or underflow.
     size = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.abs(c))
     safe = (size < 2.0**990) & (
         (np.abs(product) > 2.0**-900) & (np.abs(product) < 2.0**990) | (product == 0) & ((a == 0) | (b == 0))
@@ -230,23 +230,23 @@ def _fma_by_fractions(a: float, b: float, c: float) -> float:
 
 
 def flush_subnormals(values: Array) -> Array:
-    """.ftz: float32 subnormals become zero of the same sign."""
+    """.ftz: replace float32 subnormals by zero of the same sign."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
 
 
 def flush_subnormal_bits(bits: Array, name: str) -> Array:
-    """.ftz of the bits of a format of 16 bits."""
+    """.ftz on the bits of a 16-bit format."""
     exponent, sign = FORMATS[name].infinity, 0x8000
     assert exponent is not None
     return np.where(bits & exponent, bits, bits & sign)
 
 
 def add_flushed(a: Array, b: Array) -> Array:
-    """a + b in float32, where subnormal terms and sums are zero."""
+    """a + b in float32 with subnormal terms and sums flushed to zero."""
     return flush_subnormals(flush_subnormals(a) + flush_subnormals(b))
 
 
 def may_flush(*values: Array) -> bool:
-    """Whether sums of these float32 numbers may differ by add_flushed: numbers of 2**-102 or more are multiples of
-    2**-125, and so are their sums, none of which is subnormal."""
+    """Whether add_flushed may differ from a plain sum of these float32 numbers. It cannot if all are 0 or at least
+    2**-102: they are then multiples of 2**-125, and so are their sums, so that none is subnormal."""
     return any(((value != 0) & (np.abs(value) < _NO_SUM_IS_SUBNORMAL)).any() for value in values)

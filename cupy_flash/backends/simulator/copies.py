@@ -1,7 +1,7 @@
-"""Asynchronous copies: cp.async from global to shared memory, and when what it copies can be seen.
+"""cp.async: copies from global to shared memory of the issuing thread.
 
-`early`: at once. `late`: at the wait that promises it, source and all. `random`: by the toss of a coin. The checks
-forbid every use in between, whatever the order.
+A copy reads its source and writes shared memory at issue (`early`), at the wait that covers it (`late`), or at either
+(`random`). The checks report every use in between, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .access import Access, account, addresses, check, pieces
+from .access import Access, addresses, check, count_access, pieces
 from .closures import Compiler, unsupported
 from .lanes import Context, Group, Mask, Step
 from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register
@@ -23,7 +23,7 @@ Order = Literal["early", "late", "random"]
 
 @dataclass(slots=True)
 class _Copy:
-    """One cp.async of many lanes: (rows, 32) arrays; `open` are the lanes whose copy has not been waited for."""
+    """One cp.async of many lanes, as (rows, 32) arrays. `unwaited`: lanes whose copy no wait has covered yet."""
 
     access: Access
     rows: npt.NDArray[np.int64]
@@ -31,22 +31,22 @@ class _Copy:
     target: Indices
     sizes: Indices
     groups: Indices
-    open: Mask
+    unwaited: Mask
     landed: bool
 
 
 class Copies:
-    """The copies in flight of one set of resident blocks. A thread's groups are numbered as it commits them."""
+    """The cp.async in flight of one set of resident blocks. Each thread numbers its groups in commit order."""
 
     def __init__(self, context: Context, order: Order):
         self.context, self.order = context, order
         self.committed = np.zeros((context.warps, 32), np.int64)
-        self.flying: list[_Copy] = []
+        self.in_flight: list[_Copy] = []
 
     def issue(self, access: Access, group: Group, source: Indices, target: Indices, sizes: Indices) -> None:
-        """Start a copy of `access.width` bytes per lane: `sizes` from `source`, the rest zeros."""
+        """Start a copy of `access.width` bytes per lane: `sizes` bytes from `source`, then zeros."""
         context = self.context
-        account(replace(access, writes=True), "shared", context, group, target)
+        count_access(replace(access, writes=True), "shared", context, group, target)
         for piece in pieces(replace(access, writes=True), "shared", context, group, target):
             if context.checks is not None:
                 context.checks.shared_write(group, piece[1], access.width, access.number, record=False)
@@ -54,7 +54,7 @@ class Copies:
         copy = _Copy(
             access, group.rows, source, target, sizes, self.committed[group.rows].copy(), group.lanes().copy(), False
         )
-        self.flying.append(copy)
+        self.in_flight.append(copy)
         self._read(copy, group, count=True)
         random = context.random
         if self.order == "early" or (self.order == "random" and random is not None and random.random() < 0.5):
@@ -66,16 +66,16 @@ class Copies:
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int | None) -> None:
-        """cp.async.wait_group: all but the `pending` youngest groups of each thread have landed; None: wait_all."""
+        """cp.async.wait_group: complete all but the `pending` youngest groups of each thread; None is wait_all."""
         lanes = np.zeros((self.context.warps, 32), bool)
         lanes[group.rows] = group.lanes()
-        for copy in self.flying:
-            done = copy.open & lanes[copy.rows]
+        for copy in self.in_flight:
+            done = copy.unwaited & lanes[copy.rows]
             if pending is not None:
                 done &= copy.groups < self.committed[copy.rows] - pending
             if done.any():
                 self._land(copy, done)
-        self.flying = [copy for copy in self.flying if copy.open.any()]
+        self.in_flight = [copy for copy in self.in_flight if copy.unwaited.any()]
 
     def _land(self, copy: _Copy, done: Mask) -> None:
         context = self.context
@@ -85,24 +85,24 @@ class Copies:
             return
         if not copy.landed:
             self._move(copy, part)
-        copy.open &= ~done
+        copy.unwaited &= ~done
         if context.checks is not None:
             index = part.active(copy.target + context.shared_base[copy.rows])
             context.checks.copy_landed(part, index, copy.access.width, copy.access.number)
 
     def _read(self, copy: _Copy, group: Group, *, count: bool) -> npt.NDArray[np.uint8]:
-        """The bytes that land, (active lanes, width): each source byte checked."""
+        """The bytes to write, (active lanes, width). `count`: also check every source byte and count the traffic."""
         context, width = self.context, copy.access.width
         active = group.active
-        found = np.zeros((int(group.lanes().sum()), width), np.uint8)
-        sizes, order = active(copy.sizes), np.arange(len(found))
+        data = np.zeros((int(group.lanes().sum()), width), np.uint8)
+        sizes, order = active(copy.sizes), np.arange(len(data))
         for size in np.unique(sizes):
             if size == 0:
                 continue
             part = group.narrowed(group.lanes() & (copy.sizes == size))
             access = replace(copy.access, width=int(size), alignment=width, writes=False)
             if count:
-                account(access, "global", context, part, copy.source)
+                count_access(access, "global", context, part, copy.source)
             for piece in pieces(access, "global", context, part, copy.source):
                 store, index, selection, name = piece
                 if count and context.checks is not None and store.defined is not None:
@@ -111,11 +111,11 @@ class Copies:
                         check(replace(access, width=1), "global", context, part, one, strong=False, reads=True)
                 lanes = order[sizes == size]
                 lanes = lanes if selection is None else lanes[selection]
-                found[lanes[:, None], np.arange(size)] = store.data[(index - store.origin)[:, None] + np.arange(size)]
-        return found
+                data[lanes[:, None], np.arange(size)] = store.data[(index - store.origin)[:, None] + np.arange(size)]
+        return data
 
     def _move(self, copy: _Copy, group: Group) -> None:
-        """Write shared memory."""
+        """Copy from global to shared memory."""
         context, width = self.context, copy.access.width
         data = self._read(copy, group, count=False)
         index = group.active(copy.target + context.shared_base[copy.rows])
@@ -151,7 +151,7 @@ def _issue(instruction: Instruction, context: Context) -> Step:
     for option in options:
         if _is_predicate(option):
             ignore = context.predicate(option, instruction)
-        elif not (isinstance(option, Register) and TYPE_BYTES[option.type] == 8):  # a cache policy changes nothing
+        elif not (isinstance(option, Register) and TYPE_BYTES[option.type] == 8):  # a cache policy has no effect here
             sizes = context.source(option, "u32", instruction)
 
     def step(group: Group) -> None:

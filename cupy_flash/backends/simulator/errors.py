@@ -1,22 +1,22 @@
-"""What the simulator can say is wrong, one class per kind of mistake."""
+"""Errors of the simulator, one class per kind of mistake in a kernel."""
 
 from __future__ import annotations
 
 
 class SimulationError(Exception):
-    """A kernel did what a GPU forbids, or what the simulator does not know. The message says where and who."""
+    """A kernel broke a rule of the PTX ISA or is not simulated. The message names the thread and the source line."""
 
 
 class PtxError(SimulationError):
-    """The text is not PTX as this parser knows it."""
+    """The text is not PTX, or uses syntax that the parser does not know."""
 
 
 class Unsupported(SimulationError):
-    """An instruction or a form of it that the simulator does not execute."""
+    """An instruction, or a form of one, that the simulator does not execute."""
 
 
 class LaunchRefused(SimulationError):
-    """A launch that asks for more than a block may have: the driver does not start it."""
+    """The launch exceeds a limit of a block (threads, registers, shared memory): the driver would refuse it."""
 
 
 class MemoryFault(SimulationError):
@@ -24,51 +24,51 @@ class MemoryFault(SimulationError):
 
 
 class OutOfBounds(MemoryFault):
-    """An access outside every allocation or outside the block's shared memory."""
+    """An access outside every allocation, or outside the block's shared memory."""
 
 
 class Misaligned(MemoryFault):
-    """An address that is no multiple of the access size."""
+    """An address that is not aligned as the access needs."""
 
 
 class ReadOnly(MemoryFault):
-    """A write to memory that the kernel may only read."""
+    """A write to read-only memory."""
 
 
 class NoTensorMap(SimulationError):
-    """A bulk copy names a tensor map where there is none, or where its unit cannot read one."""
+    """The address given to a tensor copy holds no tensor map, or lies in a space that TMA cannot read."""
 
 
 class Uninitialised(SimulationError):
-    """A read of memory that nobody wrote."""
+    """A read of uninitialised memory, or the use of an uninitialised mbarrier."""
 
 
 class Race(SimulationError):
-    """Two threads touch the same word, at least one writes, and no barrier, release or acquire orders them."""
+    """Two threads access the same word, at least one writes, and nothing orders them (happens-before)."""
 
 
 class PendingCopy(SimulationError):
-    """Memory used while an asynchronous copy still reads or writes it."""
+    """An access to memory that an asynchronous instruction may still read or write."""
 
 
 class PendingRegister(SimulationError):
-    """A register touched while an asynchronous matrix instruction may still read or write it."""
+    """An access to a register that a wgmma in flight may still read or write."""
 
 
 class MissingFence(SimulationError):
-    """An asynchronous instruction follows ordinary accesses to its operands without the fence between that it needs."""
+    """An asynchronous instruction uses what ordinary instructions have written, without the fence that it needs."""
 
 
 class BarrierMisuse(SimulationError):
-    """A barrier reached by part of a warp, or with counts that do not fit."""
+    """A barrier reached by part of a warp, or used with wrong counts."""
 
 
 class EarlyExit(SimulationError):
-    """A block exits, or may, while another block of its cluster still uses its shared memory."""
+    """A block may exit while another block of its cluster still accesses its shared memory."""
 
 
 class Deadlock(SimulationError):
-    """Nothing can run: the message lists who waits where."""
+    """No warp can make progress: the message lists which warps wait, and at which instruction."""
 
 
 class Trap(SimulationError):

@@ -1,5 +1,5 @@
-"""Fences: memory is sequentially consistent here; what they tell is what the asynchronous proxy may see, and what one
-block may tell another through global memory (grid_order.py)."""
+"""fence and membar. Memory is sequentially consistent here: fences only update the checks (what the async proxy may
+see, checks.py; release and acquire in global memory, grid_order.py)."""
 
 from __future__ import annotations
 

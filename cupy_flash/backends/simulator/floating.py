@@ -1,4 +1,4 @@
-"""Floating-point arithmetic, and the opcodes (add, mul, ...) that integers share with it."""
+"""Floating-point arithmetic, and the opcodes that it shares with integers (add, mul, ...)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ compiles = registrar(COMPILERS)
 
 
 def _flushed(function: Function, instruction: Instruction, type_: str) -> Function:
-    """The function with .ftz, .sat and .relu around it."""
+    """The function with the instruction's .ftz and .sat applied."""
     modifiers = instruction.modifiers
     if "ftz" in modifiers and type_ == "f32":
         inner = function
@@ -40,7 +40,7 @@ def _flushed(function: Function, instruction: Instruction, type_: str) -> Functi
         unclamped = function
 
         def function(*values: Any) -> Any:
-            # .sat turns NaN into +0.
+            # PTX ISA: .sat maps NaN to +0.
             result = np.asarray(unclamped(*values))
             return np.where(np.isnan(result), result.dtype.type(0), np.clip(result, 0, 1))
 
@@ -48,7 +48,7 @@ def _flushed(function: Function, instruction: Instruction, type_: str) -> Functi
 
 
 def _by_halves(function: Function, name: str, instruction: Instruction) -> Function:
-    """A function of float64 values on f16 or bf16 bits, packed in pairs or not; `function` must round to odd."""
+    """Lift a function of float64 values, exact or rounded to odd, to f16 or bf16 bits, single or packed (x2)."""
     single = name[:-2] if name.endswith("x2") else name
     flush = "ftz" in instruction.modifiers
 
@@ -80,7 +80,7 @@ def _directed_sum(mode: str) -> Function:
         a, b = np.broadcast_arrays(np.float64(a), np.float64(b))
         s, error = two_sum(a, b)
         if mode == "rm":
-            # IEEE 754: an exact zero sum is -0 when rounding down, but of two positive zeros.
+            # IEEE 754: rounding down, an exact zero sum is -0 unless both terms are +0.
             s = np.where((s == 0) & (error == 0) & (np.signbit(a) | np.signbit(b)), -0.0, s)
         return round_to_float32(s, np.where(np.isfinite(error), error, 0), mode)
 
@@ -151,12 +151,12 @@ def _fused(instruction: Instruction, context: Context) -> Step:
 
 
 def _truncate_mantissa(function: Function) -> Function:
-    """rcp.approx.ftz.f64 and rsqrt.approx.ftz.f64 give the upper 32 bits only, the lower are zero (PTX ISA)."""
+    """PTX ISA: rcp.approx.ftz.f64 and rsqrt.approx.ftz.f64 return the upper 32 bits; the lower 32 are zero."""
     return lambda a: (function(a).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
 
 
 def _in_double(function: Function) -> Function:
-    """An approximate float32 function: ours is correctly rounded, a GPU's is within the bounds of the PTX ISA."""
+    """An .approx float32 function, computed in float64: a GPU's result is within the error bounds of the PTX ISA."""
     return lambda a: function(np.float64(a)).astype(np.float32)
 
 
@@ -216,7 +216,7 @@ def _extremum(instruction: Instruction, context: Context) -> Step:
     if "xorsign" in modifiers:
         raise unsupported(instruction)
     propagate = "NaN" in modifiers
-    plain: Function = {
+    compare: Function = {
         (True, True): np.minimum,
         (True, False): np.fmin,
         (False, True): np.maximum,
@@ -224,19 +224,19 @@ def _extremum(instruction: Instruction, context: Context) -> Step:
     }[smaller, propagate]
 
     def signed(a: Any, b: Any) -> Any:
-        # Both zeros compare equal; min wants -0, max +0 (PTX ISA: +0.0 > -0.0).
-        found = plain(a, b)
+        # The zeros compare equal in NumPy; in PTX +0.0 > -0.0, so min returns -0 and max returns +0.
+        extremum = compare(a, b)
         zero = (a == 0) & (b == 0)
         if zero.any():
             negative = np.signbit(a) | np.signbit(b) if smaller else np.signbit(a) & np.signbit(b)
-            found = np.where(zero, np.where(negative, found.dtype.type(-0.0), found.dtype.type(0)), found)
-        return found
+            extremum = np.where(zero, np.where(negative, extremum.dtype.type(-0.0), extremum.dtype.type(0)), extremum)
+        return extremum
 
     def of_all(*values: Any) -> Any:
-        found = signed(values[0], values[1])
+        extremum = signed(values[0], values[1])
         for value in values[2:]:
-            found = signed(found, value)
-        return np.abs(found) if "abs" in modifiers else found
+            extremum = signed(extremum, value)
+        return np.abs(extremum) if "abs" in modifiers else extremum
 
     if "abs" in modifiers:
         raise unsupported(instruction)

@@ -1,4 +1,4 @@
-"""Integer arithmetic, logic and bits."""
+"""Integer arithmetic, logic and bit manipulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ compiles = registrar(COMPILERS)
 
 
 def _high_product(a: Array, b: Array, type_: str) -> Array:
-    """The upper half of the product."""
+    """The upper half of a * b."""
     if TYPE_BYTES[type_] < 8:
         bits = 8 * TYPE_BYTES[type_]
         wide = DTYPES[f"{type_[0]}{2 * bits}"]
@@ -31,6 +31,7 @@ def _high_product(a: Array, b: Array, type_: str) -> Array:
 
 
 def integer_product(instruction: Instruction, context: Context) -> Step:
+    """mul.{lo,hi,wide} of integers."""
     type_, part = operand_type(instruction), instruction.modifiers[0]
     sources = typed_sources(instruction, context, type_)
     if part == "wide":
@@ -45,6 +46,7 @@ def integer_product(instruction: Instruction, context: Context) -> Step:
 
 
 def integer_mad(instruction: Instruction, context: Context) -> Step:
+    """mad.{lo,hi,wide} of integers."""
     type_, part = operand_type(instruction), instruction.modifiers[0]
     if "cc" in instruction.modifiers or "sat" in instruction.modifiers:
         raise unsupported(instruction)
@@ -68,15 +70,15 @@ def _short_product(instruction: Instruction, context: Context) -> Step:
     sources = typed_sources(instruction, context, type_)
 
     def product(a: Any, b: Any, *c: Any) -> Any:
-        found = ((a << shift) >> shift) * ((b << shift) >> shift)
-        return found + c[0] if c else found
+        short = ((a << shift) >> shift) * ((b << shift) >> shift)
+        return short + c[0] if c else short
 
     return computed(result, product, *sources)
 
 
 @compiles("addc", "subc")
 def with_carry(instruction: Instruction, context: Context) -> Step:
-    """add.cc, addc, sub.cc, subc: the carry flag is a hidden predicate register."""
+    """add.cc, addc, sub.cc, subc: the carry flag CC.CF is kept as a hidden predicate register."""
     type_ = operand_type(instruction)
     unsigned = f"u{8 * TYPE_BYTES[type_]}"
     result = context.destination(instruction.operands[0], unsigned, instruction)
@@ -103,7 +105,7 @@ def with_carry(instruction: Instruction, context: Context) -> Step:
 
 
 def integer_division(a: Any, b: Any) -> tuple[Any, Any]:
-    """(quotient toward zero, remainder); by zero: all ones and the dividend; PTX promises nothing."""
+    """(quotient rounded toward zero, remainder). Division by zero, which PTX leaves undefined: (all ones, a)."""
     a, b = np.broadcast_arrays(a, b)
     if a.dtype.kind == "u":
         safe = np.where(b == 0, b.dtype.type(1), b)
@@ -155,7 +157,7 @@ def _logical_not(instruction: Instruction, context: Context) -> Step:
 
 @compiles("shl", "shr")
 def _shift(instruction: Instruction, context: Context) -> Step:
-    """Shift counts beyond the width clamp: zeros, or the sign (PTX ISA, shl and shr)."""
+    """PTX ISA, shl and shr: shift counts clamp to the width, which leaves zeros, or the sign for shr.s."""
     type_ = operand_type(instruction)
     result = context.destination(instruction.operands[0], type_, instruction)
     value = context.source(instruction.operands[1], type_, instruction)
@@ -168,8 +170,8 @@ def _shift(instruction: Instruction, context: Context) -> Step:
 
     def shifted(a: Any, n: Any) -> Any:
         limited = np.minimum(n, bits - 1).astype(dtype)
-        found = function(a, limited)
-        return found if signed else np.where(n >= bits, dtype(0), found)
+        result_bits = function(a, limited)
+        return result_bits if signed else np.where(n >= bits, dtype(0), result_bits)
 
     return computed(result, shifted, value, count)
 
@@ -199,17 +201,17 @@ def _lookup(instruction: Instruction, context: Context) -> Step:
     terms = [i for i in range(8) if int(table) >> i & 1]
 
     def lookup(a: Any, b: Any, c: Any) -> Any:
-        found = np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)), np.uint32)
+        result_bits = np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c)), np.uint32)
         for i in terms:
-            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        return found
+            result_bits |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return result_bits
 
     return computed(result, lookup, *sources)
 
 
 @compiles("bfe")
 def _extract_field(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, bfe: position and length are 8-bit; beyond the top the sign fills, of bit min(pos + len - 1, msb)."""
+    """PTX ISA, bfe: position and length are 8-bit; signed fields are filled with bit min(pos + len - 1, msb)."""
     type_ = operand_type(instruction)
     bits = 8 * TYPE_BYTES[type_]
     result = context.destination(instruction.operands[0], type_, instruction)
@@ -255,14 +257,14 @@ def _insert_field(instruction: Instruction, context: Context) -> Step:
 
 
 def _bit_length(values: Array) -> Array:
-    """Position of the highest one plus one, 0 for zero."""
+    """One plus the position of the highest set bit; 0 for zero."""
     x = values.astype(np.uint64)
-    found = np.zeros(np.shape(x), np.uint32)
+    length = np.zeros(np.shape(x), np.uint32)
     for shift in (32, 16, 8, 4, 2, 1):
         upper = x >> np.uint64(shift)
-        found = np.where(upper != 0, found + np.uint32(shift), found)
+        length = np.where(upper != 0, length + np.uint32(shift), length)
         x = np.where(upper != 0, upper, x)
-    return found + (x != 0)
+    return length + (x != 0)
 
 
 @compiles("clz")
@@ -288,8 +290,8 @@ def _find_leading_one(instruction: Instruction, context: Context) -> Step:
     def find(a: Any) -> Any:
         magnitude = np.where(a < 0, ~a, a) if type_[0] == "s" else a
         length = _bit_length(np.asarray(magnitude).view(DTYPES[f"u{bits}"]))
-        found = np.uint32(bits) - length if amount else length - np.uint32(1)
-        return np.where(length == 0, np.uint32(0xFFFFFFFF), found)
+        position = np.uint32(bits) - length if amount else length - np.uint32(1)
+        return np.where(length == 0, np.uint32(0xFFFFFFFF), position)
 
     return computed(result, find, *typed_sources(instruction, context, type_))
 
@@ -313,20 +315,20 @@ def _reverse_bits(instruction: Instruction, context: Context) -> Step:
 
 @compiles("prmt")
 def _permute_bytes(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, prmt, default mode: four selectors of four bits; the top one replicates the byte's sign."""
+    """PTX ISA, prmt, default mode: four 4-bit selectors, whose top bit replicates the byte's sign."""
     if instruction.modifiers != ("b32",):
         raise unsupported(instruction)
     result = context.destination(instruction.operands[0], "b32", instruction)
 
     def permute(a: Any, b: Any, selectors: Any) -> Any:
         both = (np.uint64(b) << np.uint64(32)) | np.uint64(a)
-        found: Any = np.uint64(0)
+        result_bits: Any = np.uint64(0)
         for i in range(4):
             selector = (np.uint64(selectors) >> np.uint64(4 * i)) & np.uint64(15)
             byte = (both >> ((selector & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
             sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-            found = found | (np.where(selector & np.uint64(8), sign, byte) << np.uint64(8 * i))
-        return found.astype(np.uint32)
+            result_bits = result_bits | (np.where(selector & np.uint64(8), sign, byte) << np.uint64(8 * i))
+        return result_bits.astype(np.uint32)
 
     return computed(result, permute, *typed_sources(instruction, context, "b32"))
 
@@ -339,8 +341,8 @@ def _dot_of_bytes(instruction: Instruction, context: Context) -> Step:
     result = context.destination(instruction.operands[0], "u32", instruction)
 
     def byte(value: Any, i: int, type_: str) -> Any:
-        found = ((value >> np.uint32(8 * i)) & np.uint32(255)).astype(np.int64)
-        return np.where(found > 127, found - 256, found) if type_ == "s32" else found
+        bits = ((value >> np.uint32(8 * i)) & np.uint32(255)).astype(np.int64)
+        return np.where(bits > 127, bits - 256, bits) if type_ == "s32" else bits
 
     def dot(a: Any, b: Any, c: Any) -> Any:
         total = sum(byte(a, i, a_type) * byte(b, i, b_type) for i in range(4)) + c.astype(np.int64)

@@ -1,6 +1,7 @@
-"""Who executes an instruction (Group), and on what (Context): registers as arrays with one row per warp.
+"""Group: the lanes that execute an instruction. Context: the registers, memory and launch that it executes on.
 
-Row = warp_in_block * blocks + block: the same warp of all resident blocks is one contiguous slice.
+A register is an array with one row per warp. Row = warp of the block * blocks + block, so that the same warp of all
+resident blocks is one contiguous slice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .mbarriers import Mbarriers
     from .program import Program
     from .registers import Registers
-    from .wgmma import Products
+    from .wgmma import WgmmaQueue
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -41,7 +42,7 @@ DTYPES: dict[str, type[np.generic]] = {
 
 
 class Group:
-    """Lanes that stand at the same instruction. `mask` (rows, 32) is None where all 32 lanes of every row are in."""
+    """Lanes at the same instruction. `mask` (rows, 32) is None if all 32 lanes of every row are active."""
 
     __slots__ = ("block", "rows", "index", "mask", "plain", "total")
 
@@ -57,15 +58,15 @@ class Group:
         self.plain = self.index is None and mask is None
 
     def read(self, view: Any) -> Any:
-        """This group's rows of a register view; a constant is itself."""
+        """This group's rows of a register view; a constant is returned as it is."""
         return view if self.index is None or isinstance(view, np.generic) else view[self.index]
 
     def spread(self, values: Any) -> Array:
-        """What `read` gave, one value for each lane."""
+        """A result of `read`, with constants broadcast to (rows, 32)."""
         return np.broadcast_to(values, (len(self.rows), 32)) if isinstance(values, np.generic) else values
 
     def write(self, view: Array, values: Any) -> None:
-        """Give this group's lanes of a register their values."""
+        """Write the active lanes of a register view."""
         if self.mask is None:
             view[... if self.index is None else self.index] = values
         elif isinstance(self.index, np.ndarray):
@@ -77,7 +78,7 @@ class Group:
             np.copyto(rows, values, where=self.mask, casting="unsafe")
 
     def lanes(self) -> Mask:
-        """The mask, spelt out."""
+        """The mask (rows, 32), all ones if it is None."""
         return np.ones((len(self.rows), 32), bool) if self.mask is None else self.mask
 
     def narrowed(self, mask: Mask) -> Group:
@@ -88,12 +89,12 @@ class Group:
         return group
 
     def active(self, values: Array) -> Array:
-        """The values of the active lanes, in a flat array."""
+        """The values (rows, 32) of the active lanes, as a flat array."""
         return values.reshape(-1) if self.mask is None else values[self.mask]
 
 
 class Context:
-    """What the closures of one set of resident blocks are bound to."""
+    """The machine state of one set of resident blocks: launch geometry, registers, shared, local and global memory."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Context:
         self.warp_of_row = np.arange(self.warps) // self.blocks
         thread = self.warp_of_row[:, None] * 32 + np.arange(32)
         self.live: Mask = thread < self.threads
-        # Blocks of one cluster follow each other along x; `rank` is the place of a row's block among them.
+        # The blocks of a cluster are consecutive along x; `rank` is a block's index in its cluster (%cluster_ctarank).
         self.cluster = program.function.cluster[0]
         self.rank_of_row = self.block_of_row % self.cluster
         self.cluster_of_row = self.block_of_row // self.cluster
@@ -125,12 +126,12 @@ class Context:
         self.arrays: dict[tuple[str, int], Array] = {}
         self._to_read: dict[tuple[tuple[str, int], str], Array] = {}  # views of a slot by the type of an operand
         self._to_write: dict[tuple[tuple[str, int], str], Array] = {}
-        # The registers of asynchronous matrix instructions, (registers, warps, 32).
+        # The registers of wgmma instructions, (registers, warps, 32).
         count = sum(kind == "matrix" for kind, _ in program.slots.values())
         self.matrix_registers = np.full((count, self.warps, 32), 0xFFFFFFFF, np.uint32)
         self.specials = self._specials(thread)
         self.shared_bytes = shared_bytes
-        # Blocks stand 16-byte aligned, one behind the other.
+        # The shared memory of all blocks is one array; each block starts at a multiple of shared_stride.
         self.shared_stride = -(-shared_bytes // 128) * 128
         self.shared = Store(np.full(self.blocks * self.shared_stride, POISON, np.uint8), tracked=True)
         self.shared_base = (self.block_of_row * self.shared_stride)[:, None] - SHARED_START
@@ -148,18 +149,18 @@ class Context:
         self.registers: Registers
         self.exits: Exits
         self.bulk: BulkCopies
-        self.products: Products
+        self.wgmma: WgmmaQueue
         self.random: np.random.Generator | None = None
         self.clock = 0
-        self.elected = 0  # the lane from which on elect.sync looks for one
-        self.events = 0  # whatever may let a waiting lane go on
+        self.first_elected = 0  # elect.sync takes the first member lane at or after this one
+        self.events = 0  # count of events that may end a wait
 
     def _specials(self, thread: Array) -> dict[str, Any]:
         def everywhere(values: Array) -> Array:
             return np.broadcast_to(values.astype(np.uint32), (self.warps, 32))
 
         x, y, _ = self.block
-        found: dict[str, Any] = {
+        specials: dict[str, Any] = {
             "tid.x": everywhere(thread % x),
             "tid.y": everywhere(thread // x % y),
             "tid.z": everywhere(thread // (x * y)),
@@ -174,14 +175,17 @@ class Context:
         for axis, n, extent, index in zip(
             "xyz", self.block, self.grid, (ids % gx, ids // gx % gy, ids // (gx * gy)), strict=True
         ):
-            found[f"ntid.{axis}"], found[f"nctaid.{axis}"] = np.uint32(n), np.uint32(extent)
-            found[f"ctaid.{axis}"] = everywhere(index)
+            specials[f"ntid.{axis}"], specials[f"nctaid.{axis}"] = np.uint32(n), np.uint32(extent)
+            specials[f"ctaid.{axis}"] = everywhere(index)
             size = self.cluster if axis == "x" else 1
-            found[f"cluster_ctaid.{axis}"] = everywhere(index % size)
-            found[f"clusterid.{axis}"] = everywhere(index // size)
-            found[f"cluster_nctaid.{axis}"], found[f"nclusterid.{axis}"] = np.uint32(size), np.uint32(extent // size)
-        found["cluster_ctarank"] = everywhere(self.rank_of_row[:, None])
-        found["cluster_nctarank"] = np.uint32(self.cluster)
+            specials[f"cluster_ctaid.{axis}"] = everywhere(index % size)
+            specials[f"clusterid.{axis}"] = everywhere(index // size)
+            specials[f"cluster_nctaid.{axis}"], specials[f"nclusterid.{axis}"] = (
+                np.uint32(size),
+                np.uint32(extent // size),
+            )
+        specials["cluster_ctarank"] = everywhere(self.rank_of_row[:, None])
+        specials["cluster_nctarank"] = np.uint32(self.cluster)
         lane = np.arange(32, dtype=np.uint64)
         one = np.uint64(1)
         for name, bits in (
@@ -191,11 +195,11 @@ class Context:
             ("gt", ~((one << (lane + one)) - one)),
             ("ge", ~((one << lane) - one)),
         ):
-            found[f"lanemask_{name}"] = everywhere(bits & np.uint64(0xFFFFFFFF))
-        return found
+            specials[f"lanemask_{name}"] = everywhere(bits & np.uint64(0xFFFFFFFF))
+        return specials
 
     def _local_layout(self) -> tuple[dict[str, int], int]:
-        """(offset of each variable in a thread's local memory, bytes per thread, a multiple of 16)."""
+        """(offset of each variable in a thread's local memory, bytes per thread rounded up to 16)."""
         offsets, end = {}, 0
         for variable in self.program.function.variables.values():
             if variable.space in ("local", "param"):
@@ -212,22 +216,22 @@ class Context:
             return self.matrix_registers[slot[1]]
         if slot not in self.arrays:
             dtype = np.dtype(DTYPES[slot[0]])
-            # All ones: NaN to whoever reads a register that nobody wrote.
+            # Uninitialised registers hold all ones, which is NaN in every float format.
             self.arrays[slot] = np.full((self.warps, 32 * dtype.itemsize), POISON, np.uint8).view(dtype)
             if slot[0] == "pred":
                 self.arrays[slot][:] = True
         return self.arrays[slot]
 
     def address_of(self, symbol: Symbol, instruction: Instruction) -> int:
-        """The address of a variable inside its own space (a global variable: its generic address)."""
+        """The address of a variable in its own state space (for a global variable, the generic address)."""
         if symbol.name in self.local_offsets:
             return self.local_offsets[symbol.name] + symbol.offset
         if symbol.name not in self.symbols:
-            raise Unsupported(f"unknown symbol {symbol.name!r}: {instruction.where}")
+            raise Unsupported(f"unknown variable {symbol.name!r}: {instruction.where}")
         return self.symbols[symbol.name] + symbol.offset
 
     def source(self, operand: Operand, type_: str, instruction: Instruction) -> Any:
-        """An operand to read: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
+        """A source operand: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
         match operand:
             case Register(name, _):
                 key = self.program.slots[name], type_
@@ -242,28 +246,28 @@ class Context:
                 return _scalar(self.address_of(operand, instruction), DTYPES[type_])
             case Special(name):
                 if name not in self.specials:
-                    raise Unsupported(f"special register %{name}: {instruction.where}")
-                found, dtype = self.specials[name], DTYPES[type_]
+                    raise Unsupported(f"special register %{name} is not simulated: {instruction.where}")
+                value, dtype = self.specials[name], DTYPES[type_]
                 same = np.dtype(dtype).itemsize == 4
-                return found.view(dtype) if same else found.astype(dtype)
-        raise Unsupported(f"operand {operand}: {instruction.where}")
+                return value.view(dtype) if same else value.astype(dtype)
+        raise Unsupported(f"source operand {operand} is not supported: {instruction.where}")
 
     def _view_to_read(self, register: Register, type_: str, instruction: Instruction) -> Array:
         array, dtype = self.array(register), np.dtype(DTYPES[type_])
         if (type_ == "pred") != (register.type == "pred"):
-            raise Unsupported(f"operand of type .{register.type} where .{type_} is due: {instruction.where}")
+            raise Unsupported(f"operand of type .{register.type}, but .{type_} is needed: {instruction.where}")
         if array.itemsize == dtype.itemsize:
             return array.view(dtype)
         if array.itemsize < dtype.itemsize:
-            raise Unsupported(f"register %{register.name} is too narrow: {instruction.where}")
+            raise Unsupported(f"register {register.name} is narrower than .{type_}: {instruction.where}")
         return array.view(dtype)[:, :: array.itemsize // dtype.itemsize]
 
     def destination(self, operand: Operand, type_: str, instruction: Instruction) -> Array:
-        """The view to write results of `type_` to: in a wider register they are extended, signed or not."""
+        """A view for results of `type_`; a wider register sign- or zero-extends them."""
         if operand is None:  # the sink _
             return np.empty((self.warps, 32), DTYPES[type_])
         if not isinstance(operand, Register):
-            raise Unsupported(f"result to {operand}: {instruction.where}")
+            raise Unsupported(f"destination operand {operand} is not a register: {instruction.where}")
         key = self.program.slots[operand.name], type_
         if key not in self._to_write:
             self._to_write[key] = self._view_to_write(operand, type_, instruction)
@@ -274,11 +278,11 @@ class Context:
         if array.itemsize == dtype.itemsize or array.dtype == np.bool_:
             return array.view(dtype)
         if array.itemsize < dtype.itemsize:
-            raise Unsupported(f"register {register.name} is too narrow: {instruction.where}")
+            raise Unsupported(f"register {register.name} is narrower than .{type_}: {instruction.where}")
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.itemsize}")
 
     def predicate(self, operand: Operand, instruction: Instruction) -> Callable[[Group], Any]:
-        """A reader of a predicate, negated or not."""
+        """A function from a group to its predicate values."""
         if isinstance(operand, Not):
             negated = self.source(operand.register, "pred", instruction)
             return lambda group: ~group.read(negated)
@@ -286,7 +290,7 @@ class Context:
         return lambda group: group.read(view)
 
     def thread_name(self, row: int, lane: int) -> str:
-        """Words for one thread: its block and thread index."""
+        """The thread for an error message: threadIdx, warp, lane and blockIdx."""
         thread = int(self.warp_of_row[row]) * 32 + lane
         bx, by, _ = self.block
         gx, gy, _ = self.grid
@@ -297,12 +301,12 @@ class Context:
         )
 
     def warp_name(self, cluster: int, warp: int) -> str:
-        """Words for a warp by its place in its cluster."""
+        """The warp for an error message, by its index in the cluster; its block is named unless the rank is 0."""
         rank, warp = divmod(warp, self.warps_per_block)
         return f"warp {warp}" + (f" of block {int(self.block_ids[cluster * self.cluster + rank])}" if rank else "")
 
-    def name_shared(self, index: int) -> str:
-        """Words for a byte index into the shared memory of all blocks: offset, variable, block."""
+    def shared_byte_name(self, index: int) -> str:
+        """The byte for an error message: offset in its block's shared memory, and offset in the variable."""
         offset = index % self.shared_stride + SHARED_START
         inside = [(start, name) for name, start in self.shared_symbols.items() if start <= offset]
         name = f" (byte {offset - max(inside)[0]} of {max(inside)[1]})" if inside else ""
@@ -315,8 +319,8 @@ def _scalar(bits: int, dtype: type[np.generic]) -> Any:
 
 
 def operand_type(instruction: Instruction) -> str:
-    """The type at the end of an opcode: add.rn.f32 -> f32."""
+    """The type of an instruction, its last modifier: f32 of add.rn.f32."""
     type_ = instruction.modifiers[-1]
     if type_ not in TYPE_BYTES:
-        raise Unsupported(f"no type in {instruction.where}")
+        raise Unsupported(f"the instruction has no type: {instruction.where}")
     return type_

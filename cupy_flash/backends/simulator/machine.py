@@ -1,4 +1,4 @@
-"""Launch a kernel: its parameters, its variables, its grid cut into blocks that run side by side."""
+"""launch(): lay out a kernel's parameters and variables, and run its grid in sets of resident blocks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .memory import SHARED_START, Memory
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .registers import OF_A_PROCESSOR, Registers
+from .registers import REGISTERS_PER_SM, Registers
 from .scheduler import Scheduler
-from .wgmma import Products
+from .wgmma import WgmmaQueue
 
-# Lanes that run side by side: enough to pay for NumPy's calls, few enough for a processor's cache.
+# Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
 _RESIDENT_LANES = 1 << 13
-_MOST_THREADS = 1024  # of a block
+_MAX_THREADS = 1024  # per block
 
 
 def launch(
@@ -45,22 +45,22 @@ def launch(
     order: Order = "late",
     seed: int = 0,
 ) -> Counters:
-    """Run a kernel over its whole grid, in place on the arrays of `memory`; return what it did.
+    """Run a kernel over its whole grid, in place on the arrays of `memory`; return the counters.
 
-    `parameters` is the parameter block as the driver takes it. `order`: asynchronous instructions take effect at once,
-    at their wait, or at random times; `random` also shuffles in which order blocks start, whose turn it is, the order
-    of atomics and who is elected, lets waits for mbarriers time out, and `seed` repeats it.
-    Raises SimulationError, by its subclass, for whatever a GPU would not stand, or would let pass and get wrong.
+    `parameters` is the parameter buffer as the driver takes it. `order` is when asynchronous instructions take effect:
+    at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start order of
+    blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out; `seed` makes
+    it reproducible). Raises a subclass of SimulationError for what a GPU rejects, and for bugs that a GPU may not show.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
     if kernel not in module.kernels:
-        raise SimulationError(f"no kernel {kernel!r} in the PTX, only {sorted(module.kernels)}")
+        raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
     function = module.kernels[kernel]
     _, size = function.parameter_layout()
     if len(parameters) != size:
         raise SimulationError(f"{kernel} takes {size} bytes of parameters, {len(parameters)} were given")
     program = _program(module, kernel)
-    variables = _memory_with_globals(module, memory)
+    variables = _variable_addresses(module, memory)
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
     _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
@@ -68,11 +68,13 @@ def launch(
     warps = -(-block[0] * block[1] * block[2] // 32)
     cluster = function.cluster[0]
     if function.cluster[1:] != (1, 1) or grid[0] % cluster:
-        raise SimulationError(f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or not along x")
+        raise SimulationError(
+            f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or do not extend along x only"
+        )
     resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
     starts = np.arange(blocks)
-    if order == "random":  # CUDA promises no order
+    if order == "random":  # CUDA does not define the order in which blocks start
         starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
     order_of_grid = GridOrder(program, blocks, warps) if checks and program.synchronises else None
     for first in range(0, blocks, resident):
@@ -88,14 +90,14 @@ def launch(
             context.checks = Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
-            context.elected = int(np.random.default_rng(seed).integers(32))
+            context.first_elected = int(np.random.default_rng(seed).integers(32))
         context.copies = Copies(context, order)
         context.mbarriers = Mbarriers(context)
         context.cluster_barrier = ClusterBarrier(context)
         context.registers = Registers(context)
         context.exits = Exits(context)
         context.bulk = BulkCopies(context, order)
-        context.products = Products(context, order)
+        context.wgmma = WgmmaQueue(context, order)
         Scheduler(context).run()
     return counters
 
@@ -106,31 +108,31 @@ def _program(module: Module, name: str) -> Program:
 
 
 def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
-    """Raise LaunchRefused for more threads, registers or shared memory than the target's blocks have."""
+    """Raise LaunchRefused if a block exceeds the target's limits of threads, registers or shared memory."""
     shared_kib, _ = GPUS[module.target]
     reasons = [
-        f"{asked} {what}, of which {there_are}"
-        for asked, what, most, there_are in (
-            (threads, "threads", _MOST_THREADS, f"a block has {_MOST_THREADS}"),
-            (threads, "threads", function.max_threads or threads, f".maxntid allows {function.max_threads}"),
-            (threads * function.max_registers, "registers", OF_A_PROCESSOR, f"a processor has {OF_A_PROCESSOR}"),
+        f"{need} {resource} ({bound})"
+        for need, resource, limit, bound in (
+            (threads, "threads", _MAX_THREADS, f"a block has at most {_MAX_THREADS}"),
+            (threads, "threads", function.max_threads or threads, f".maxntid is {function.max_threads}"),
+            (threads * function.max_registers, "registers", REGISTERS_PER_SM, f"an SM has {REGISTERS_PER_SM}"),
             (shared_bytes, "bytes of shared memory", shared_kib << 10, f"{module.target} has {shared_kib << 10}"),
         )
-        if asked > most
+        if need > limit
     ]
     if reasons:
-        raise LaunchRefused(f"a block of {function.name} asks for {'; '.join(reasons)}")
+        raise LaunchRefused(f"a block of {function.name} needs {'; '.join(reasons)}")
 
 
-def _memory_with_globals(module: Module, memory: Memory) -> dict[str, int]:
-    """Addresses of the module's .global and .const variables, allocated at their first use in this memory."""
-    found = {}
+def _variable_addresses(module: Module, memory: Memory) -> dict[str, int]:
+    """The address of each .global and .const variable of the module, allocated in this memory at its first launch."""
+    addresses = {}
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
             name = f"variable {variable.name}"
-            known = [a for a in memory.allocations if a.name == name]
-            found[variable.name] = known[0].start if known else _allocate(variable, memory, name)
-    return found
+            allocations = [a for a in memory.allocations if a.name == name]
+            addresses[variable.name] = allocations[0].start if allocations else _allocate(variable, memory, name)
+    return addresses
 
 
 def _allocate(variable: Variable, memory: Memory, name: str) -> int:
@@ -139,11 +141,11 @@ def _allocate(variable: Variable, memory: Memory, name: str) -> int:
 
 
 def _shared_layout(function: Function, module: Module) -> tuple[dict[str, int], int]:
-    """(address of each shared variable, bytes of the static ones): dynamic shared memory starts behind the static."""
+    """(address of each shared variable, static bytes); dynamic shared memory starts after the static variables."""
     static = [v for v in (*function.variables.values(), *module.variables.values()) if v.space == "shared"]
-    found, end = {}, 0
+    addresses, end = {}, 0
     for variable in sorted(static, key=lambda v: v.size == 0):
         end = -(-end // variable.align) * variable.align
-        found[variable.name] = SHARED_START + end
+        addresses[variable.name] = SHARED_START + end
         end += variable.size
-    return found, end
+    return addresses, end

@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp: mma.sync, ldmatrix, stmatrix, movmatrix. Section numbers are those of PTX ISA 9.2."""
+"""Warp-level matrix instructions: mma.sync, ldmatrix, stmatrix, movmatrix. Section numbers refer to PTX ISA 9.2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .access import Access, account, addresses, by_space, check, pieces
+from .access import Access, addresses, check, count_access, pieces, split_by_space
 from .closures import Compiler, unsupported
 from .convert import decode, to_bits
 from .lanes import Array, Context, Group, Step
@@ -16,33 +16,33 @@ from .ptx import Instruction, Operand, Vector
 
 Indices = npt.NDArray[np.int64]
 _LANE = np.arange(32)[:, None]
-_GROUP, _THREAD = _LANE >> 2, _LANE % 4  # groupID and threadID_in_group of the documentation
+_GROUP, _THREAD = _LANE >> 2, _LANE % 4  # groupID and threadID_in_group of the PTX ISA
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
 
 
 def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of element i of lane l of multiplicand A (16 x k), each (32, elements).
+    """(row, column) of each lane's per_register in fragment A (16 x k), each (32, elements).
 
     9.7.14.5.7 (k8: Figures 71 and 72), 9.7.14.5.8 (k16: Figure 79), 9.7.14.5 for m16n8k32 (8-bit: Figure 88).
     """
     i = np.arange(16 * int(shape.split("k")[1]) // 32)
-    per = 32 // _BITS[type_]  # elements in a register
-    # Registers go: row group, row group + 8, then both again for the right half of the columns.
-    register = i // per
+    per_register = 32 // _BITS[type_]  # elements
+    # Registers hold row groupID, then groupID + 8, then both again for the right half of the columns.
+    register = i // per_register
     row = _GROUP + 8 * (register % 2)
-    column = _THREAD * per + i % per + 4 * per * (register // 2)
+    column = _THREAD * per_register + i % per_register + 4 * per_register * (register // 2)
     return row, column
 
 
 def fragment_b(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of element i of lane l of multiplicand B (k x 8). Same sections, Multiplicand B."""
+    """(row, column) of each lane's per_register in fragment B (k x 8), each (32, elements). Same sections."""
     i = np.arange(8 * int(shape.split("k")[1]) // 32)
-    per = 32 // _BITS[type_]
-    return _THREAD * per + i % per + 4 * per * (i // per), _GROUP + 0 * i
+    per_register = 32 // _BITS[type_]
+    return _THREAD * per_register + i % per_register + 4 * per_register * (i // per_register), _GROUP + 0 * i
 
 
 def fragment_c() -> tuple[Indices, Indices]:
-    """(row, column) of element i of lane l of the accumulators (16 x 8). Same sections, Accumulators."""
+    """(row, column) of each lane's elements in the accumulator (16 x 8), each (32, 4). Same sections."""
     i = np.arange(4)
     return _GROUP + 8 * (i // 2), _THREAD * 2 + i % 2
 
@@ -54,7 +54,7 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 def _values(type_: str, words: Array) -> npt.NDArray[np.float64]:
     """(rows, 32, registers) words -> (rows, 32, elements) values."""
     if type_ == "tf32":
-        # The ISA leaves the low 13 bits of a tf32 register open; the hardware drops them.
+        # The PTX ISA leaves the low 13 bits of a tf32 register undefined; the hardware ignores them.
         return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     if type_ == "f32":
         return words.view(np.float32).astype(np.float64)
@@ -63,12 +63,12 @@ def _values(type_: str, words: Array) -> npt.NDArray[np.float64]:
 
 
 def _mma(instruction: Instruction, context: Context) -> Step:
-    """D = A B + C; products exact, their sum in float64, rounded once: a GPU sums in an order that nobody documents."""
+    """D = A B + C: exact products summed in float64, rounded once. The order of summation on a GPU is undocumented."""
     shape, *layout = instruction.modifiers[2:]
     types = layout[2:]
-    known = {"m16n8k8": ("f16", "bf16", "tf32"), "m16n8k16": ("f16", "bf16"), "m16n8k4": ("tf32",)}
-    known["m16n8k32"] = ("e4m3", "e5m2")
-    if layout[:2] != ["row", "col"] or len(types) != 4 or types[1] not in known.get(shape, ()):
+    input_types = {"m16n8k8": ("f16", "bf16", "tf32"), "m16n8k16": ("f16", "bf16"), "m16n8k4": ("tf32",)}
+    input_types["m16n8k32"] = ("e4m3", "e5m2")
+    if layout[:2] != ["row", "col"] or len(types) != 4 or types[1] not in input_types.get(shape, ()):
         raise unsupported(instruction)
     d_type, a_type, b_type, c_type = types
     if a_type != b_type and a_type not in ("e4m3", "e5m2") or c_type not in ("f16", "f32"):
@@ -100,11 +100,11 @@ def _mma(instruction: Instruction, context: Context) -> Step:
         total += left @ right
         elements = np.ascontiguousarray(total[:, c_row, c_column])
         if d_type == "f32":
-            found = elements.astype(np.float32).view(np.uint32)
+            bits = elements.astype(np.float32).view(np.uint32)
         else:
-            found = to_bits(elements, "f16").view(np.uint32)
+            bits = to_bits(elements, "f16").view(np.uint32)
         for i, result in enumerate(results):
-            group.write(result, found[:, :, i])
+            group.write(result, bits[:, :, i])
 
     return step
 
@@ -121,12 +121,13 @@ def _row_access(instruction: Instruction, context: Context, *, writes: bool) -> 
 
 
 def _rows(instruction: Instruction, context: Context, operand: Operand, count: int) -> Callable[[Group], Any]:
-    """A reader of the row addresses: lane l gives row l % 8 of matrix l / 8 (9.7.14.5.15), the other lanes nothing."""
+    """A function from a group to (lanes, row addresses): lane l addresses row l % 8 of matrix l / 8 (9.7.14.5.15);
+    the addresses of lanes from 8 * count on are unused."""
     address_of = addresses(operand, context, instruction)
-    giving = np.arange(32) < 8 * count
+    used = np.arange(32) < 8 * count
 
     def read(group: Group) -> tuple[Group, Indices]:
-        return (group if count == 4 else group.narrowed(group.lanes() & giving)), address_of(group)
+        return (group if count == 4 else group.narrowed(group.lanes() & used)), address_of(group)
 
     return read
 
@@ -135,7 +136,7 @@ _ROW, _COLUMN = np.arange(32) // 4, np.arange(32) % 4
 
 
 def _load_matrix(instruction: Instruction, context: Context) -> Step:
-    """ldmatrix: lane l gets elements 2 (l % 4) and the next of row l / 4; .trans: of column l / 4."""
+    """ldmatrix: lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or with .trans of column l / 4."""
     access = _row_access(instruction, context, writes=False)
     items = _registers(instruction.operands[0])
     count = len(items)
@@ -146,14 +147,14 @@ def _load_matrix(instruction: Instruction, context: Context) -> Step:
 
     def step(group: Group) -> None:
         lanes, address = read(group)
-        for space, part, local in by_space(access, context, lanes, address):
-            account(access, space, context, part, local)
+        for space, part, local in split_by_space(access, context, lanes, address):
+            count_access(access, space, context, part, local)
             for piece in pieces(access, space, context, part, local):
                 check(access, space, context, part, piece, strong=False, reads=True)
-                found = piece[0].gather(piece[1], 16).view(np.uint16).reshape(len(group.rows), count, 8, 8)
+                values = piece[0].gather(piece[1], 16).view(np.uint16).reshape(len(group.rows), count, 8, 8)
                 if transposed:
-                    found = np.ascontiguousarray(found.swapaxes(2, 3))
-                words = found.view(np.uint32)
+                    values = np.ascontiguousarray(values.swapaxes(2, 3))
+                words = values.view(np.uint32)
                 for i, result in enumerate(results):
                     group.write(result, words[:, i, _ROW, _COLUMN])
 
@@ -161,7 +162,7 @@ def _load_matrix(instruction: Instruction, context: Context) -> Step:
 
 
 def _store_matrix(instruction: Instruction, context: Context) -> Step:
-    """stmatrix: the mirror image of ldmatrix."""
+    """stmatrix: the inverse of ldmatrix."""
     access = _row_access(instruction, context, writes=True)
     items = _registers(instruction.operands[1])
     count = len(items)
@@ -178,8 +179,8 @@ def _store_matrix(instruction: Instruction, context: Context) -> Step:
         values = words.view(np.uint16)
         if transposed:
             values = np.ascontiguousarray(values.swapaxes(2, 3))
-        for space, part, local in by_space(access, context, lanes, address):
-            account(access, space, context, part, local)
+        for space, part, local in split_by_space(access, context, lanes, address):
+            count_access(access, space, context, part, local)
             for piece in pieces(access, space, context, part, local):
                 check(access, space, context, part, piece, strong=False, reads=False)
                 piece[0].scatter(piece[1], 16, values.view(np.uint64).reshape(-1, 2))
@@ -195,8 +196,8 @@ def _transpose(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         words = np.empty((len(group.rows), 8, 4), np.uint32)
         words[:, _ROW, _COLUMN] = group.read(source)
-        turned = np.ascontiguousarray(words.view(np.uint16).swapaxes(1, 2)).view(np.uint32)
-        group.write(result, turned[:, _ROW, _COLUMN])
+        transposed = np.ascontiguousarray(words.view(np.uint16).swapaxes(1, 2)).view(np.uint32)
+        group.write(result, transposed[:, _ROW, _COLUMN])
 
     return step
 

@@ -1,6 +1,6 @@
-"""Memory as a kernel sees it: fake 64-bit addresses over NumPy arrays, guard gaps between, every byte accounted for.
+"""Global memory as simulated 64-bit addresses over NumPy arrays, with guard gaps between allocations.
 
-Generic addresses: shared, local and parameter memory have a window each; global allocations start at GLOBAL.
+Generic addresses: shared, local and parameter memory have one window each; global allocations start at GLOBAL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 
 SHARED, LOCAL, PARAM, GLOBAL = 1 << 40, 2 << 40, 3 << 40, 0x70 << 40
 WINDOW_BITS = 40
-# Hopper keeps the first KiB of shared memory for itself, so no shared address that a kernel uses is 0.
+# On Hopper the system reserves the first KiB of shared memory, so address 0 is never a kernel's.
 SHARED_START = 1024
 POISON = 0xFF  # NaN in every float format
 _GAP = 1 << 16
@@ -26,16 +26,16 @@ _WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4
 
 
 def swizzled(address: Indices, span: int) -> Indices:
-    """Where the 16-byte pieces of rows lie that copies and matrix instructions swizzle over `span` bytes: the number of
-    the 128 bytes they are in is added, without carry, to their number in the row. 16: no swizzling."""
+    """The addresses of 16-byte pieces after swizzling over `span` bytes (128, 64, 32; 16 is none), as TMA and wgmma do:
+    the index of the 128-byte row is XORed into the index of the piece."""
     return address ^ ((address >> 7 & (span // 16 - 1)) << 4)
 
 
 class Store:
-    """Bytes that one instruction can index at once.
+    """A byte array with vectorised loads and stores.
 
-    `origin` bytes are missing before the first: index 0 is 16-byte aligned in the kernel's eyes, the array need not be.
-    `defined`, where present, is 1 for each byte that somebody wrote.
+    `origin` is the index of the array's first byte: index 0 is 16-byte aligned in the kernel's address space, even if
+    the array is not. `defined`, if tracked, is 1 for each initialised byte.
     """
 
     def __init__(self, data: Bytes, *, origin: int = 0, tracked: bool = False):
@@ -44,7 +44,7 @@ class Store:
         self._items: dict[tuple[int, bool], tuple[npt.NDArray[Any], int]] = {}
 
     def _view(self, data: Bytes, width: int) -> tuple[npt.NDArray[Any], int]:
-        """(items of `width` bytes on their aligned grid, index of the first); 16 bytes are rows of two words."""
+        """(aligned items of `width` bytes, index of the first); 16-byte items are rows of two 64-bit words."""
         skip = -self.origin % width
         usable = max(len(data) - skip, 0) // width * width
         flat = data[skip : skip + usable]
@@ -52,7 +52,7 @@ class Store:
         return items, (self.origin + skip) // width
 
     def items(self, width: int, of_defined: bool = False) -> tuple[npt.NDArray[Any], int]:
-        """The view of `_view`, kept."""
+        """The result of `_view`, cached."""
         key = (width, of_defined)
         if key not in self._items:
             data = self.defined if of_defined else self.data
@@ -61,13 +61,13 @@ class Store:
         return self._items[key]
 
     def gather(self, index: Indices, width: int, of_defined: bool = False) -> npt.NDArray[Any]:
-        """Items of `width` bytes at byte indices; for 16 bytes a last axis of two words."""
+        """Load items of `width` bytes at byte indices; 16-byte items have a last axis of two words."""
         items, first = self.items(width, of_defined)
         position = index >> (width.bit_length() - 1)
         return items.take(position - first if first else position, axis=0)
 
     def scatter(self, index: Indices, width: int, values: npt.NDArray[Any]) -> None:
-        """Write items of `width` bytes; the last of several at one place stays."""
+        """Store items of `width` bytes; of several at one index, the last is kept."""
         items, first = self.items(width)
         position = index >> (width.bit_length() - 1)
         if first:
@@ -78,9 +78,9 @@ class Store:
             defined[position] = np.uint64(0x0101010101010101) & np.uint64((1 << 8 * min(width, 8)) - 1)
 
     def undefined(self, index: Indices, width: int) -> npt.NDArray[np.bool_]:
-        """Which of the items hold a byte that nobody wrote."""
-        found = self.gather(index, width, of_defined=True)
-        complete = found == found.dtype.type(0x0101010101010101 & ((1 << 8 * found.dtype.itemsize) - 1))
+        """Which of the items contain an uninitialised byte."""
+        defined = self.gather(index, width, of_defined=True)
+        complete = defined == defined.dtype.type(0x0101010101010101 & ((1 << 8 * defined.dtype.itemsize) - 1))
         return ~(complete.all(-1) if width == 16 else complete)
 
 
@@ -94,10 +94,9 @@ class Allocation:
 
 
 class Memory:
-    """Global memory: the arrays that a kernel may reach.
+    """Global memory: the arrays that a kernel may access, in place.
 
     memory = Memory(); address = memory.add(array, "q", writable=False)
-    Kernels read and write the arrays in place.
     """
 
     def __init__(self) -> None:
@@ -108,8 +107,8 @@ class Memory:
     def add(self, array: npt.NDArray[Any], name: str, *, writable: bool = True, initialised: bool = True) -> int:
         """Register `array` and return the address of its first element.
 
-        A strided array is registered with all bytes between its first and its last. `initialised=False` (outputs,
-        workspaces) fills it with NaN poison and makes every read before a write an error.
+        A strided array is registered with all bytes from its first to its last. `initialised=False` (outputs,
+        workspaces) fills it with NaN and makes every read before a write an error.
         """
         low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
         first = array.ctypes.data
@@ -118,7 +117,7 @@ class Memory:
         )
         if not initialised:
             array[...] = _poison(array.dtype)
-        # What the real allocation would be aligned to: an offset view keeps its offset, and its misalignment shows.
+        # Align the owning array as a real allocator would, so that an offset view keeps its misalignment.
         offset = (low - _owner(array).ctypes.data) % _ALIGNMENT
         start = self._next + offset
         self._next += -(-(offset + len(data) + _GAP) // _ALIGNMENT) * _ALIGNMENT
@@ -128,18 +127,18 @@ class Memory:
         return start + first - low
 
     def find(self, address: int) -> Allocation | None:
-        """The allocation that holds this address."""
+        """The allocation that contains this address, or None."""
         i = bisect.bisect_right(self._starts, address) - 1
         if i >= 0 and address < self.allocations[i].stop:
             return self.allocations[i]
         return None
 
     def nearest(self, address: int) -> str:
-        """Words for where a wild address points: beside which allocation."""
+        """The location of an invalid address for an error message: its distance from the nearest allocation."""
         if address < 1 << WINDOW_BITS:
-            return "a null or 32-bit address, no generic one"
+            return "a null pointer or a 32-bit address, not a generic address"
         if not self.allocations:
-            return "no allocation at all"
+            return "there is no allocation"
         i = bisect.bisect_right(self._starts, address) - 1
         before = self.allocations[max(i, 0)]
         following = self.allocations[min(i + 1, len(self.allocations) - 1)]
@@ -161,14 +160,14 @@ def _owner(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _first_byte(array: npt.NDArray[Any], offset: int) -> Bytes:
     """A byte array that starts `offset` (<= 0) bytes before the array's first element."""
-    # NumPy offers no view before the first element but through the address itself.
+    # NumPy cannot create a view that starts before the first element, except from an address.
     interface = {"shape": (1,), "typestr": "|u1", "version": 3}
     interface["data"] = (array.ctypes.data + offset, not array.flags.writeable)
     return np.asarray(_Span(interface, array))
 
 
 class _Span:
-    """An __array_interface__ that keeps its owner alive."""
+    """An __array_interface__ that keeps the owning array alive."""
 
     def __init__(self, interface: dict[str, Any], owner: npt.NDArray[Any]):
         self.__array_interface__, self.owner = interface, owner

@@ -1,4 +1,4 @@
-"""Moves between registers, and conversions of numbers and addresses."""
+"""mov, cvt, cvta, isspacep and instructions without effect here."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _pack(instruction: Instruction, context: Context, result: Array, value: Vect
     assert dtype is not np.bool_
 
     def pack(*parts: Any) -> Any:
-        found = parts[0].astype(kind)
+        packed = parts[0].astype(kind)
         for i, one in enumerate(parts[1:], 1):
-            found = found | (one.astype(kind) << kind(i * bits))
-        return found
+            packed = packed | (one.astype(kind) << kind(i * bits))
+        return packed
 
     return computed(result, pack, *sources)
 
@@ -86,7 +86,7 @@ def _unpack(instruction: Instruction, context: Context, target: Vector, type_: s
 
 @compiles("cvta")
 def _convert_address(instruction: Instruction, context: Context) -> Step:
-    """Between a window's own addresses and generic ones; `mov` and `cvta` see the same number for global memory."""
+    """cvta{.to}: converts between addresses of a state space and generic ones, which are equal for global memory."""
     type_ = operand_type(instruction)
     result = context.destination(instruction.operands[0], type_, instruction)
     source = context.source(instruction.operands[1], type_, instruction)
@@ -145,7 +145,7 @@ def _integer_to_integer(to: str, saturate: bool) -> Function:
 
 
 def _values(origin: str, flush: bool) -> Function:
-    """A reader of float register bits as float32 or float64 values."""
+    """A function from float register bits to float32 or float64 values."""
     if origin in FORMATS:
         return lambda a: decode(np.asarray(a), origin)
     return flush_subnormals if flush and origin == "f32" else lambda a: a
@@ -182,14 +182,14 @@ def _to_float(instruction: Instruction, to: str, origin: str) -> Function:
                 raise unsupported(instruction)
             return value.astype(np.float64)
         if mode == "rn" or value.dtype == np.float32:
-            found = value.astype(np.float32)
+            converted = value.astype(np.float32)
         else:
             exact = value.astype(np.float64)
             error: Any = 0.0
             if value.dtype.itemsize == 8 and value.dtype.kind in "iu":
                 error = (value.astype(np.longdouble) - exact.astype(np.longdouble)).astype(np.float64)
-            found = round_to_float32(exact, error, mode)
-        return flush_subnormals(found) if "ftz" in modifiers else found
+            converted = round_to_float32(exact, error, mode)
+        return flush_subnormals(converted) if "ftz" in modifiers else converted
 
     return convert
 
@@ -200,7 +200,7 @@ def _rounded_keeping_sign(value: Array, mode: str) -> Array:
 
 
 def _convert_pair(instruction: Instruction, context: Context, result: Array, to: str, origin: str) -> Step:
-    """Two values into, or out of, one register: the first operand goes to the upper half."""
+    """cvt to a packed type (x2): the first source operand goes to the upper half."""
     modifiers = instruction.modifiers
     single, mode, satfinite = to[:-2], rounding(instruction), "satfinite" in modifiers
     kind = result.dtype.type
@@ -241,5 +241,5 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
 
 @compiles("nanosleep", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
-    """Hints, and orders that hold here anyway."""
+    """Hints, and ordering that the simulator provides anyway."""
     return lambda group: None

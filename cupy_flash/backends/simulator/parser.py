@@ -1,6 +1,6 @@
-"""PTX text -> Module: functions as flat instruction lists, every name resolved, every call inlined.
+"""parse(): PTX text -> Module, with kernels as flat instruction lists, names resolved and calls inlined.
 
-An instruction keeps its PTX line, and the source line that -lineinfo gives: whatever goes wrong can say where.
+Each instruction keeps its PTX line and, with -lineinfo, its source line for error messages.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .ptx import (
 
 @functools.lru_cache(maxsize=32)
 def parse(text: str) -> Module:
-    """Parse a PTX text; the last few results are kept.
+    """Parse a PTX text; the last 32 results are cached.
 
-    Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and calls
-    through pointers.
+    Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and indirect
+    calls.
     """
     return _Parser(text).module()
 
 
-# Comments, and sections, which hold names for debuggers, byte by byte. Strings are looked at only to be left alone.
+# Comments and .section blocks (debug information) are dropped. Strings match here only so that "//" inside one is kept.
 _UNREAD = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/|\.section\b[^{]*\{[^}]*\}', re.DOTALL)
 _MARKS = "][{}(),;:|!@<>+=*~-"
 _TOKEN = re.compile(
@@ -56,21 +56,21 @@ _TOKEN = re.compile(
 
 def _tokens(text: str) -> tuple[list[str], list[int]]:
     """The tokens, and the line of each."""
-    read = _UNREAD.sub(lambda found: found[0] if found[0][0] == '"' else " " + "\n" * found[0].count("\n"), text)
+    read = _UNREAD.sub(lambda match: match[0] if match[0][0] == '"' else " " + "\n" * match[0].count("\n"), text)
     tokens: list[str] = []
     lines: list[int] = []
     for line, rest in enumerate(read.split("\n"), 1):
-        found = _TOKEN.findall(rest)
-        tokens += found
-        lines += [line] * len(found)
+        in_line = _TOKEN.findall(rest)
+        tokens += in_line
+        lines += [line] * len(in_line)
     for token in set(tokens):
         if len(token) == 1 and not token.isalnum() and token not in _MARKS + ".%$_":
-            raise PtxError(f"PTX line {lines[tokens.index(token)]}: cannot read {token!r}")
+            raise PtxError(f"PTX line {lines[tokens.index(token)]}: unexpected character {token!r}")
     return tokens, lines
 
 
 class _Scope:
-    """Braces: registers, labels and variables of its own."""
+    """A brace-delimited scope with its registers, variables and labels."""
 
     def __init__(self, number: int, parent: _Scope | None):
         self.number, self.parent = number, parent
@@ -98,10 +98,12 @@ class _Scope:
 
 
 class _Parser:
+    """A recursive-descent parser; each method consumes the construct that it is named after."""
+
     def __init__(self, text: str):
         self.lines = text.split("\n")
         self.tokens, self.line_of = _tokens(text)
-        self.tokens.append("")  # the end
+        self.tokens.append("")  # end of the text
         self.line_of.append(len(self.lines))
         self.position, self.token = 0, self.tokens[0]
         self.target = ""
@@ -117,7 +119,7 @@ class _Parser:
         if text is not None and token != text:
             raise self.error(f"expected {text!r}, found {token!r}")
         if not token:
-            raise self.error("the text ends too early")
+            raise self.error("unexpected end of the text")
         self.position += 1
         self.token = self.tokens[self.position]
         return token
@@ -189,9 +191,9 @@ class _Parser:
         type_ = self.take()[1:]
         if type_ not in TYPE_BYTES:
             raise self.error(f"unknown type .{type_}")
-        found = []
+        variables = []
         while True:
-            # .ptr and its attributes stand between type and name of a kernel parameter.
+            # A kernel parameter has .ptr and its attributes between type and name.
             while self.token in (".ptr", ".global", ".shared", ".const", ".local", ".align"):
                 if self.take() == ".align":
                     self.integer()
@@ -203,12 +205,12 @@ class _Parser:
             data = None
             if self.accept("="):
                 data = self.initialiser(type_).ljust(size, b"\0")
-            found.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, data))
+            variables.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, data))
             if self.token != "," or self.tokens[self.position + 1] == ".param":
                 break
             self.take(",")
         self.accept(";")
-        return found
+        return variables
 
     def initialiser(self, type_: str) -> bytes:
         if self.accept("{"):
@@ -219,7 +221,7 @@ class _Parser:
             return data
         value = self.operand(None)
         if not isinstance(value, Immediate):
-            raise self.error("only numbers may initialise a variable")
+            raise self.error("an initialiser must be a number")
         if value.kind == "int":
             return (value.bits % (1 << 8 * TYPE_BYTES[type_])).to_bytes(TYPE_BYTES[type_], "little")
         return constant_bits(value, type_).to_bytes(TYPE_BYTES[type_], "little")
@@ -227,12 +229,12 @@ class _Parser:
     # ---- functions
 
     def parameter_list(self) -> list[Variable]:
-        found = []
+        parameters = []
         self.take("(")
         while not self.accept(")"):
-            found += self.variable_declaration()
+            parameters += self.variable_declaration()
             self.accept(",")
-        return found
+        return parameters
 
     def function(self) -> None:
         is_entry = self.take() == ".entry"
@@ -302,7 +304,7 @@ class _Parser:
                 while self.take() != ";":
                     pass
             elif not text:
-                raise self.error("the text ends inside a function")
+                raise self.error("unexpected end of the text inside a function")
             elif self.tokens[self.position + 1] == ":":
                 self.label(function, scope)
             else:
@@ -350,7 +352,7 @@ class _Parser:
             negated = self.accept("!")
             register = self.operand(scope)
             if not isinstance(register, Register):
-                raise self.error("a guard must be a register")
+                raise self.error("a guard predicate must be a register")
             guard = Not(register) if negated else register
         opcode, *modifiers = self.take().split(".")
         operands: list[Operand] = []
@@ -393,13 +395,13 @@ class _Parser:
             coordinates = self.operand_item(scope) if self.accept(",") else None
             self.take("]")
             if not isinstance(base, Register | Symbol | Immediate):
-                raise self.error("unknown form of address")
+                raise self.error("unknown address form")
             address = Address(base, offset)
             return TensorAddress(address, coordinates) if isinstance(coordinates, Vector) else address
         if token == "!":
             register = self.operand_item(scope)
             if not isinstance(register, Register):
-                raise self.error("'!' must stand before a predicate")
+                raise self.error("'!' must precede a predicate register")
             return Not(register)
         negative = token == "-"
         if negative:

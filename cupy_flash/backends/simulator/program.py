@@ -1,7 +1,4 @@
-"""A kernel's instructions cut into blocks of straight-line code, and the storage that its registers share.
-
-Launch-independent: one Program per kernel, kept.
-"""
+"""A kernel's basic blocks and register allocation. Independent of the launch: one Program per kernel, cached."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from .ptx import (
     Vector,
 )
 
-# All lanes that the instruction names must be there before it executes.
+# Warp-synchronous instructions: all member lanes must arrive before it executes.
 COLLECTIVES = {"shfl", "vote", "match", "redux", "mma", "ldmatrix", "stmatrix", "movmatrix", "elect"}
-# All lanes of the four warps of a warpgroup, or those of one warp where the instruction leaves it open.
+# Instructions that all lanes of the four warps of a warpgroup execute together.
 WARPGROUP = {"wgmma", "setmaxnreg"}
-_TOGETHER = COLLECTIVES | WARPGROUP
+_CONVERGENT = COLLECTIVES | WARPGROUP
 JUMPS = {"bra", "brx", "exit", "ret", "trap"}
 _WITHOUT_RESULT = JUMPS | {
     "st",
@@ -46,8 +43,8 @@ _WITHOUT_RESULT = JUMPS | {
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether the named lanes of a warp execute this instruction together."""
-    return instruction.opcode in _TOGETHER or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
+    """Whether the member lanes of a warp (or warpgroup) must execute this instruction together."""
+    return instruction.opcode in _CONVERGENT or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
 
 
 def is_warp_barrier(instruction: Instruction) -> bool:
@@ -61,14 +58,14 @@ def is_cluster_barrier(instruction: Instruction) -> bool:
 
 
 def is_block_barrier(instruction: Instruction) -> bool:
-    """bar.* and barrier.* of a thread block."""
+    """bar.* and barrier.* of a thread block (CTA)."""
     return instruction.opcode in ("bar", "barrier") and not (
         is_warp_barrier(instruction) or is_cluster_barrier(instruction)
     )
 
 
 def is_wait(instruction: Instruction) -> bool:
-    """Whether lanes stay at this instruction until others have done something: they need not come together."""
+    """Whether lanes wait at this instruction for other lanes; they need not converge for it."""
     if instruction.opcode == "mbarrier":
         return instruction.modifiers[0] in ("try_wait", "test_wait")
     if instruction.opcode == "setmaxnreg":
@@ -77,13 +74,13 @@ def is_wait(instruction: Instruction) -> bool:
 
 
 def ends_block(instruction: Instruction) -> bool:
-    """Whether control may go elsewhere, or wait, after this instruction."""
+    """Whether the instruction ends a basic block: a jump or a block barrier."""
     return instruction.opcode in JUMPS or is_block_barrier(instruction)
 
 
 def _synchronises(instruction: Instruction) -> bool:
-    """Whether blocks may synchronise with this instruction: an ordered or strong access of global memory, or a fence of
-    it. An atomic of its own orders nothing."""
+    """Whether blocks may synchronise through this instruction: an acquire, release or strong access of global memory,
+    or a fence at gpu scope or wider. A plain (relaxed) atomic alone orders nothing."""
     modifiers = set(instruction.modifiers)
     if instruction.opcode == "membar":
         return bool(modifiers & {"gl", "sys"})
@@ -101,15 +98,15 @@ def _synchronises(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Instructions [start, stop); a collective or a wait can only be the first, a jump only the last, a block barrier
-    is alone: lanes that wait there for others come back to it, and must not do again what was before."""
+    """Instructions [start, stop). A collective or a wait is always the first, a jump the last, and a block barrier is
+    alone: waiting lanes re-enter the block, and must not repeat earlier instructions."""
 
     start: int
     stop: int
 
 
 class Program:
-    """The blocks of one kernel. `block_at[i]` is the block that starts at instruction i."""
+    """The basic blocks of one kernel. `block_at[i]` is the index of the block that starts at instruction i."""
 
     def __init__(self, function: Function):
         self.function = function
@@ -125,7 +122,7 @@ class Program:
         self.block_at = {block.start: i for i, block in enumerate(self.blocks)}
         self.block_at[len(code)] = len(self.blocks)
         self.slots = _share_slots(code, sorted({0} | targets | after_jump))
-        # An asynchronous instruction may touch its registers until its wait, and many at once: they stand in one array.
+        # A wgmma accesses its registers until its wait, many at a time: these registers are kept in one array.
         matrix = [
             register.name
             for instruction in code
@@ -136,7 +133,7 @@ class Program:
         ]
         self.slots |= {name: ("matrix", i) for i, name in enumerate(dict.fromkeys(matrix))}
         in_flight = set(matrix)
-        # By their id: instructions that use such a register.
+        # The ids of the instructions that use such a register.
         self.watched = {
             id(instruction)
             for instruction in code
@@ -151,14 +148,14 @@ class Program:
         )
 
     def _jump_targets(self) -> set[int]:
-        function, found = self.function, set()
+        function, targets = self.function, set()
         for instruction in function.instructions:
             if instruction.opcode in ("bra", "brx"):
                 target = instruction.operands[-1]
                 assert isinstance(target, Symbol)
                 names = function.tables.get(target.name, (target.name,))
-                found |= {function.labels[name] for name in names if name in function.labels}
-        return found
+                targets |= {function.labels[name] for name in names if name in function.labels}
+        return targets
 
 
 def registers_of(operand: Operand) -> Iterator[Register]:
@@ -182,10 +179,10 @@ def registers_of(operand: Operand) -> Iterator[Register]:
 
 
 def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple[str, int]]:
-    """register name -> (storage class, slot).
+    """Register allocation: register name -> (storage class, slot).
 
-    NVRTC writes one virtual register per value, thousands in an unrolled kernel. A value that is born and dies between
-    two jumps takes a slot that others use after it: the arrays at work stay in the processor's cache.
+    NVRTC writes one virtual register per value, thousands in an unrolled kernel. A register whose live range lies
+    between two jumps frees its slot afterwards, so that the live arrays fit the CPU cache.
     """
     region_of = [0] * len(code)
     for number, (start, stop) in enumerate(zip(regions, [*regions[1:], len(code)], strict=True)):
@@ -236,12 +233,12 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
             else:
                 slots[name] = (kind, used.setdefault(kind, 0))
                 used[kind] += 1
-        # Only after the instruction: its result never shares storage with its operands.
+        # Freed after the instruction, so that its result never shares storage with its operands.
         for name in ending.get(i, ()):
             free[slots[name][0]].append(slots[name][1])
     return slots
 
 
 def storage_class(type_: str) -> str:
-    """The bits that hold a register of this type: pred, b8, b16, b32 or b64."""
+    """The storage class of a register type: pred, b8, b16, b32 or b64."""
     return "pred" if type_ == "pred" else f"b{8 * TYPE_BYTES[type_]}"

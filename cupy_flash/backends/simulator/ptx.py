@@ -1,4 +1,4 @@
-"""What PTX text says, as records: operands, instructions, variables, functions, modules."""
+"""Records of parsed PTX: operands, instructions, variables, functions, modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A virtual register; `type` is the declared one, without its dot."""
+    """A virtual register; `type` is its declared type, without the dot."""
 
     name: str
     type: str
@@ -37,7 +37,7 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A variable, label or function, by its resolved name, plus a byte offset."""
+    """A variable, label or function by its resolved name, plus a byte offset."""
 
     name: str
     offset: int = 0
@@ -53,7 +53,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class TensorAddress:
-    """[map, {x, y, ...}]: a tensor map and the coordinates of a box."""
+    """[map, {x, y, ...}]: the address of a tensor map, and the coordinates of a box."""
 
     map: Address
     coordinates: Vector
@@ -98,14 +98,14 @@ class Instruction:
 
     @property
     def where(self) -> str:
-        """PTX line, text, and the source line where known."""
+        """PTX line, text and, if known, source line, for error messages."""
         source = f" ({self.source[0]}:{self.source[1]})" if self.source else ""
         return f"PTX line {self.line}: {self.text}{source}"
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of a state space; `data` is its initial value. `size` 0 is an extern array (dynamic shared memory)."""
+    """A variable of a state space; `data` is its initial value; `size` 0 means an extern array (dynamic shared)."""
 
     name: str
     space: str
@@ -127,15 +127,14 @@ class Function:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    # The kernel's directives: blocks of a cluster, blocks that share a processor, threads of a block and registers of a
-    # thread (0: not given).
+    # Directives: .reqnctapercluster, .minnctapersm, .maxntid or .reqntid, .maxnreg (0: not given).
     cluster: tuple[int, int, int] = (1, 1, 1)
     min_blocks: int = 1
     max_threads: int = 0
     max_registers: int = 0
 
     def parameter_layout(self) -> tuple[dict[str, int], int]:
-        """(byte offset of each parameter, bytes in all), as the driver packs them."""
+        """(byte offset of each parameter, total bytes), as the driver packs them."""
         offsets, end = {}, 0
         for parameter in self.parameters:
             offsets[parameter.name] = end = -(-end // parameter.align) * parameter.align
@@ -153,7 +152,7 @@ class Module:
 
 
 def constant_bits(immediate: Immediate, type_: str) -> int:
-    """The bits of a constant in an operand of this type."""
+    """The bits of a constant as an operand of this type."""
     if immediate.kind == "int":
         if type_ in ("f32", "f64"):
             return int.from_bytes(struct.pack("<f" if type_ == "f32" else "<d", float(immediate.bits)), "little")

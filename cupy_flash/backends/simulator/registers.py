@@ -1,6 +1,6 @@
-"""setmaxnreg: warpgroups give registers back to their block and take more.
+"""setmaxnreg: warpgroups release registers to, and request them from, the pool of their block.
 
-A block has as many as its warps had at entry; a warpgroup that asks for more waits until others have given them back.
+The pool is what the block's warps held at entry; setmaxnreg.inc waits until grantable registers have been released.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from .errors import BarrierMisuse
 from .lanes import Context, Group, Mask, Step
 from .ptx import Immediate, Instruction
 
-OF_A_PROCESSOR = 65536
-_OF_A_THREAD = 256
+REGISTERS_PER_SM = 65536
+_MAX_REGISTERS = 256  # upper limit of the setmaxnreg operand
 
 
 class Registers:
-    """How many registers each warp has per thread, and how many each block has to give."""
+    """Registers per thread of each warp, and the free registers of each block's pool."""
 
     def __init__(self, context: Context):
         self.context = context
-        # ptxas gives a kernel with setmaxnreg what .maxnreg says, or a thread's share of the processor in blocks of
-        # .maxntid threads, but no more than the largest setmaxnreg.inc asks for.
+        # For a kernel with setmaxnreg ptxas allocates .maxnreg registers, or an equal share of the SM's for blocks of
+        # .maxntid threads, but at most the largest setmaxnreg.inc.
         function = context.program.function
         threads = function.max_threads or context.threads
-        share = OF_A_PROCESSOR // (function.min_blocks * -(-threads // 32) * 32)
+        share = REGISTERS_PER_SM // (function.min_blocks * -(-threads // 32) * 32)
         increases = [_count(one) for one in function.instructions if one.opcode == "setmaxnreg" and _increases(one)]
-        entry = function.max_registers or min(share // 8 * 8, max(increases, default=_OF_A_THREAD))
+        entry = function.max_registers or min(share // 8 * 8, max(increases, default=_MAX_REGISTERS))
         self.held = np.full(context.warps, entry, np.int64)
-        self.free = np.zeros(context.blocks, np.int64)  # per lane of a warp
+        self.free = np.zeros(context.blocks, np.int64)  # in units of one register of a whole warp
 
-    def enough(self, group: Group, count: int) -> Mask:
-        """Which lanes get what they ask for: warpgroup after warpgroup, as far as it goes."""
+    def grantable(self, group: Group, count: int) -> Mask:
+        """The lanes (rows, 32) whose request the pool can satisfy, one warpgroup after the other."""
         context, granted = self.context, np.zeros(len(group.rows), bool)
         left = self.free.copy()
         for warpgroup in np.unique(context.warpgroup_of_row[group.rows]):
@@ -47,20 +47,22 @@ class Registers:
         return group.lanes() & granted[:, None]
 
     def change(self, group: Group, count: int, instruction: Instruction, *, more: bool) -> None:
-        """Take or give back."""
+        """Take registers from the pool (`more`), or release them to it."""
         held = self.held[group.rows]
         wrong = held > count if more else held < count
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])
+            relation = "at most" if more else "at least"
             raise BarrierMisuse(
-                f"{self.context.thread_name(int(group.rows[i]), 0)} has {int(held[i])} registers: {instruction.where}"
+                f"{self.context.thread_name(int(group.rows[i]), 0)} has {int(held[i])} registers, but "
+                f"setmaxnreg.{'inc' if more else 'dec'} needs {relation} {count}: {instruction.where}"
             )
         np.add.at(self.free, self.context.block_of_row[group.rows], held - count)
         self.held[group.rows] = count
         self.context.events += 1
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
-        """Who waits, and how many there are."""
+        """One line per block: the waiting warps and the free registers."""
         context = self.context
         for block in np.unique(context.block_of_row[group.rows]):
             warps = [int(w) for w in context.warp_of_row[group.rows[context.block_of_row[group.rows] == block]]]
@@ -76,15 +78,15 @@ def _increases(instruction: Instruction) -> bool:
 
 def _count(instruction: Instruction) -> int:
     (count,) = instruction.operands
-    if not isinstance(count, Immediate) or not 24 <= count.bits <= _OF_A_THREAD or count.bits % 8:
+    if not isinstance(count, Immediate) or not 24 <= count.bits <= _MAX_REGISTERS or count.bits % 8:
         raise unsupported(instruction)
     return count.bits
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A reader of the lanes (rows, 32) that get their registers now."""
+    """A function from a group to its lanes (rows, 32) whose request can be satisfied now."""
     count = _count(instruction)
-    return lambda group: context.registers.enough(group, count)
+    return lambda group: context.registers.grantable(group, count)
 
 
 def _set(instruction: Instruction, context: Context) -> Step:

@@ -1,4 +1,4 @@
-"""The backend: the kernels of a plan on NumPy memory, compiled to PTX and interpreted."""
+"""The simulator backend: a plan's kernels, compiled to PTX and executed on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .counters import Counters
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """(out, lse)."""
     return kernels.forward(plan, operands, start)
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
+    """The gradients."""
     return kernels.backward(plan, operands, start)
 
 
 def start(work: kernels.Work) -> list[Counters]:
-    """Runs every launch, in order; what each did."""
+    """Run every launch in order; return the counters of each."""
     memory = Memory()
     addresses: dict[int, int] = {}
     for name, array in work.inputs.items():
@@ -41,7 +43,7 @@ def start(work: kernels.Work) -> list[Counters]:
         block = (step.threads, 1, 1)
         parameters = b""
         for argument in work.arguments(step, params, address, encode_for_simulator):
-            # Where the compiler puts the next: params are numbers of 8 bytes, maps have an alignment of their own.
+            # Pad to the next argument's offset: tensor maps are aligned to ALIGNMENT, Params holds 8-byte numbers.
             parameters = parameters.ljust(-(-len(parameters) // ALIGNMENT) * ALIGNMENT, b"\0") + argument.tobytes()
         counters.append(
             launch(ptx, step.function, step.grid, block, parameters, memory=memory, dynamic_shared=step.shared_bytes)

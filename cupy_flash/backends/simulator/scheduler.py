@@ -1,4 +1,4 @@
-"""Groups of lanes at one place, lowest first, split by branches, merged where they meet again."""
+"""The warp scheduler: groups of lanes at one basic block, lowest block first, split by branches and merged again."""
 
 from __future__ import annotations
 
@@ -59,42 +59,42 @@ COMPILERS: dict[str, Compiler] = {
     **bulk.COMPILERS,
     **wgmma.COMPILERS,
 }
-# Every opcode that is executed, in one form or more.
+# Every opcode that the simulator executes, in at least one form.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
-# A group that jumps back so often while others are ready may be spinning on what they have yet to write: it steps back,
-# and from then on everybody takes short turns.
+# A group that jumps backwards this often while others are ready may be spinning on a value that they write: it yields,
+# and from then on every group runs in short turns.
 _PATIENCE, _SHORT_TURN = 1024, 16
-_INTERRUPTED = 0.1  # how often a block of instructions ends a turn when turns are random
-_LANDING = 0.1  # how often a copy lands after a turn when that is random
-# How often waits for mbarriers end in vain, nothing else being able to run, before that is no progress.
-_VAIN = 3
-# One block costs some ten microseconds at least: minutes of spinning are no progress.
+_INTERRUPTED = 0.1  # probability that a basic block ends a turn, in random order
+_LANDING = 0.1  # probability that a bulk load completes after a turn, in random order
+# Number of successive time-outs of mbarrier waits, with nothing else able to run, that count as a deadlock.
+_MAX_TIME_OUTS = 3
+# Basic blocks before the run counts as a deadlock: one costs at least ten microseconds, so this is minutes of spinning.
 _LIMIT = 20_000_000
 
 
 class _CompiledBlock:
-    """A block's steps, what must be there to enter it, and where its lanes go."""
+    """A basic block: its steps, the conditions to enter it, and its terminator (`finish`)."""
 
-    __slots__ = ("start", "stop", "steps", "members", "able", "finish")
+    __slots__ = ("start", "stop", "steps", "members", "ready", "finish")
 
     def __init__(self, start: int, stop: int):
         self.start, self.stop = start, stop
         self.steps: list[Step] = []
         self.members: Callable[[Group], Mask] | None = None
-        self.able: Callable[[Group], Mask] | None = None
+        self.ready: Callable[[Group], Mask] | None = None
         self.finish: Callable[[Group], Group | None]
 
 
 class Scheduler:
-    """Runs one set of resident blocks to the end."""
+    """Runs one set of resident blocks until all lanes have exited."""
 
     def __init__(self, context: Context):
         self.context, self.program = context, context.program
         self.code = context.program.function.instructions
         self.barriers = Barriers(context)
         self.ready: dict[int, list[Group]] = {}
-        self.parked: dict[int, Group] = {}  # lanes at a collective that wait for the others of their warps
-        self.waiting: dict[int, Group] = {}  # lanes at an mbarrier or a cluster's barrier, or without registers
+        self.parked: dict[int, Group] = {}  # lanes at a collective, waiting for other lanes of their warps
+        self.waiting: dict[int, Group] = {}  # lanes waiting at an mbarrier, a cluster barrier or setmaxnreg.inc
         self._waits: dict[str, Mbarriers | ClusterBarrier | Registers] = {
             "mbarrier": context.mbarriers,
             "barrier": context.cluster_barrier,
@@ -105,7 +105,7 @@ class Scheduler:
         self.blocks = [self._compile(block.start, block.stop) for block in self.program.blocks]
         self.executed = 0
         self._patience = _PATIENCE
-        self._vain = 0
+        self._time_outs = 0
 
     # ---- compilation
 
@@ -115,14 +115,14 @@ class Scheduler:
             block.members = collectives.members(self.code[start], self.context)
         if is_wait(self.code[start]):
             ready = {"mbarrier": mbarriers.ready, "barrier": clusters.ready, "setmaxnreg": registers.ready}
-            block.able = self._guarded_wait(self.code[start], ready[self.code[start].opcode])
+            block.ready = self._guarded_wait(self.code[start], ready[self.code[start].opcode])
         for instruction in self.code[start:stop]:
             if not ends_block(instruction):
                 block.steps.append(self._step(instruction))
         last = self.code[stop - 1]
         following = self.program.block_at[stop]
         if not ends_block(last):
-            block.finish = self._go_to(following)
+            block.finish = self._jump_to(following)
         else:
             block.finish = self._terminator(last, stop - 1, following)
         return block
@@ -130,7 +130,7 @@ class Scheduler:
     def _guarded_wait(
         self, instruction: Instruction, compiler: Callable[[Instruction, Context], Callable[[Group], Mask]]
     ) -> Callable[[Group], Mask]:
-        """Which lanes need not wait: those whose wait is over, and those whose predicate is false."""
+        """A function from a group to the lanes that need not wait: their wait is over, or their predicate is false."""
         ready = compiler(instruction, self.context)
         if instruction.guard is None:
             return ready
@@ -148,12 +148,12 @@ class Scheduler:
             raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
         step = COMPILERS[key](instruction, self.context)
         if id(instruction) in self.program.watched:
-            step = self.context.products.watched(step, instruction)
+            step = self.context.wgmma.watched(step, instruction)
         if instruction.guard is None:
             return step
         return _guarded(step, self.context.predicate(instruction.guard, instruction))
 
-    def _go_to(self, target: int) -> Callable[[Group], Group | None]:
+    def _jump_to(self, target: int) -> Callable[[Group], Group | None]:
         def go(group: Group) -> Group | None:
             group.block = target
             return group
@@ -170,7 +170,7 @@ class Scheduler:
         if instruction.opcode == "bra":
             label = instruction.operands[0]
             assert isinstance(label, Symbol)
-            taken = self._go_to(self._target(label.name, instruction))
+            taken = self._jump_to(self._target(label.name, instruction))
         elif instruction.opcode == "brx":
             taken = self._indexed_branch(instruction)
         elif instruction.opcode in ("exit", "ret"):
@@ -193,12 +193,12 @@ class Scheduler:
                 return taken(group)
             self._enqueue(following, group.rows, group.lanes() & ~mask)
             rows = mask.any(1)
-            return self._again(taken(self._group(group.block, group.rows[rows], mask[rows])))
+            return self._requeue(taken(self._group(group.block, group.rows[rows], mask[rows])))
 
         return branch
 
-    def _again(self, group: Group | None) -> Group | None:
-        """Back to the queue: after a split the lowest place goes first."""
+    def _requeue(self, group: Group | None) -> Group | None:
+        """Requeue the group: after a split the lowest block runs first."""
         if group is not None:
             self._enqueue(group.block, group.rows, group.mask)
         return None
@@ -219,9 +219,9 @@ class Scheduler:
 
     def _exit(self, group: Group) -> None:
         self.context.live[group.rows] &= ~group.lanes()
-        self.context.exits.look()
+        self.context.exits.check_exited()
         self.context.events += 1
-        # Whoever waited for these lanes need not any more.
+        # Collectives no longer wait for these lanes.
         for block, parked in self.parked.items():
             self.ready.setdefault(block, []).append(parked)
         self.parked.clear()
@@ -240,7 +240,7 @@ class Scheduler:
         context, modifiers = self.context, instruction.modifiers
         kind = next((m for m in modifiers if m in ("sync", "arrive", "red")), None)
         if kind is None:
-            raise Unsupported(f"unknown barrier: {instruction.where}")
+            raise Unsupported(f"unknown form of {instruction.opcode}: {instruction.where}")
         operands = list(instruction.operands)
         vote: Callable[[Group], Any] | None = None
         result = None
@@ -255,8 +255,8 @@ class Scheduler:
             if group.mask is not None and not self._whole_warps(group, number, instruction):
                 return None
             for part, b, n in self._by_barrier(group, barrier, count):
-                true = None if vote is None else np.broadcast_to(vote(part), (len(part.rows), 32))
-                self.barriers.arrive(part, number, b, n, instruction, waits=kind != "arrive", true=true)
+                votes = None if vote is None else np.broadcast_to(vote(part), (len(part.rows), 32))
+                self.barriers.arrive(part, number, b, n, instruction, waits=kind != "arrive", votes=votes)
             if kind == "arrive":
                 self._enqueue(following, group.rows, group.mask)
             self._release()
@@ -264,8 +264,8 @@ class Scheduler:
 
         def finish(group: Group, votes: npt.NDArray[np.int64]) -> None:
             if result is not None:
-                everyone = context.live[group.rows[0] % context.blocks :: context.blocks].sum()
-                value = votes if operation == "popc" else votes > 0 if operation == "or" else votes == everyone
+                live = context.live[group.rows[0] % context.blocks :: context.blocks].sum()
+                value = votes if operation == "popc" else votes > 0 if operation == "or" else votes == live
                 group.write(result, value[:, None])
             group.block = following
 
@@ -273,7 +273,7 @@ class Scheduler:
         return arrive
 
     def _by_barrier(self, group: Group, barrier: Any, count: Any) -> Iterator[tuple[Group, int, int]]:
-        """(warps, barrier, thread count) for each barrier that the group's warps name."""
+        """Yield (warps, barrier, thread count) for each barrier that the group's warps name."""
         if isinstance(barrier, np.generic) and isinstance(count, np.generic):
             yield group, int(barrier), int(count)
             return
@@ -294,12 +294,12 @@ class Scheduler:
             self.ready.setdefault(group.block, []).append(group)
 
     def _whole_warps(self, group: Group, number: int, instruction: Instruction) -> bool:
-        """Whether all live lanes of each warp are here; if not the group waits for them."""
+        """Whether the group contains all live lanes of its warps; if not, park it until they arrive."""
         missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
         if not missing.any():
             return True
         place = self.program.block_at[number]
-        if place in self.parked:  # perhaps with the lanes that are missing here
+        if place in self.parked:  # may hold the missing lanes
             group = self._merged(place, [self.parked.pop(place), group])
             missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
         self._park(place, group, missing)
@@ -312,7 +312,7 @@ class Scheduler:
         return Group(block, rows, mask, self.context.warps)
 
     def _enqueue(self, block: int, rows: npt.NDArray[np.int64], mask: Mask | None) -> None:
-        """Make lanes ready at a block; rows without any lane are dropped."""
+        """Make lanes ready at a block; rows without an active lane are dropped."""
         if mask is not None:
             some = mask.any(1)
             rows, mask = rows[some], mask[some]
@@ -332,7 +332,7 @@ class Scheduler:
         return self._group(block, rows, None if mask.all() else mask)
 
     def _park(self, block: int, group: Group, missing: Any) -> None:
-        """Rows that miss lanes wait."""
+        """Park the rows with missing lanes."""
         if missing.any():
             waiting = self._group(block, group.rows[missing], group.lanes()[missing])
             if block in self.parked:
@@ -342,7 +342,7 @@ class Scheduler:
     # ---- running
 
     def run(self) -> None:
-        """Until every lane has exited. Raises Deadlock where nothing can go on."""
+        """Run until every lane has exited. Raises Deadlock if no lane can make progress."""
         context = self.context
         live = context.live
         rows = np.flatnonzero(live.any(1))
@@ -356,49 +356,50 @@ class Scheduler:
                     if context.random is not None and context.random.random() < _LANDING:
                         context.bulk.land()
                     elif self._patience < _PATIENCE and turn % _SHORT_TURN == 0:
-                        # Whoever spins may be waiting for what another does with a copy.
-                        context.bulk.land(self._wanted())
+                        # A spinning group may depend on a warp that waits for a bulk load.
+                        context.bulk.land(self._awaited_mbarriers())
                     self._wake()
-                if not context.bulk.land(self._wanted()) and not self._give_up():
+                if not context.bulk.land(self._awaited_mbarriers()) and not self._time_out_waits():
                     break
                 self._wake()
             if self.parked or self.waiting or self.barriers.waiting.any():
-                self._explain()
+                self._raise_deadlock()
             context.bulk.finish()
-            context.products.finish()
+            context.wgmma.finish()
 
     def _wake(self) -> None:
-        """Lanes that wait look again, if anything has happened."""
+        """Make waiting lanes ready, to check again, if any event has happened."""
         if self._events != self.context.events:
             self._events = self.context.events
             for block, group in self.waiting.items():
                 self.ready.setdefault(block, []).append(group)
             self.waiting.clear()
-            self._vain = 0
+            self._time_outs = 0
 
-    def _wanted(self) -> set[tuple[int, int]]:
+    def _awaited_mbarriers(self) -> set[tuple[int, int]]:
         """(offset in shared memory, block) of the mbarriers that lanes wait for."""
-        found: set[tuple[int, int]] = set()
+        awaited: set[tuple[int, int]] = set()
         for block, group in self.waiting.items():
-            wanted = self.context.mbarriers.wanted.get(self.blocks[block].start)
-            if wanted is not None:
-                places = wanted(group)[0]
-                found |= {(int(o), int(b)) for o, b in zip(places.offsets, places.blocks, strict=True)}
-        return found
+            mbarriers_of = self.context.mbarriers.waits.get(self.blocks[block].start)
+            if mbarriers_of is not None:
+                targets = mbarriers_of(group)[0]
+                awaited |= {(int(o), int(b)) for o, b in zip(targets.offsets, targets.blocks, strict=True)}
+        return awaited
 
-    def _give_up(self) -> bool:
-        """Nothing can run: waits for mbarriers end in vain, for whoever has something else to do meanwhile."""
-        self._vain += 1
+    def _time_out_waits(self) -> bool:
+        """Let mbarrier waits return false when nothing else can run: a kernel may do other work in between."""
+        self._time_outs += 1
         waiting = [block for block in self.waiting if self.code[self.blocks[block].start].opcode == "mbarrier"]
-        if self._vain > _VAIN or not waiting:
+        if self._time_outs > _MAX_TIME_OUTS or not waiting:
             return False
         for block in waiting:
-            self.context.mbarriers.gave_up = True
+            self.context.mbarriers.time_out = True
             self._advance(self.waiting.pop(block))
         return True
 
     def _pick(self, turn: int) -> Group:
-        """The ready group at the lowest place; at times, or at random, another: no spinning group holds up the rest."""
+        """The ready group at the lowest block. In short turns or random order sometimes another, so that a spinning
+        group does not starve the rest."""
         places = sorted(self.ready)
         if self.context.random is not None:
             place = places[int(self.context.random.integers(len(places)))]
@@ -414,11 +415,11 @@ class Scheduler:
                 raise Unsupported(f"{self.program.function.name} runs past its last instruction")
             block = blocks[group.block]
             if block.members is not None:
-                group = self._gathered(block, group)
+                group = self._converged(block, group)
                 if group is None:
                     return
-            if block.able is not None:
-                group = self._able(block.able, group)
+            if block.ready is not None:
+                group = self._split_ready(block.ready, group)
                 if group is None:
                     return
             counters.count_block(
@@ -435,7 +436,7 @@ class Scheduler:
                 return
             jumps += group.block <= place
             if jumps > _PATIENCE and not self.ready and self.context.bulk.loads:
-                # It may be spinning on what another does with a copy.
+                # The group may be spinning on a warp that waits for a bulk load.
                 self._patience = _SHORT_TURN
                 self._enqueue(group.block, group.rows, group.mask)
                 return
@@ -450,19 +451,19 @@ class Scheduler:
             self.executed += 1
             if self.executed > _LIMIT:
                 raise Deadlock(
-                    f"no end after {_LIMIT} blocks of instructions; last at {self.code[blocks[place].start].where}"
+                    f"no end after {_LIMIT} basic blocks; the last was at {self.code[blocks[place].start].where}"
                 )
 
-    def _gathered(self, block: _CompiledBlock, group: Group) -> Group | None:
-        """The group, if all lanes that the collective names are in it; else those that can go on, or None."""
+    def _converged(self, block: _CompiledBlock, group: Group) -> Group | None:
+        """The rows of the group whose member lanes have all arrived at the collective, or None; the rest is parked."""
         if group.block in self.parked:
             group = self._merged(group.block, [self.parked.pop(group.block), group])
         opcode = self.code[block.start].opcode
         if group.mask is None and opcode not in ("shfl", "vote", "match", "redux", "elect", *WARPGROUP):
             return group
         assert block.members is not None
-        named, lanes = block.members(group), group.lanes()
-        missing = (named & ~lanes).any(1)
+        members, lanes = block.members(group), group.lanes()
+        missing = (members & ~lanes).any(1)
         if opcode in WARPGROUP:
             warpgroup = self.context.warpgroup_of_row[group.rows]
             missing |= np.bincount(warpgroup[~missing], minlength=self.context.warps)[warpgroup] < 4
@@ -470,19 +471,19 @@ class Scheduler:
             self._park(group.block, group, missing)
             if missing.all():
                 return None
-            # Not by the queue: they would only meet there again those that wait.
-            named, lanes = named[~missing], lanes[~missing]
+            # Run the complete rows now: from the queue they would be merged with the parked rows again.
+            members, lanes = members[~missing], lanes[~missing]
             group = self._group(group.block, group.rows[~missing], None if lanes.all() else lanes)
-        others = lanes & ~named
+        others = lanes & ~members
         if others.any():
             self._enqueue(group.block, group.rows, others)
-            return self._group(group.block, group.rows, lanes & named)
+            return self._group(group.block, group.rows, lanes & members)
         return group
 
-    def _able(self, able: Callable[[Group], Mask], group: Group) -> Group | None:
-        """The lanes that can go on; the others wait."""
-        mask, lanes = able(group), group.lanes()
-        self.context.mbarriers.gave_up = False
+    def _split_ready(self, ready: Callable[[Group], Mask], group: Group) -> Group | None:
+        """The lanes whose wait is over, or None; the others are put into `waiting`."""
+        mask, lanes = ready(group), group.lanes()
+        self.context.mbarriers.time_out = False
         staying = lanes & ~mask
         if not staying.any():
             return group
@@ -494,7 +495,8 @@ class Scheduler:
         rows = mask.any(1)
         return self._group(group.block, group.rows[rows], mask[rows]) if rows.any() else None
 
-    def _explain(self) -> None:
+    def _raise_deadlock(self) -> None:
+        """Raise Deadlock, or BarrierMisuse if part of a warp is at a block barrier, with a line per waiting group."""
         lines = self.barriers.explain()
         for block, group in self.waiting.items():
             instruction = self.code[self.blocks[block].start]
@@ -514,15 +516,15 @@ class Scheduler:
                 f"{int(self.context.warp_of_row[row])}: lanes {lanes} wait for {others} at {instruction.where}"
             )
         if partial:
-            raise BarrierMisuse("a barrier is reached by part of a warp only\n  " + "\n  ".join(lines))
-        raise Deadlock("nothing can run\n  " + "\n  ".join(lines))
+            raise BarrierMisuse("only part of a warp reaches a barrier\n  " + "\n  ".join(lines))
+        raise Deadlock("no warp can make progress\n  " + "\n  ".join(lines))
 
     def _is_barrier(self, block: int) -> bool:
         return is_block_barrier(self.code[self.blocks[block].stop - 1])
 
 
 def _key(instruction: Instruction) -> str:
-    """Under which name a compiler is entered: the opcode, or more where that stands for different things."""
+    """Dispatch key into COMPILERS: the opcode, refined if one opcode has several unrelated forms."""
     if is_warp_barrier(instruction):
         return "bar.warp"
     if is_cluster_barrier(instruction):
@@ -531,7 +533,7 @@ def _key(instruction: Instruction) -> str:
 
 
 def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
-    """The step for those lanes only whose predicate holds."""
+    """The step, executed by the lanes whose guard predicate is true."""
 
     def guarded(group: Group) -> None:
         flags = group.spread(condition(group))

@@ -1,4 +1,4 @@
-"""Comparison and selection."""
+"""Comparison and selection: set, setp, selp and slct."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COMPARISONS: dict[str, Function] = {
 
 
 def _comparison(name: str, type_: str) -> Function:
-    """The comparison; for floats `ne` is ordered in PTX (false with NaN), and a final u means: or unordered."""
+    """The comparison function. For floats PTX's `ne` is ordered (false with NaN); a final u also accepts unordered."""
     if not type_.startswith(("f", "bf")):
         return _COMPARISONS[name]
     if name.endswith("u"):
@@ -46,7 +46,7 @@ def _comparison(name: str, type_: str) -> Function:
 
 
 def _compare(instruction: Instruction, context: Context) -> tuple[Function, list[Any]]:
-    """(function giving the Boolean of set or setp, its sources), a Boolean operand and .ftz included."""
+    """(comparison of set or setp including .ftz, source operands)."""
     type_ = operand_type(instruction)
     if type_ in ("f16x2", "bf16x2"):
         raise unsupported(instruction)
@@ -84,12 +84,12 @@ def _set_predicate(instruction: Instruction, context: Context) -> Step:
     other = context.predicate(instruction.operands[3], instruction) if combine else None
 
     def step(group: Group) -> None:
-        found = function(*[group.read(source) for source in sources])
-        opposite = ~found
+        outcome = function(*[group.read(source) for source in sources])
+        opposite = ~outcome
         if combine is not None and other is not None:
             condition = other(group)
-            found, opposite = combine(found, condition), combine(opposite, condition)
-        for result, value in zip(results, (found, opposite), strict=False):
+            outcome, opposite = combine(outcome, condition), combine(opposite, condition)
+        for result, value in zip(results, (outcome, opposite), strict=False):
             group.write(result, value)
 
     return step

@@ -1,7 +1,7 @@
-"""Matrix instructions of a warpgroup: wgmma, asynchronous from its issue to its wait.
+"""wgmma: asynchronous warpgroup matrix instructions.
 
-`early`: computed at issue. `late`: at the wait, registers and shared memory read there. `random`: somewhere between.
-Who touches the registers in between is reported, whatever the order.
+A wgmma reads its operands and writes its accumulators at issue (`early`), at its wait (`late`), or at a random time
+between. The checks report every use of its registers in between, in any order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
 _DEPTH = {"f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
-_FENCES = 32  # bits that count fences
-_EARLIER = 0.3  # how often an instruction finds those before it computed, when that is random
+_FENCES = 32  # number of bits that hold a fence count in `touched`
+_EARLIER = 0.3  # probability that an issue computes the wgmma in flight of its warpgroup, in random order
 
 
 # ---- operands in shared memory
@@ -37,18 +37,18 @@ _EARLIER = 0.3  # how often an instruction finds those before it computed, when 
 
 @dataclass(frozen=True)
 class Layout:
-    """A canonical layout of the PTX ISA: pieces of 16 bytes, `rows` of M or N by 2 pieces of K, or the transposed."""
+    """A canonical layout of the PTX ISA in 16-byte pieces: `rows` of M or N by 2 pieces of K, or transposed."""
 
     rows: int
-    transposed: bool  # M or N contiguous
-    swizzle: int  # 128, 64, 32 bytes, or 16: none
-    leading: int  # bytes
-    stride: int
+    transposed: bool  # MN-major: M or N is contiguous
+    swizzle: int  # 128, 64 or 32 bytes; 16: none
+    leading: int  # leading dimension byte offset
+    stride: int  # stride dimension byte offset
 
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> Indices:
-    """Bytes from the matrix to each piece before swizzling: (rows, 2), transposed (16 of K, rows / 8)."""
+    """Byte offset of each piece before swizzling: (rows, 2), or transposed (16 of K, rows / 8)."""
     pitch, span = layout.swizzle, layout.swizzle // 16
     if not layout.transposed:
         row, piece = np.arange(layout.rows)[:, None], np.arange(2)
@@ -72,97 +72,98 @@ def descriptor_layout(descriptor: int, rows: int, *, transposed: bool) -> tuple[
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """What one instruction says."""
+    """The static operands of one wgmma.mma_async."""
 
     instruction: Instruction
     number: int
-    columns: int
-    types: tuple[str, str]
-    signs: float  # the product of both scales
+    columns: int  # N
+    types: tuple[str, str]  # of A and B
+    signs: float  # scale-a * scale-b
     transposed: tuple[bool, bool]
     accumulators: Indices  # indices into Context.matrix_registers
-    registers: Indices  # of A; none where A is in shared memory
-    key: int  # of the accumulators: who has the same ones
+    registers: Indices  # indices of A's registers; empty if A is in shared memory
+    key: int  # equal for instructions with the same accumulators
 
 
 @dataclass(slots=True, eq=False)
-class _Product:
-    """One wgmma.mma_async of n warpgroups: rows (n, 4), pieces of the operands in shared memory (n, ...)."""
+class _Wgmma:
+    """One wgmma.mma_async of n warpgroups: rows (n, 4), shared-memory indices of the operands' pieces (n, pieces)."""
 
     form: _Form
     warpgroups: Indices
     rows: Indices
     a: Indices | None
     b: Indices
-    adds: Mask  # D = A B + D, not D = A B
+    scale_d: Mask  # D = A B + D; else D = A B
     groups: Indices
-    waiting: Mask  # not computed
-    open: Mask  # not waited for
+    pending: Mask  # not computed yet
+    unwaited: Mask  # no wait has covered it yet
 
 
-class Products:
-    """The matrix products in flight of one set of resident blocks."""
+class WgmmaQueue:
+    """The wgmma in flight of one set of resident blocks."""
 
     def __init__(self, context: Context, order: Order):
         self.context, self.order = context, order
         registers, warps = context.matrix_registers.shape[:2]
-        self.flying: list[_Product] = []
+        self.in_flight: list[_Wgmma] = []
         self.committed = np.zeros(warps, np.int64)  # by warpgroup
-        self.fences = np.zeros(warps, np.int64)  # by row, like the following
-        # After which fence a register was last used otherwise, and above it by which instruction.
+        self.fences = np.zeros(warps, np.int64)  # wgmma.fence executed, by row
+        # The last use of a register by another instruction: its number << _FENCES | fences before it.
         self.touched = np.full((registers, warps), -1)
-        self.busy = np.zeros((registers, warps), np.int64)  # 0, a form's key, or -1: an A
+        self.busy = np.zeros((registers, warps), np.int64)  # by a wgmma in flight: 0 no, _Form.key accumulator, -1 A
         self._keys: dict[tuple[int, ...], int] = {}
 
     def key(self, accumulators: Indices) -> int:
-        """A number for these accumulators in this order."""
+        """A key above 0 for this sequence of accumulators."""
         return self._keys.setdefault(tuple(accumulators), len(self._keys) + 1)
 
     def watched(self, step: Step, instruction: Instruction) -> Step:
-        """The step of another instruction: reported where it uses a register in flight, remembered until a fence."""
+        """Wrap the step of another instruction: report uses of registers in flight, record uses for the fence check."""
         slots = self.context.program.slots
         names = [r.name for operand in (*instruction.operands, instruction.guard) for r in registers_of(operand)]
-        found = sorted({slots[name][1] for name in names if slots[name][0] == "matrix"})
-        if not found or instruction.opcode == "wgmma" or self.context.checks is None:
+        indices = sorted({slots[name][1] for name in names if slots[name][0] == "matrix"})
+        if not indices or instruction.opcode == "wgmma" or self.context.checks is None:
             return step
-        used, number = np.array(found)[:, None], self.context.number_of[id(instruction)]
+        used, number = np.array(indices)[:, None], self.context.number_of[id(instruction)]
 
         def watching(group: Group) -> None:
-            if self.flying and self.busy[used, group.rows].any():
+            if self.in_flight and self.busy[used, group.rows].any():
                 row = int(group.rows[np.flatnonzero(self.busy[used, group.rows].any(0))[0]])
+                use = f"{self.context.thread_name(row, 0)}: {instruction.where}"
                 raise PendingRegister(
-                    f"a register of a wgmma in flight is used before its wait_group\n  wgmma: {self._flying_at(row)}\n"
-                    f"  {self.context.thread_name(row, 0)}: {instruction.where}"
+                    f"a register of a wgmma in flight is used before its wgmma.wait_group\n"
+                    f"  wgmma: {self._in_flight_at(row)}\n  use:   {use}"
                 )
             self.touched[used, group.rows] = self.fences[group.rows] | number << _FENCES
             step(group)
 
         return watching
 
-    def _flying_at(self, row: int) -> str:
-        return next(p.form.instruction.where for p in self.flying if row in p.rows[p.open])
+    def _in_flight_at(self, row: int) -> str:
+        return next(p.form.instruction.where for p in self.in_flight if row in p.rows[p.unwaited])
 
     def fence(self, rows: Indices) -> None:
         """wgmma.fence"""
         self.fences[rows] += 1
 
-    def issue(self, form: _Form, rows: Indices, a: Indices | None, b: Indices, adds: Mask) -> None:
-        """Start a product; `rows` (n, 4), `a` and `b`: where the pieces of the operands lie (n, pieces)."""
+    def issue(self, form: _Form, rows: Indices, a: Indices | None, b: Indices, scale_d: Mask) -> None:
+        """Start a wgmma; `rows` (n, 4), `a` and `b` shared-memory indices of the operands' pieces (n, pieces)."""
         warpgroups = self.context.warpgroup_of_row[rows[:, 0]]
         some = np.ones(len(rows), bool)
-        product = _Product(form, warpgroups, rows, a, b, adds, self.committed[warpgroups], some, some.copy())
+        wgmma = _Wgmma(form, warpgroups, rows, a, b, scale_d, self.committed[warpgroups], some, some.copy())
         if self.context.checks is not None:
-            self._check(product)
+            self._check(wgmma)
         registers = form.registers[:, None], rows.reshape(-1)
         self.busy[registers] = -1
         self.busy[form.accumulators[:, None], rows.reshape(-1)] = form.key
-        self.flying.append(product)
+        self.in_flight.append(wgmma)
         random = self.context.random
         if self.order == "early" or self.order == "random" and random is not None and random.random() < _EARLIER:
             self._compute(warpgroups, None)
 
-    def _check(self, product: _Product) -> None:
-        context, form, rows = self.context, product.form, product.rows
+    def _check(self, wgmma: _Wgmma) -> None:
+        context, form, rows = self.context, wgmma.form, wgmma.rows
         flat = rows.reshape(-1)
         both = np.concatenate([form.accumulators, form.registers])[:, None]
         last = self.touched[both, flat]
@@ -172,7 +173,7 @@ class Products:
             code = context.program.function.instructions
             use = f"\n  use:   {code[int(last[i, j]) >> _FENCES].where}" if last[i, j] >= 0 else ""
             raise MissingFence(
-                f"no wgmma.fence after the last ordinary use of the registers{use}\n  wgmma: "
+                f"no wgmma.fence after the last use of its registers by another instruction{use}\n  wgmma: "
                 f"{context.thread_name(int(flat[j]), 0)}: {form.instruction.where}"
             )
         d, a = self.busy[form.accumulators[:, None], flat], self.busy[form.registers[:, None], flat]
@@ -180,17 +181,17 @@ class Products:
         if clash.any():
             row = int(flat[np.flatnonzero(clash)[0]])
             raise PendingRegister(
-                "a wgmma uses registers of another in flight, and not as the same accumulators\n  first:  "
-                f"{self._flying_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}"
+                "a wgmma uses registers of another one in flight, other than as the same accumulators\n  first:  "
+                f"{self._in_flight_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}"
             )
         checks = context.checks
         assert checks is not None
-        pieces = product.b if product.a is None else np.concatenate([product.a, product.b], axis=1)
+        pieces = wgmma.b if wgmma.a is None else np.concatenate([wgmma.a, wgmma.b], axis=1)
         warp, rank = context.warp_of_row[rows[:, 0]] // 4, context.rank_of_row[rows[:, 0]]
         for q in np.unique(warp):
             mine = warp == q
             agents = np.array([checks.clocks.agent(("wgmma", int(q), int(r))) for r in rank[mine]])
-            issue = Issue(form.number, rows[mine], agents, product.groups[mine] + 1)
+            issue = Issue(form.number, rows[mine], agents, wgmma.groups[mine] + 1)
             checks.async_read(issue, pieces[mine], ("wgmma", int(q)))
 
     def commit(self, rows: Indices) -> None:
@@ -198,7 +199,7 @@ class Products:
         self.committed[np.unique(self.context.warpgroup_of_row[rows])] += 1
 
     def wait(self, rows: Indices, pending: int) -> None:
-        """wgmma.wait_group: all but the `pending` youngest groups are computed."""
+        """wgmma.wait_group: complete all but the `pending` youngest groups."""
         context = self.context
         warpgroups = np.unique(context.warpgroup_of_row[rows])
         limit = self.committed - pending
@@ -206,53 +207,55 @@ class Products:
         here = np.zeros(context.warps, bool)
         here[warpgroups] = True
         self.busy[:, rows] = 0
-        for product in self.flying:
-            product.open &= ~(here[product.warpgroups] & (product.groups < limit[product.warpgroups]))
-            still = product.rows[product.open & here[product.warpgroups]].reshape(-1)
-            self.busy[product.form.registers[:, None], still] = -1
-            self.busy[product.form.accumulators[:, None], still] = product.form.key
-        self.flying = [product for product in self.flying if product.open.any()]
+        for wgmma in self.in_flight:
+            wgmma.unwaited &= ~(here[wgmma.warpgroups] & (wgmma.groups < limit[wgmma.warpgroups]))
+            still = wgmma.rows[wgmma.unwaited & here[wgmma.warpgroups]].reshape(-1)
+            self.busy[wgmma.form.registers[:, None], still] = -1
+            self.busy[wgmma.form.accumulators[:, None], still] = wgmma.form.key
+        self.in_flight = [wgmma for wgmma in self.in_flight if wgmma.unwaited.any()]
         if context.checks is not None:
-            context.checks.come_together(rows)
+            context.checks.converge(rows)
             clocks, done = context.checks.clocks, np.maximum(limit[context.warpgroup_of_row[rows]], 0)
             warp, rank = context.warp_of_row[rows] // 4, context.rank_of_row[rows]
             for q, r in {(int(q), int(r)) for q, r in zip(warp, rank, strict=True)}:
                 mine = (warp == q) & (rank == r)
-                clocks.learn_clock(clocks.agent(("wgmma", q, r)), rows[mine], done[mine])
+                clocks.acquire_agent(clocks.agent(("wgmma", q, r)), rows[mine], done[mine])
 
     def finish(self) -> None:
-        """The kernel is over."""
-        if self.flying:
-            raise PendingRegister(f"no wait_group before the end: {self.flying[0].form.instruction.where}")
+        """Check at the end of the kernel that every wgmma was waited for."""
+        if self.in_flight:
+            raise PendingRegister(
+                f"no wgmma.wait_group before the kernel ends: {self.in_flight[0].form.instruction.where}"
+            )
 
     # ---- arithmetic
 
     def _compute(self, warpgroups: Indices, limit: Indices | None) -> None:
-        """What is waiting of these warpgroups, in order; `limit`: only groups below it."""
+        """Compute the pending wgmma of these warpgroups in issue order; `limit`: only groups below it."""
         here = np.zeros(self.context.warps, bool)
         here[warpgroups] = True
         held: tuple[_Form, Indices, npt.NDArray[np.float32]] | None = None
-        for product in self.flying:
-            now = product.waiting & here[product.warpgroups]
+        for wgmma in self.in_flight:
+            now = wgmma.pending & here[wgmma.warpgroups]
             if limit is not None:
-                now &= product.groups < limit[product.warpgroups]
+                now &= wgmma.groups < limit[wgmma.warpgroups]
             if not now.any():
                 continue
-            rows, form = product.rows[now], product.form
+            rows, form = wgmma.rows[now], wgmma.form
             if held is not None and not (held[0].key == form.key and np.array_equal(held[1], rows)):
                 self._write(*held)
                 held = None
-            # A chain of products on the same accumulators moves them once.
+            # A chain of wgmma on the same accumulators reads and writes them once.
             total = self._read(form, rows) if held is None else held[2]
-            total = np.where(product.adds[now][:, None, None], total, np.float32(0))
-            a = self._registers_a(form, rows) if product.a is None else self._operand(product, 0, now)
-            b = self._operand(product, 1, now)
+            total = np.where(wgmma.scale_d[now][:, None, None], total, np.float32(0))
+            a = self._registers_a(form, rows) if wgmma.a is None else self._operand(wgmma, 0, now)
+            b = self._operand(wgmma, 1, now)
             if b.shape[2] == _DEPTH["e4m3"]:
                 held = form, rows, _sum_of_14_bits(total, form.signs * a, b)
             else:
-                # Products exact, their sum in float64, rounded once: a GPU sums in an order that nobody documents.
+                # Exact products summed in float64, rounded once. The order of summation on a GPU is undocumented.
                 held = form, rows, (total + form.signs * (a @ b.swapaxes(1, 2))).astype(np.float32)
-            product.waiting &= ~now
+            wgmma.pending &= ~now
         if held is not None:
             self._write(*held)
 
@@ -276,11 +279,11 @@ class Products:
         split = narrow.reshape(2, 2, len(rows), 4, 8, 4, -1).transpose(2, 3, 1, 4, 0, 5, 6)
         return decode(np.ascontiguousarray(split), form.types[0]).reshape(len(rows), 64, -1)
 
-    def _operand(self, product: _Product, which: int, now: Mask) -> Values:
-        """An operand in shared memory as (n, rows, depth)."""
-        index = product.a if which == 0 else product.b
+    def _operand(self, wgmma: _Wgmma, which: int, now: Mask) -> Values:
+        """Operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""
+        index = wgmma.a if which == 0 else wgmma.b
         assert index is not None
-        type_, transposed = product.form.types[which], product.form.transposed[which]
+        type_, transposed = wgmma.form.types[which], wgmma.form.transposed[which]
         pieces = self.context.shared.gather(index[now], 16)
         values = decode(_narrow(np.ascontiguousarray(pieces), type_), type_)
         if transposed:
@@ -292,31 +295,30 @@ _FRACTION = 13  # bits
 
 
 def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt.NDArray[np.float32]:
-    """total + a b^T, (n, 64, columns), as Hopper sums products of 8-bit floats.
+    """total + a b^T, (n, 64, columns), with Hopper's accumulation of fp8 products.
 
-    NVIDIA does not document it. Others have measured that the accumulator keeps a sign, 8 bits of exponent and 13 of
-    fraction, what is below being cut off (SageAttention2, arXiv 2411.10958), and that the products of an instruction
-    are aligned to the largest exponent before they are added, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2).
-    So: every product and the old sum, cut off 13 bits below the largest exponent among them, added exactly, and cut off
-    once more.
+    NVIDIA does not document it. Measurements say that the accumulator has a sign, 8 exponent and 13 fraction bits and
+    truncates the rest (SageAttention2, arXiv 2411.10958), and that an instruction's products are aligned to their
+    largest exponent before addition, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2). Hence: truncate every
+    wgmma and the old sum 13 bits below the largest exponent among them, add exactly, and truncate again.
     """
-    # Exponents of products are sums of exponents: their fractions, up to 4, are not brought back to 1 first.
+    # A product's exponent is the sum of its factors' exponents, not normalised: its fraction may reach 4.
     exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]
     factors = [x.astype(np.float32) for x in (a, b)]
-    found = np.empty_like(total)
+    result = np.empty_like(total)
     for n, old in enumerate(total):
         top = np.where(old == 0, -126, np.frexp(old)[1] - 1).astype(np.int16)
         depths = range(a.shape[2])
         for k in depths:
             np.maximum(top, np.add.outer(exponents[0][n, :, k], exponents[1][n, :, k]), out=top)
-        unit = np.ldexp(np.float32(1), _FRACTION - np.maximum(top, -110))  # 1 / what the last bit is worth
+        unit = np.ldexp(np.float32(1), _FRACTION - np.maximum(top, -110))  # 1 / the weight of the last bit
         units = np.trunc(old * unit)
         for k in depths:
-            product = np.multiply.outer(factors[0][n, :, k], factors[1][n, :, k])
-            units += np.trunc(np.multiply(product, unit, out=product), out=product)
+            wgmma = np.multiply.outer(factors[0][n, :, k], factors[1][n, :, k])
+            units += np.trunc(np.multiply(wgmma, unit, out=wgmma), out=wgmma)
         fraction, exponent = np.frexp(units / unit)
-        found[n] = np.ldexp(np.trunc(np.ldexp(fraction, _FRACTION + 1)), exponent - _FRACTION - 1)
-    return found
+        result[n] = np.ldexp(np.trunc(np.ldexp(fraction, _FRACTION + 1)), exponent - _FRACTION - 1)
+    return result
 
 
 def _narrow(words: Array, type_: str) -> Array:
@@ -327,7 +329,8 @@ def _narrow(words: Array, type_: str) -> Array:
 
 
 def _wgmma(instruction: Instruction, context: Context) -> Step:
-    products = context.products
+    """wgmma.fence, .commit_group, .wait_group and .mma_async"""
+    products = context.wgmma
     kind = instruction.modifiers[0]
     if kind == "fence":
         return lambda group: products.fence(group.rows)
@@ -339,7 +342,7 @@ def _wgmma(instruction: Instruction, context: Context) -> Step:
         return lambda group: products.wait(group.rows, pending.bits)
     if kind != "mma_async" or "sp" in instruction.modifiers:
         raise unsupported(instruction)
-    return _multiply(instruction, context)
+    return _mma_async(instruction, context)
 
 
 def _form(instruction: Instruction, context: Context) -> _Form:
@@ -367,20 +370,20 @@ def _form(instruction: Instruction, context: Context) -> _Form:
         raise unsupported(instruction)
     return _Form(
         instruction, context.number_of[id(instruction)], columns, (a_type, b_type), float(numbers[0] * numbers[1]),
-        transposed, accumulators, registers, context.products.key(accumulators),
+        transposed, accumulators, registers, context.wgmma.key(accumulators),
     )  # fmt: skip
 
 
-def _multiply(instruction: Instruction, context: Context) -> Step:
+def _mma_async(instruction: Instruction, context: Context) -> Step:
     form = _form(instruction, context)
     a, b = instruction.operands[1:3]
     a_source = None if isinstance(a, Vector) else context.source(a, "b64", instruction)
     b_source = context.source(b, "b64", instruction)
-    adds = context.predicate(instruction.operands[3], instruction)
+    scale_d = context.predicate(instruction.operands[3], instruction)
 
     def step(group: Group) -> None:
         if context.warps_per_block % 4:
-            raise BarrierMisuse(f"a block of no whole warpgroups: {instruction.where}")
+            raise BarrierMisuse(f"the block's last warpgroup is incomplete: {instruction.where}")
         shape = (len(group.rows), 32)
         order = np.lexsort((context.warp_of_row[group.rows], context.warpgroup_of_row[group.rows])).reshape(-1, 4)
 
@@ -400,7 +403,7 @@ def _multiply(instruction: Instruction, context: Context) -> Step:
             a_pieces = _pieces(descriptors, 64, form.transposed[0], rows, instruction, context)
         descriptors = uniform(group.read(b_source), "the descriptor of B")
         b_pieces = _pieces(descriptors, form.columns, form.transposed[1], rows, instruction, context)
-        context.products.issue(form, rows, a_pieces, b_pieces, uniform(adds(group), "scale-d"))
+        context.wgmma.issue(form, rows, a_pieces, b_pieces, uniform(scale_d(group), "scale-d"))
 
     return step
 
@@ -408,27 +411,27 @@ def _multiply(instruction: Instruction, context: Context) -> Step:
 def _pieces(
     descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
 ) -> Indices:
-    """Indices into the shared memory of all blocks, (n, pieces), of a matrix by its descriptors (n)."""
-    found = []
+    """(n, pieces): indices into the shared memory of all blocks of the matrices that the descriptors (n) describe."""
+    pieces = []
     for descriptor in map(int, descriptors):
         address, layout = descriptor_layout(descriptor, extent, transposed=transposed)
         if descriptor >> 49 & 7:
-            raise unsupported(instruction)  # a base offset
+            raise unsupported(instruction)  # base offset
         if address & (layout.swizzle // 16 - 1) << 7:
             raise Misaligned(
-                f"the matrix at shared address {address:#x} does not begin where the pattern of {layout.swizzle}-byte "
-                f"swizzling does: {instruction.where}"
+                f"the matrix at shared address {address:#x} does not start at a repetition of the "
+                f"{layout.swizzle}-byte swizzling pattern (base offset 0): {instruction.where}"
             )
-        found.append(swizzled(address + offsets(layout), layout.swizzle).reshape(-1))
-    places = np.array(found) - SHARED_START
-    outside = (places < 0) | (places + 16 > context.shared_bytes)
+        pieces.append(swizzled(address + offsets(layout), layout.swizzle).reshape(-1))
+    addresses = np.array(pieces) - SHARED_START
+    outside = (addresses < 0) | (addresses + 16 > context.shared_bytes)
     if outside.any():
         i = int(np.flatnonzero(outside.any(1))[0])
         raise OutOfBounds(
-            f"a matrix of wgmma reaches beyond the {context.shared_bytes} bytes of shared memory\n  "
+            f"an operand of wgmma reaches beyond the {context.shared_bytes} bytes of shared memory\n  "
             f"{context.thread_name(int(rows[i, 0]), 0)}: {instruction.where}"
         )
-    return places + context.block_of_row[rows[:, :1]] * context.shared_stride
+    return addresses + context.block_of_row[rows[:, :1]] * context.shared_stride
 
 
 COMPILERS: dict[str, Compiler] = {"wgmma": _wgmma}

@@ -1,5 +1,7 @@
-"""The engine of Hopper (sm_90a): warpgroups multiply tiles that another one brings, both while scores become
-probabilities. fp16 and bf16, a module for each step."""
+"""The Hopper engine (sm_90a): warp-specialised kernels, TMA producers and wgmma consumer warpgroups.
+
+fp16 and bf16 forward and backward, fp8 (e4m3) forward; one module each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MEASURED: str | None = None
 
 
 def step(problem: Problem) -> ModuleType:
-    """The module that has a problem's tiles, costs and launches."""
+    """The module with the problem's tiles, cost model and launches."""
     if problem.dtype.name == FP8:
         return forward_fp8
     return backward if problem.backward else forward
@@ -27,20 +29,20 @@ def step(problem: Problem) -> ModuleType:
 def refusals(problem: Problem, device: Device) -> list[str]:
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
-    if problem.engine != "wgmma" and not fp8:  # which no other engine serves
-        reasons.append('not measured on a GPU yet, so it serves only who asks for it: engine="wgmma"')
+    if problem.engine != "wgmma" and not fp8:  # no other engine serves fp8
+        reasons.append('not measured on a GPU yet, so it runs only on request: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
-        reasons.append(f"{device.arch} has not the instructions of {ARCH}")
+        reasons.append(f"{device.arch} lacks the instructions of {ARCH}")
     if fp8:
         reasons += forward_fp8.refusals(problem)
     elif problem.dtype.name not in ("float16", "bfloat16"):
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
-        reasons.append("a tensor without elements has no boxes to copy")
+        reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
         reasons.append(
             "not every row of q, k and v starts at a multiple of 16 bytes"
-            + (": only mma and simt read such" if not fp8 else "")
+            + (": only mma and simt read unaligned rows" if not fp8 else "")
         )
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
@@ -61,7 +63,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
 
 
 def alike(tile: Any) -> object:
-    # By their cost, turns and pairs are worth nothing at any length.
+    # The cost model gives ping-pong and multicast pairs no benefit at any length.
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 

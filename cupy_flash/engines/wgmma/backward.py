@@ -1,4 +1,4 @@
-"""The backward's tiles, their written cost and their launches."""
+"""The Hopper backward for fp16 and bf16: legal tiles, cost model and launches."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .hopper import (
     columns,
 )
 
-WARPGROUPS = 2  # that compute; one more brings tiles
-# Numbers of one thread that live through a step. Up to here the static gate finds no spill.
+WARPGROUPS = 2  # consumers; the block has one more, the producer
+# Limit of live registers per thread across a mainloop step. The static gate finds no spill up to it.
 LIVE = 200
-LIVE_OF_SCORES = 32  # where scores take a pass of their own
-LIVE_OF_ANOTHER = 16  # scores changed, a mask, dropout: of each beyond the first
+LIVE_OF_SCORES = 32  # added if the scores are modified or densely masked
+LIVE_OF_ANOTHER = 16  # added per feature (score modification, dense mask, dropout) beyond the first
 
-# What the cost is made of beside hopper.py's, of one multiprocessor and clock.
-ADDED_BYTES = 16  # to global memory
-INSTRUCTIONS = 8  # of a lane for a score, beside its exponential
+# Cost model beyond hopper.py's, per SM and clock.
+ADDED_BYTES = 16  # bandwidth of red to global memory
+INSTRUCTIONS = 8  # per score, beside its exponential
 LANES = 128
 
 
@@ -50,12 +50,12 @@ class Tile(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Warpgroups that share keys."""
+        """Warpgroups that share a 64-row slice of keys."""
         return WARPGROUPS * WARPGROUP_ROWS // self.block_kv
 
     @property
     def dq_shares(self) -> int:
-        """Warpgroups that share the queries of dQ."""
+        """Warpgroups that share a 64-row slice of queries when computing dQ."""
         return WARPGROUPS * WARPGROUP_ROWS // self.block_q
 
     @property
@@ -64,8 +64,8 @@ class Tile(NamedTuple):
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose scores, their gradients and sums fit into registers, and which fit into shared memory. Warpgroups
-    share keys, which costs more than it gives, only where nothing else is legal."""
+    """Tiles that fit registers and shared memory. block_kv 64, where warpgroups share keys at a loss, only if 128 is
+    not legal."""
     for block_kv in (128, 64):
         legal = [
             tile
@@ -80,19 +80,19 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks by the time of one. Warpgroups meet at every step, so nothing hides their exponentials."""
+    """Waves of blocks times the time of one block. Exponentials are not hidden: warpgroups synchronise every step."""
     k, v = _padded(problem, tile)
     sums = (columns(problem.head_dim) if tile.shares == 1 else k) + (
         columns(problem.head_dim_v) if tile.shares == 1 else v
     )
-    of_scores = problem.head_dim + problem.head_dim_v
+    score_dims = problem.head_dim + problem.head_dim_v
     elements = tile.block_q * tile.block_kv
-    products = elements * (of_scores + sums + k) / MULTIPLY_ADDS
+    products = elements * (score_dims + sums + k) / MULTIPLY_ADDS
     work = elements * (1 / EXPONENTIALS + INSTRUCTIONS / LANES)
     loaded = 2 * tile.block_q * (k + v)
-    # Of a warpgroup: both factors of scores, of dQ, of dK and dV; of the last the left ones are in registers but where
-    # keys are shared.
-    read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * of_scores
+    # Shared-memory reads per warpgroup: both operands of S and dP, of dQ, and of dK and dV; the left operand of the
+    # last two is in registers unless keys are shared.
+    read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * score_dims
     read += 2 * tile.block_kv * (WARPGROUP_ROWS + k // tile.dq_shares)
     read += 2 * tile.block_q * (sums // tile.shares + (2 * WARPGROUP_ROWS if tile.shares > 1 else 0))
     added = 4 * tile.block_q * problem.head_dim
@@ -117,41 +117,41 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "SHARES": tile.shares,
         "DQ_IN_ORDER": problem.deterministic,
         "DQ_IN_BULK": tile.dq_in_bulk,
-        "TAKE_TURNS": False,
+        "PINGPONG": False,
     }
     kernel = "wgmma/backward"
     of_q, of_kv = (tile.block_q, PANEL), (tile.block_kv, PANEL)
     boxes = (Box("q", *of_q), Box("k", *of_kv), Box("v", *of_kv), Box("dout", *of_q))
     grid = max(-(-problem.kv_len // tile.block_kv), 1), problem.kv_heads, sequences(problem)
-    its = Launch(kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), boxes)
-    around = [its, *mma.bias_launches(problem, device)]
-    return fragment_backward(problem, around, add_dq=True, in_order=problem.deterministic)
+    launch = Launch(kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), boxes)
+    tile_launches = [launch, *mma.bias_launches(problem, device)]
+    return fragment_backward(problem, tile_launches, add_dq=True, in_order=problem.deterministic)
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Columns of tiles: whole panels for every share. backward.cu's DIM and DIM_V."""
+    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cu."""
     k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
     return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
 
 
 def _live(problem: Problem, tile: Tile) -> int:
-    """Registers of one thread that hold scores, their gradients, dK and dV, and what the options ask for."""
+    """Registers per thread that hold S, dP, dK and dV, plus those that the options need."""
     sums = (
         columns(dim) if tile.shares == 1 else padded // tile.shares
         for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
     )
     scores = tile.block_q // tile.shares // 2
     passes = is_modified(problem), problem.dense_mask is not None
-    of_options = LIVE_OF_SCORES if any(passes) else 0
-    of_options += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
-    of_options += scores if problem.softcap is not None else 0  # the slope of each
-    of_options += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
-    return sum(sums) // 2 + 2 * scores + of_options
+    option_registers = LIVE_OF_SCORES if any(passes) else 0
+    option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
+    option_registers += scores if problem.softcap is not None else 0  # softcap slopes
+    option_registers += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
+    return sum(sums) // 2 + 2 * scores + option_registers
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory: K and V, Q and dO of each stage; two places for dS, and for P where warpgroups share
-    keys; dQ; two places for lse2 and delta; two mbarriers of each place."""
+    """Bytes of shared memory: K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two
+    buffers of lse and delta, and a full/empty mbarrier pair per slot."""
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
     scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)

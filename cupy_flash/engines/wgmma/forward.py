@@ -1,4 +1,4 @@
-"""The forward's tiles, their written cost and its launch."""
+"""The Hopper forward for fp16 and bf16: legal tiles, cost model and launch."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
-    asks_for_registers,
     columns,
+    needs_registers,
 )
 
-# Numbers of one thread that live through a step (scores, probabilities and O), by the warpgroups that share the
-# registers: of blocks of one tile; of those that draw tiles or whose warpgroups take turns; and with options that ask
-# for registers. Up to here the static gate finds no spill.
+# Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong; with options
+# that need registers (needs_registers). The static gate finds no spill up to it.
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
-WORK_BYTES = 48  # of work.cuh's struct, in whole 16
+WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
 class Tile(NamedTuple):
     block_q: int
     block_kv: int
     stages: int
-    persistent: bool  # a block for each multiprocessor
-    takes_turns: bool  # warpgroups begin products one after the other
-    paired: bool  # two blocks of neighbouring tiles bring keys for both
+    persistent: bool  # one block per SM, tiles drawn from a counter
+    takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
+    paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V
 
     @property
     def warpgroups(self) -> int:
-        """Those that compute; one more brings tiles."""
+        """Consumer warpgroups; the block has one more, the producer."""
         return self.block_q // WARPGROUP_ROWS
 
     @property
@@ -60,9 +59,9 @@ class Tile(NamedTuple):
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose scores, probabilities and sums fit into registers, each with the longest rings that fit."""
-    found = []
-    options = asks_for_registers(problem)
+    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
+    legal = []
+    options = needs_registers(problem)
     ways = product(LIVE.items(), (128, 96, 80, 64), (False, True), (False, True), (False, True))
     for (warpgroups, limits), block_kv, persistent, takes_turns, paired in ways:
         block_q = WARPGROUP_ROWS * warpgroups
@@ -73,18 +72,20 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
             continue
         sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
         fitting = [size for size in sizes if _shared_bytes(problem, *size) <= device.shared_bytes]
-        found += [Tile(*size, persistent, takes_turns, paired) for size in fitting[:1]]
-    return found
+        legal += [Tile(*size, persistent, takes_turns, paired) for size in fitting[:1]]
+    return legal
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks by the time of one. Published kernels of this kind come near the sum of products and
-    exponentials, not the larger of the two. What turns and pairs are worth only a GPU can tell: by this cost,
-    nothing."""
+    """Waves of blocks times the time of one block.
+
+    wgmma and exponentials are added, not overlapped, as published kernels of this kind come near the sum. Ping-pong
+    and multicast get no benefit until measured on a GPU.
+    """
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = 2 * tile.block_kv * dims
-    # Each warpgroup reads the tiles of K and V, and Q as often.
+    # Per step, each warpgroup's wgmma read the K and V tiles and its rows of Q from shared memory.
     read = tile.warpgroups * loaded + 2 * tile.block_q * problem.head_dim
     clocks = max(
         elements * (dims / MULTIPLY_ADDS + 1 / EXPONENTIALS), (loaded + read) / SHARED_BYTES, loaded / CACHE_BYTES
@@ -94,7 +95,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     waves, clear = float(-(-blocks // device.units)), 0.0
     if tile.persistent:
         clear = CLEAR
-        # Unequal tiles, drawn one by one and the longest first, leave nobody waiting.
+        # Tiles of unequal cost, drawn dynamically and the longest first, leave no partial last wave.
         waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
     block = NEXT_TILE if tile.persistent else BLOCK
     return waves * (-(-visited // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
@@ -111,9 +112,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PERSISTENT": tile.persistent,
-        "TAKE_TURNS": tile.takes_turns,
-        "PAIRED": tile.paired,
-        "O_BOXES": _is_stored_in_boxes(problem),
+        "PINGPONG": tile.takes_turns,
+        "KV_MULTICAST": tile.paired,
+        "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
     kernel = "wgmma/forward"
     keys = tile.block_kv // (1 + tile.paired)
@@ -135,18 +136,18 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
-    """Whether two neighbouring tiles of queries always visit the same keys."""
+    """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
     return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
-    """Whether boxes of O may be written: of a packed batch the last would reach into the next sequence, and rows start
-    at multiples of 16 bytes."""
+    """Whether O is stored with TMA: not for packed batches, where a box would overwrite the next sequence, nor for rows
+    that are not 16-byte aligned."""
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) -> int:
-    """Bytes of shared memory: Q, in whose place O leaves; K and V of each stage; two mbarriers of each place; what Q is
-    of."""
+    """Bytes of shared memory: Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for
+    Q and for each K and V, and the tile record."""
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES

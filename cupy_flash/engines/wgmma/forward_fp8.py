@@ -1,4 +1,4 @@
-"""The forward of fp8 (e4m3): its tiles, their written cost, and its launches: V is turned before."""
+"""The Hopper forward for fp8 (e4m3): legal tiles, cost model and launches. A first kernel transposes V."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from .hopper import (
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
-    asks_for_registers,
     columns,
+    needs_registers,
 )
 
-WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of a box of Q and K, and of V^T: fp8.cuh
-ROW = 16  # numbers: what a box's rows begin with a multiple of
+WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of a TMA box of Q and K, and of V^T: fp8.cuh
+ROW = 16  # head dimensions are a multiple: TMA needs rows aligned to 16 bytes
 
-# Numbers of one thread that live through scores and softmax, by the warpgroups that share the registers: without
-# options, and with those that ask for registers; and through the sums of a tile. Up to here the static gate finds no
-# spill.
+# Limit of registers per thread, by consumer warpgroups: through S and softmax, without and with options that need
+# registers (needs_registers); and through P V. The static gate finds no spill up to it.
 LIVE = {2: (232, 200), 3: (144, 120)}
 LIVE_IN_SUMS = {2: 200, 3: 120}
-# e4m3 ends at 448 = 2^8.8, and loses its last bit below 2^-6: probabilities go up to 2^8 where the reference is, and
-# from there to 2^8.8.
+# e4m3 ends at 448 = 2^8.8 and is subnormal below 2^-6, so P is scaled up to 2^8 at the row max; lazy rescaling lets it
+# grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
 
 
@@ -47,11 +46,11 @@ class Tile(NamedTuple):
     block_q: int
     block_kv: int
     stages: int
-    sum_columns: int  # of O, whose sums over a tile are made at once
+    sum_columns: int  # columns of O per P V wgmma, accumulated separately and then added to O
 
     @property
     def warpgroups(self) -> int:
-        """Those that compute; one more brings tiles."""
+        """Consumer warpgroups; the block has one more, the producer."""
         return self.block_q // WARPGROUP_ROWS
 
     @property
@@ -60,7 +59,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem) -> list[str]:
-    """Beyond those of the engine."""
+    """Reasons specific to fp8, beyond those of the engine."""
     reasons = ["fp8 has no gradients"] if problem.backward else []
     odd = [dim for dim in {problem.head_dim, problem.head_dim_v} if dim % ROW]
     if odd:
@@ -69,28 +68,27 @@ def refusals(problem: Problem) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose scores, probabilities and sums fit into registers, each with the longest rings that fit."""
-    found = []
-    options = asks_for_registers(problem)
+    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
+    legal = []
+    options = needs_registers(problem)
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
         for block_kv in (192, 128, 64):
-            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv // 8  # for the sums
-            at_once = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
-            if not at_once or block_kv * 7 // 8 + wide // 2 > limits[options]:
+            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv // 8  # registers for the P V accumulator
+            widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
+            if not widths or block_kv * 7 // 8 + wide // 2 > limits[options]:
                 continue
-            shapes = (Tile(WARPGROUP_ROWS * warpgroups, block_kv, stages, at_once[0]) for stages in (4, 3, 2))
-            found += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
-    return found
+            shapes = (Tile(WARPGROUP_ROWS * warpgroups, block_kv, stages, widths[0]) for stages in (4, 3, 2))
+            legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
+    return legal
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks by the time of one, as of 16-bit numbers with twice the products in a clock; and the pass that
-    turns V."""
+    """Waves of blocks times the time of one block, with twice the 16-bit wgmma rate, plus the transposition of V."""
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = tile.block_kv * dims
-    # Each warpgroup reads the tiles of K and V^T, and Q as often.
+    # Per step, each warpgroup's wgmma read the K and V^T tiles and its rows of Q from shared memory.
     read = tile.warpgroups * loaded + tile.block_q * problem.head_dim
     clocks = max(
         elements * (dims / (2 * MULTIPLY_ADDS) + 1 / EXPONENTIALS),
@@ -101,8 +99,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
     waves = -(-blocks // device.units)
-    turned = 2 * problem.batch * problem.kv_heads * problem.kv_len * problem.head_dim_v / device.units / CACHE_BYTES
-    return (waves * (-(-visited // tile.block_kv) * (clocks + STEP * (1 + steps_of_sums)) + BLOCK) + turned) / CLOCK
+    transpose = 2 * problem.batch * problem.kv_heads * problem.kv_len * problem.head_dim_v / device.units / CACHE_BYTES
+    return (waves * (-(-visited // tile.block_kv) * (clocks + STEP * (1 + steps_of_sums)) + BLOCK) + transpose) / CLOCK
 
 
 def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
@@ -115,17 +113,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
-        "TAKE_TURNS": False,
+        "PINGPONG": False,
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,
-        "O_BOXES": problem.layout != "thd",  # a packed batch's last would reach into the next sequence
+        "TMA_STORE_O": problem.layout != "thd",  # in a packed batch a box would overwrite the next sequence
     }
-    turn, kernel = "wgmma/vt", "wgmma/forward_fp8"
+    vt, kernel = "wgmma/vt", "wgmma/forward_fp8"
     key_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    turning = Launch(
-        turn,
-        known_constants(turn, constants | {"THREADS": 128}),
+    transpose = Launch(
+        vt,
+        known_constants(vt, constants | {"THREADS": 128}),
         (key_tiles, problem.kv_heads, sequences(problem)),
         128,
     )
@@ -140,12 +138,12 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     forward = Launch(
         kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), tuple(boxes)
     )
-    return of_something([turning, forward])
+    return of_something([transpose, forward])
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory: Q, in whose place O leaves in 16 bits; K and V^T of each stage; two mbarriers of each
-    place."""
+    """Bytes of shared memory: Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), and a full/empty
+    mbarrier pair for Q and for each K and V^T."""
     qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
     out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
     keys = tile.block_kv * (qk + columns(problem.head_dim_v))

@@ -1,34 +1,33 @@
-"""What every kernel of the engine knows of Hopper: its tiles' units, and what the written costs are made of."""
+"""Hopper constants that the engine's kernels share: tile granularity and the cost model's throughputs."""
 
 from ...launch import is_modified
 from ...problem import Problem
 
 ARCH = "sm_90a"
 LARGEST = 256  # head dimension
-WARPGROUP_ROWS = 64  # rows of a warpgroup's products
-WARP_ROWS = 16  # and of each of its warps
-PANEL = 64  # columns of a box: rows of 128 bytes
-COLUMNS = (64, 96, 128, 192, 256)  # of an operand's tile, by the products that hopper.cuh has; tile.cuh's fragments_of
+WARPGROUP_ROWS = 64  # M of a warpgroup's wgmma
+WARP_ROWS = 16  # rows of it that one warp holds
+PANEL = 64  # columns of a TMA box of 16-bit elements: 128 bytes, one swizzle row
+COLUMNS = (64, 96, 128, 192, 256)  # accumulator widths, those of the wgmma N in hopper.cuh; fragments_of in tile.cuh
 
-# Of one multiprocessor and clock. Nothing here was measured on a GPU by this project yet.
+# Cost model, per SM and clock. Not measured on a GPU by this project yet.
 MULTIPLY_ADDS = 2048
 EXPONENTIALS = 16
-SHARED_BYTES = 128
-CACHE_BYTES = 32  # from the second-level cache
-STEP = 100  # clocks of a step for waiting and signalling
-BLOCK = 2000  # clocks of a block before its first product and after its last
-NEXT_TILE = 1000  # and of the next tile of a block, whose keys come while the last one's result leaves
+SHARED_BYTES = 128  # shared-memory bandwidth
+CACHE_BYTES = 32  # L2 bandwidth
+STEP = 100  # clocks of waits and signals per mainloop step
+BLOCK = 2000  # clocks of prologue and epilogue per block
+NEXT_TILE = 1000  # clocks of them per tile of a persistent block, where loads overlap the last tile's epilogue
 CLOCK = 1.5e9
-CLEAR = 2e-6  # seconds of a launch that clears a counter
+CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
-def asks_for_registers(problem: Problem) -> bool:
-    """Whether the forward of a problem needs more registers than the bare one: for lengths, what scores go through, or
-    bits of dropout."""
-    of_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
-    return problem.has_lengths or of_scores or problem.dropout > 0
+def needs_registers(problem: Problem) -> bool:
+    """Whether lengths, a score modification, a mask, a left window or dropout raise the forward's register need."""
+    modifies_scores = is_modified(problem) or problem.dense_mask is not None or problem.mask.left is not None
+    return problem.has_lengths or modifies_scores or problem.dropout > 0
 
 
 def columns(dim: int) -> int:
-    """Of a product that has `dim` columns to make: as many as there is an instruction for."""
+    """The smallest accumulator width of COLUMNS that holds `dim`."""
     return min(columns for columns in COLUMNS if columns >= min(dim, LARGEST))

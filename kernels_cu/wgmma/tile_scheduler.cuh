@@ -1,0 +1,73 @@
+// Tile scheduler: which tiles of queries a block computes, in which order.
+//
+// PERSISTENT: the grid has one block per SM. A block starts with the tile of its index and draws further ones from a
+// global counter, so that blocks that finish early take more tiles, and the next K and V load while the last O is
+// stored. Otherwise a block has one tile, that of its place in the grid (tiles, heads, sequences).
+#pragma once
+#include "../sequence.cuh"
+
+// Number of keys whose K and V fill a good half of the L2 cache, which the heads in flight share.
+constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));
+
+// A tile of queries of one head of one sequence. Also the tile record that the producer passes to the consumers.
+struct TileScheduler {
+  int tile;  // below 0: none
+  int head;
+  Sequence sequence;
+
+  // The first tile of this block.
+  __device__ TileScheduler(const Params& p) : sequence(p, PERSISTENT ? 0 : blockIdx.z) {
+    if constexpr (PERSISTENT)
+      decode(p, blockIdx.x);
+    else
+      assign(p, blockIdx.x, blockIdx.y, blockIdx.z);
+  }
+
+  // The next tile of this block.
+  __device__ void next(const Params& p) {
+    if constexpr (PERSISTENT)
+      decode(p, gridDim.x + atomicAdd(p.drawn, 1));
+    else
+      tile = -1;
+  }
+
+  // Counts the tiles of a sequence from the last one, which sees the most keys under a causal mask.
+  __device__ void assign(const Params& p, int from_last, int q_head, int batch) {
+    sequence = Sequence(p, batch);
+    tile = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q - 1 - from_last;
+    head = q_head;
+  }
+
+  // Sets the tile with this number. Numbers without a tile are skipped, and each of them is drawn.
+  __device__ void decode(const Params& p, int number) {
+    for (;; number = gridDim.x + atomicAdd(p.drawn, 1)) {
+      if constexpr (PACKED) {
+        // The slots of a packed sequence start at cu_seqlens / BLOCK_Q + its index, so that it has one for each of its
+        // tiles; some slots have no tile.
+        int slots = p.q_len / BLOCK_Q + p.batch + 1, slot = number % slots;
+        if (number / slots >= p.heads) break;
+        int batch = 0;
+        for (int last = p.batch; batch < last;) {
+          int middle = (batch + last + 1) / 2;
+          if (first_slot(p, middle) <= slot)
+            batch = middle;
+          else
+            last = middle - 1;
+        }
+        assign(p, slot - first_slot(p, batch), number / slots, batch);
+        if (tile >= 0) return;
+      } else {
+        // As many heads at a time as fit in L2, whole GQA groups: the longest tile of each, then the next one of each.
+        int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, heads = p.batch * p.heads;
+        if (number >= tiles * heads) break;
+        int concurrent = min(max(CACHED_KEYS / p.kv_len, 1) * p.group, heads);
+        int first = number / (concurrent * tiles) * concurrent, slot = number % (concurrent * tiles);
+        concurrent = min(concurrent, heads - first);
+        int global_head = first + slot % concurrent;
+        return assign(p, slot / concurrent, global_head % p.heads, global_head / p.heads);
+      }
+    }
+    tile = -1;
+  }
+  __device__ static int first_slot(const Params& p, int batch) { return p.cu_seqlens_q[batch] / BLOCK_Q + batch; }
+};

@@ -1,5 +1,5 @@
 """NaN and infinity that masks hide, on the engines of the GPU: in K they reach no row, and by products of matrices
-nothing outside the tiles that a kernel visits (README, Limits)."""
+nothing outside the tiles that a kernel visits (docs/limits.md)."""
 
 import ml_dtypes
 import numpy as np

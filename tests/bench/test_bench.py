@@ -1,4 +1,4 @@
-"""The bench script: its model against counts by hand, its timing, tiny runs end to end, and the README's tables."""
+"""The bench script: its model against counts by hand, its timing, tiny runs end to end, and the generated tables."""
 
 import importlib.util
 import json
@@ -238,7 +238,7 @@ def test_readme_tables_follow_the_results(section: str, result: Any, tmp_path: P
     (results / "small-box.json").write_text(json.dumps(result))
     name = f"small-box-{section}"
     readme.write_text(f"before\n<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->\nafter\n")
-    command = ["tables", "--readme", str(readme), "--results", str(results)]
+    command = ["tables", "--page", str(readme), "--results", str(results)]
     assert main([*command, "--check"]) == 1
     assert "old" in readme.read_text()
     assert main(command) == 0

@@ -1,4 +1,4 @@
-"""What a sweep has reached: ratios by hand, the table, the plot, and the README's blocks."""
+"""What a sweep has reached: ratios by hand, the table, the plot, and the blocks of a page."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_results_without_a_block_are_told(tmp_path, capsys):
     readme = tmp_path / "README.md"
     stored = result(case(FULL, {"wgmma 1": 736.0}, peers={"SDPA cuDNN": 700.0}))
     (tmp_path / "sweep-forward.json").write_text(json.dumps(stored))
-    command = ["tables", "--readme", str(readme), "--results", str(tmp_path)]
+    command = ["tables", "--page", str(readme), "--results", str(tmp_path)]
     readme.write_text("nothing\n")
     for check in ([], ["--check"]):
         assert main([*command, *check]) == 1

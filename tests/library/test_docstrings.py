@@ -1,4 +1,4 @@
-"""Every example runs: doctests of all modules, and the Python blocks of the README."""
+"""Every example runs: doctests of all modules, and the Python blocks of the README and of docs/."""
 
 import doctest
 import importlib
@@ -10,7 +10,12 @@ import pytest
 
 import cupy_flash
 
+<<<<<<< HEAD:tests/library/test_docstrings.py
 README = Path(__file__).resolve().parents[2] / "README.md"
+=======
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+>>>>>>> docs:tests/test_docstrings.py
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(cupy_flash.__path__, "cupy_flash.") if "__main__" not in module.name
 )
@@ -24,8 +29,21 @@ def python_blocks(text):
     ]
 
 
-# Blocks on CuPy arrays need a GPU: tests/gpu runs them.
-BLOCKS = [(line, code) for line, code in python_blocks(README.read_text()) if not re.search(r"\bimport cupy\b", code)]
+def blocks(cupy):
+    """The Python blocks of all pages, either those that import CuPy or the others."""
+    return [
+        pytest.param(page, line, code, id=f"{page.stem}-{line}")
+        for page in PAGES
+        for line, code in python_blocks(page.read_text(encoding="utf-8"))
+        if bool(re.search(r"\bimport cupy\b", code)) == cupy
+    ]
+
+
+BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
+
+
+def run_block(page, line, code):
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": page.stem})
 
 
 @pytest.mark.parametrize("name", ["cupy_flash", *MODULES])
@@ -41,12 +59,44 @@ def test_there_are_docstring_examples():
     assert min(attempted.values()) > 0, attempted
 
 
-@pytest.mark.parametrize(("line", "code"), BLOCKS, ids=[f"line-{line}" for line, _ in BLOCKS])
-def test_readme(line, code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "line", "code"), BLOCKS)
+def test_page(page, line, code, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n" * (line - 1) + code, str(README), "exec"), {"__name__": "readme"})
+    if page.name == "fp8.md":  # Hopper alone serves fp8
+        request.getfixturevalue("hopper")
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    run_block(page, line, code)
 
 
-def test_there_are_readme_examples():
-    assert len(BLOCKS) >= 5
+def test_there_are_examples():
+    pages = {block.values[0].stem for block in BLOCKS}
+    assert {"README", "index", "torch", "transformers", "jax", "memory", "long_sequences", "fp8", "kernels"} <= pages
+    assert CUPY_BLOCKS
     assert python_blocks("a\n```python\nx\n```\n\n```\ny\n```\n```python\nz\n```\n") == [(3, "x\n"), (10, "z\n")]
+
+
+def test_readme_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page):
+    """mkdocs checks the anchors too, but only CI has it, and it does not see the README as it stands."""
+    links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """The first column of docs/troubleshooting.md quotes error texts, so that a search finds them."""
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = [found for row in rows for found in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
+    assert len(quoted) >= 3
+    assert [text for pair in quoted if (text := "".join(pair)) not in code] == []
+
+
+def test_every_path_of_the_map_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^    ((?:cupy_flash|kernels_cu|bench|tests)/\S*)  ", text, re.MULTILINE)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []

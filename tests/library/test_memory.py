@@ -451,16 +451,16 @@ def test_model_needs_numpy_alone():
     assert result.stdout.endswith("124439808\n")
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PRINTED = re.findall(r"^```console\n\$ python -m cupy_flash memory (.*?)\n(.*?)^```$", README, re.M | re.S)
+GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+PRINTED = re.findall(r"^```console\n\$ python -m cupy_flash memory (.*?)\n(.*?)^```$", GUIDE, re.M | re.S)
 
 
-def test_readme_has_a_printed_example():
+def test_guide_has_a_printed_example():
     assert PRINTED
-    assert "--plot bench/results/memory-model.png" in README
+    assert "--plot bench/results/memory-model.png" in GUIDE
     assert (ROOT / "bench" / "results" / "memory-model.png").is_file()
 
 
 @pytest.mark.parametrize("words, printed", PRINTED)
-def test_readme_has_what_the_command_prints(words, printed):
+def test_guide_has_what_the_command_prints(words, printed):
     assert run(*shlex.split(words)) == printed

@@ -1,4 +1,4 @@
-"""The package as a person gets it: wheel, editable install, bare checkout."""
+"""The package as users install it: wheel, sdist, editable install, bare checkout."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from cupy_flash.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "cupy_flash", "kernels_cu")
+SDIST_SOURCES = (
+    "MANIFEST.in", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "ruff.toml", ".clang-format", ".ci",
+    "tests", "bench", "examples", "docs",
+)  # fmt: skip
 # setuptools and the dependencies come from the environment of the tests: nothing is downloaded.
 PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 
@@ -33,13 +38,13 @@ def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
     return result.stdout
 
 
-def copy_checkout(folder: Path) -> Path:
+def copy_checkout(folder: Path, sources: Sequence[str] = SOURCES) -> Path:
     """A copy to build in, so that no build folder is left in the checkout."""
     checkout = folder / "checkout"
     checkout.mkdir()
-    for name in SOURCES:
+    for name in sources:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "out"))
         else:
             shutil.copy(ROOT / name, checkout / name)
     return checkout
@@ -69,6 +74,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", build, folder], cwd=copy_checkout(folder, SOURCES + SDIST_SOURCES))
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -88,6 +102,16 @@ def test_wheel_holds_every_module_and_kernel_and_nothing_else(wheel: Path) -> No
     assert "cupy_flash/kernels_cu/README.md" in held
 
 
+def test_sdist_holds_the_checkout(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    files = [ROOT / name for name in SOURCES + SDIST_SOURCES]
+    files += [path for folder in files if folder.is_dir() for path in folder.rglob("*")]
+    tracked = [path.relative_to(ROOT) for path in files if path.is_file() and path.suffix != ".pyc"]
+    assert {path.as_posix() for path in tracked if path.parts[:2] != ("bench", "out")} <= held
+    assert not [name for name in held if "__pycache__" in name or name.endswith(".pyc")]
+
+
 def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "cupy-flash"
     assert metadata["Version"] == cupy_flash.__version__
@@ -96,19 +120,27 @@ def test_metadata(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist", [])
     base = {re.split(r"[^\w-]", requirement)[0] for requirement in requirements if "extra ==" not in requirement}
     assert base == {"numpy", "ml_dtypes", "platformdirs", "threadpoolctl", "cuda-pathfinder"}
-    extras = {"cuda12", "cuda13", "torch", "jax", "transformers", "bench", "test", "lint"}
+    extras = {"cuda12", "cuda13", "torch", "jax", "transformers", "bench", "test", "lint", "docs", "release"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
+
+
+def test_classifiers_name_every_supported_python(metadata: Message) -> None:
+    found = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
+    assert [int(minor) for minor in found] == list(range(10, 10 + len(found)))
+    assert sys.version_info.minor <= int(found[-1])
 
 
 def test_changelog_names_the_version() -> None:
     assert f"## [{cupy_flash.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_ci_pins_what_the_extras_lint_and_test_require(metadata: Message) -> None:
+def test_ci_pins_what_the_extras_of_development_require(metadata: Message) -> None:
     lines = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
     wanted = [
-        line for line in metadata.get_all("Requires-Dist", []) if re.search(r'extra == "(test|lint|bench)"', line)
+        line
+        for line in metadata.get_all("Requires-Dist", [])
+        if re.search(r'extra == "(test|lint|bench|docs|release)"', line)
     ]
     assert {re.split(r"[^\w-]", line)[0] for line in wanted} <= pinned
 
@@ -120,6 +152,13 @@ def test_wheel_finds_its_kernels(wheel: Path, tmp_path: Path) -> None:
     assert Path(folder).is_relative_to(tmp_path / "environment")
     for command in ([python, "-m", "cupy_flash"], [python.with_name("cupy-flash")]):
         assert_found(Path(folder, "kernels_cu"), run([*command, "info"], cwd=tmp_path))
+
+
+def test_sdist_installs(sdist: Path, tmp_path: Path) -> None:
+    python = make_environment(tmp_path)
+    run([python, "-m", "pip", "install", *PIP_OPTIONS, "--ignore-installed", sdist], cwd=tmp_path)
+    folder = run([python, "-c", "import cupy_flash; print(cupy_flash.__path__[0])"], cwd=tmp_path).strip()
+    assert_found(Path(folder, "kernels_cu"), run([python, "-m", "cupy_flash", "info"], cwd=tmp_path))
 
 
 def test_editable_install_finds_its_kernels(tmp_path: Path) -> None:

@@ -10,12 +10,8 @@ import pytest
 
 import cupy_flash
 
-<<<<<<< HEAD:tests/library/test_docstrings.py
-README = Path(__file__).resolve().parents[2] / "README.md"
-=======
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
->>>>>>> docs:tests/test_docstrings.py
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(cupy_flash.__path__, "cupy_flash.") if "__main__" not in module.name
 )

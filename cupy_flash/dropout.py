@@ -12,8 +12,12 @@ An element is kept where its half is at least t = round(65536 p), and then multi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt  # its import takes milliseconds
 
 TILE = 16  # rows and columns of the block whose elements share counter words 0 and 1
 ROUNDS = 10

@@ -71,9 +71,9 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         buffer = np.empty(plan.block_q * plan.block_kv, problem.accumulation)
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            Q = _load(q_rows[queries], problem.accumulation) * problem.accumulation.type(problem.scale)
+            Q = _load(q_rows[queries], problem.accumulation) * call.q_scale
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
-            bounded = boundable and _largest_norm(Q) * K_norm <= BOUND
+            bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
                 call.stop.poll()
@@ -81,6 +81,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                     sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions
                 )
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
+                call.scale(S)
                 for step in call.score_steps:
                     step.apply(S, tile, save=False)
                 call.hide(S, sequence.band, tile)
@@ -141,6 +142,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
             dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
                 dsink[sequence.batch, head] = rows.dsink(call.sink[head])
+        call.scale(dK)
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
@@ -230,9 +232,17 @@ class _Call:
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
         self.sequences = _sequences(problem, operands)
+        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
+        self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
         # Tasks that add to one slice of it run in turn.
         self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
+
+    def scale(self, product: np.ndarray) -> None:
+        """Apply the part of the scale that is not in Q."""
+        if self.product_scale != 1:
+            product *= self.product_scale
 
     @property
     def additive(self) -> bool:
@@ -311,13 +321,14 @@ class _QueryRows:
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
-        self.Q *= problem.accumulation.type(problem.scale)
+        self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
         self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
-        self.folded = not call.score_steps and _largest_norm(self.Q) * K_norm <= BOUND
+        unmodified = not call.score_steps and call.product_scale == 1
+        self.folded = unmodified and _largest_norm(self.Q) * K_norm <= BOUND
         if self.folded:
             self.Q[:, -1] = -self.lse
         if not problem.dropout:
@@ -328,6 +339,7 @@ class _QueryRows:
         """Recompute P (after dropout) and dS (before the scale) of a tile; K and V carry a column of ones."""
         problem, rows = self.call.problem, slice(*tile.queries)
         S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
+        self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
             S -= self.lse[rows, None]

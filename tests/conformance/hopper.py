@@ -1,6 +1,6 @@
 """Micro-kernels of Hopper's asynchronous instructions: wgmma, bulk copies, mbarriers, clusters.
 
-Each is the body of a kernel of tests/micro.py, for the simulator and for a GPU alike. What they compute is exact.
+Each is the body of a kernel of helpers/micro.py, for the simulator and for a GPU alike. What they compute is exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HopperCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What tests/micro.py's source and run need to know besides body and arrays."""
+        """What helpers/micro.py's source and run need to know besides body and arrays."""
         static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {
             "shared": "" if self.dynamic else static,

@@ -321,7 +321,7 @@ MMA_FORMS = {
 
 
 def mma_body(form: str) -> str:
-    """One warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of tests/micro.py."""
+    """One warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of helpers/micro.py."""
     shape, type_, a_words, b_words = MMA_FORMS[form]
     lines, registers = [], {}
     for pointer, (name, count, first, suffix) in enumerate(

@@ -1,8 +1,8 @@
 """Runs every micro-kernel on this machine's GPU, compares what it gives with the simulator, and stores it:
 python -m conformance.on_gpu FOLDER.
 
-The stored files then hold the simulator without a GPU (tests/test_simulator_conformance_gpu.py). NVRTC is not asked:
-the driver assembles the PTX, the same text that the simulator executes.
+The stored files then hold the simulator without a GPU (simulator/test_simulator_conformance_gpu.py). NVRTC is not
+asked: the driver assembles the PTX, the same text that the simulator executes.
 
 A kernel may hang or spoil its process's context for every kernel after it. So kernels run in a process of their own,
 which is replaced by a new one after each that fails.

@@ -51,7 +51,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which problem.py checks."""
+    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which requirements.py checks."""
     return 65536 / (65536 - threshold(p))
 
 

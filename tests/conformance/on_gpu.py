@@ -1,7 +1,7 @@
 """Run every micro-kernel on this machine's GPU, compare the results with the simulator's, and store them:
 python -m conformance.on_gpu FOLDER.
 
-The stored files are the reference for tests without a GPU (tests/simulator/test_simulator_conformance_gpu.py). NVRTC is not
+The stored files are the reference for tests without a GPU (simulator/test_simulator_conformance_gpu.py). NVRTC is not
 involved: the driver assembles the same PTX text that the simulator executes.
 
 A kernel may hang or corrupt its process's CUDA context. Kernels therefore run in a worker process, which is replaced

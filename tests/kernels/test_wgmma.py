@@ -328,10 +328,10 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     [
         pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
         pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
-        pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
+        pytest.param(dict(arch="sm_100"), "sm_100 lacks", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
-        pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),
-        pytest.param(dict(empty=True), "has no boxes", id="no-rows"),
+        pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
+        pytest.param(dict(empty=True), "without elements", id="no-rows"),
         pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
         pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
         pytest.param(dict(batch=65536), "65536 sequences", id="grid"),

@@ -125,7 +125,7 @@ TURNS_PLANTED = {
     ),
     "one lane passes the turn of others": (
         "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
-        "released without a __syncwarp after the write of lane",
+        "release without a __syncwarp after the write of lane",
     ),
 }  # fmt: skip
 

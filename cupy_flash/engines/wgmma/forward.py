@@ -38,6 +38,7 @@ from .hopper import (
 # registers: of blocks of one tile; of those that draw tiles or whose warpgroups take turns; and with options that ask
 # for registers. Up to here the static gate finds no spill.
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
+RELOAD_ABOVE = {2: 180, 3: 100}  # above so many of them the kernel rematerialises the sequence instead of keeping it
 WORK_BYTES = 48  # of tile_scheduler.cuh's struct, in whole 16
 
 
@@ -68,7 +69,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         block_q = WARPGROUP_ROWS * warpgroups
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
-        live = block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
+        live = _live(problem, block_kv)
         if live > limits[2 if options else persistent or takes_turns]:
             continue
         sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
@@ -112,6 +113,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "STAGES": tile.stages,
         "PERSISTENT": tile.persistent,
         "PINGPONG": tile.takes_turns,
+        "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
         "KV_MULTICAST": tile.paired,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
@@ -137,6 +139,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether two neighbouring tiles of queries always visit the same keys."""
     return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
+
+
+def _live(problem: Problem, block_kv: int) -> int:
+    """Registers of a thread for S, P and O."""
+    return block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
+
+
+def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
+    """True if S, P and O leave few registers, and the sequence does not depend on the batch entry."""
+    same = not (problem.has_lengths or problem.shard)
+    return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:

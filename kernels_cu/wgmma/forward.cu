@@ -20,11 +20,6 @@ struct Maps {
 // previous tile is waited for first.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK;
 
-// True if S, P and O leave few registers: the sequence, if it does not depend on the batch entry, is then
-// rematerialised from the kernel's parameters, which costs a few instructions per tile.
-constexpr bool RELOAD_SEQUENCE =
-    6 * N + 4 * N_V > (THREADS == 384 ? 180 : 100) && !(PACKED || Q_LENGTHS || KV_LENGTHS || SHARD);
-
 using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
@@ -70,6 +65,33 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
   mbarrier_arrive(rings.Q.full());
 }
 
+// The asynchronous steps of the mainloop: each issues one wgmma group, or waits until at most PENDING groups are in
+// flight and releases the slot that the oldest one has read.
+__device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
+  K.wait();
+  fence_operand(S);
+  wgmma_fence();
+  scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S, Q_smem, K.tile());
+}
+template <int PENDING>
+__device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
+  wgmma_wait_group<PENDING>();
+  fence_operand(S);
+  K.release();
+}
+__device__ void issue_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], const V_Ring& V) {
+  V.wait();
+  fence_operand(O), fence_operand(P);
+  wgmma_fence();
+  accumulate(O, P, V.tile());
+}
+__device__ void wait_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], V_Ring& V) {
+  wgmma_wait_group<0>();
+  fence_operand(O), fence_operand(P);
+  V.release();
+}
+
+// Consumer: one warpgroup, 64 queries of each tile.
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem,
                         const TileScheduler& tile_smem) {
   float scale_log2 = log2_scale_of(p);
@@ -93,8 +115,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // Softmax of one tile: S becomes P; returns whether O must be rescaled by O_scale.
-    auto probabilities = [&](int kv_start) {
+    // S becomes probabilities; returns whether O must be rescaled by O_scale.
+    auto attend = [&](int kv_start) {
       if (SCORE_MODIFIED || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
         modify<true>(S_rmem, score, band, q_start + row, kv_start);
       bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
@@ -102,33 +124,12 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
       return rescales;
     };
-    // Each wgmma is issued and waited for in separate steps; its registers and slots are in use in between.
-    auto issue_QK = [&] {
-      rings.K.wait();
-      fence_operand(S_rmem);
-      wgmma_fence();
-      scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
-    };
-    auto issue_PV = [&] {
-      rings.V.wait();
-      wgmma_fence();
-      accumulate(O_rmem, P_rmem, rings.V.tile());
-    };
-    auto wait_QK = [&] {
-      fence_operand(S_rmem);
-      rings.K.release();
-    };
-    auto wait_PV = [&] {
-      wgmma_wait_group<0>();
-      fence_operand(O_rmem), fence_operand(P_rmem);
-      rings.V.release();
-    };
 
     if (kv_tiles.last >= kv_tiles.first) {
-      issue_QK();
-      wgmma_wait_group<0>();
-      wait_QK();
-      probabilities(kv_tiles.last);
+      // Prologue: P of the last tile of keys, the only one that can reach past the sequence.
+      issue_QK(S_rmem, Q_smem, rings.K);
+      wait_QK<0>(S_rmem, rings.K);
+      attend(kv_tiles.last);
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
         if (kv_tiles.last + BLOCK_KV > sequence.kv_len) {
@@ -137,25 +138,25 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
                                            [&](int row) { return kv_tiles.last + row < sequence.kv_len; });
           sync_cleared_rows();
         }
+
+      // Mainloop: S of this tile and PV of the previous one are in flight together.
       for (int kv_start = kv_tiles.last - BLOCK_KV; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
-        fence_operand(O_rmem), fence_operand(P_rmem);
         pingpong_wait(warpgroup);
-        issue_QK();
-        issue_PV();
+        issue_QK(S_rmem, Q_smem, rings.K);
+        issue_PV(O_rmem, P_rmem, rings.V);
         pingpong_signal(warpgroup);
-        if constexpr (SCORE_MODIFIED) wait_PV();
-        wgmma_wait_group<1>();
-        wait_QK();
-        bool rescales = probabilities(kv_start);
-        if constexpr (!SCORE_MODIFIED) wait_PV();
+        if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
+        wait_QK<1>(S_rmem, rings.K);
+        bool rescales = attend(kv_start);
+        if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
         round_fragments(P_rmem, S_rmem);
       }
-      fence_operand(O_rmem), fence_operand(P_rmem);
-      issue_PV();
-      wait_PV();
+      issue_PV(O_rmem, P_rmem, rings.V);
+      wait_PV(O_rmem, P_rmem, rings.V);
     }
 
+    // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
     store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);

@@ -134,8 +134,8 @@ def test_bytes_and_conflicts(how, small_tile, monkeypatch):
 # name -> (what stands there, what is planted, errors), of a padded batch
 PLANTED = {
     "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
-    "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
-    "no wait for V": ("rings.V.wait();\n      wgmma_fence", "wgmma_fence", errors.PendingCopy),
+    "no wait for K": ("  K.wait();\n", "", errors.PendingCopy),
+    "no wait for V": ("  V.wait();\n", "", errors.PendingCopy),
     "no wait for an empty place": (
         "mbarrier_wait(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
@@ -163,11 +163,10 @@ PLANTED = {
     ),
     "no fence of the mbarriers": ("    fence_mbarrier_init();\n", "", errors.MissingFence),
     "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
-    "no fence of registers": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
-    "scores not waited for": ("wgmma_wait_group<1>();", "wgmma_wait_group<2>();", errors.PendingRegister),
+    "no fence of registers": ("wgmma_fence();\n  scores", "scores", errors.MissingFence),
+    "scores not waited for": ("wait_QK<1>(", "wait_QK<2>(", errors.PendingRegister),
     "sums not waited for": (
-        "wgmma_wait_group<0>();\n      fence_operand(O_rmem), fence_operand(P_rmem);",
-        "fence_operand(O_rmem), fence_operand(P_rmem);",
+        "wgmma_wait_group<0>();\n  fence_operand(O), fence_operand(P);", "fence_operand(O), fence_operand(P);",
         (errors.PendingRegister, errors.PendingCopy),
     ),
     "sums not ended": (
@@ -198,7 +197,7 @@ PLANTED = {
         "rings.Q.acquire();\n    tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
     ),
     "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
-    "a turn not passed": ("issue_PV();\n        pingpong_signal(warpgroup);", "issue_PV();", errors.Deadlock),
+    "a turn not passed": ("rings.V);\n        pingpong_signal(warpgroup);", "rings.V);", errors.Deadlock),
     "a turn kept": ("(warpgroup + 1) %", "warpgroup %", (errors.BarrierMisuse, errors.Deadlock)),
     "halves of O": ("2 * k + lane_id() / 16", "2 * k + 1 - lane_id() / 16", AssertionError),
     "no fence after rows are cleared": (

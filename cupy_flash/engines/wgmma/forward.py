@@ -35,6 +35,8 @@ from .hopper import (
 # Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong; with options
 # that need registers (needs_registers). The static gate finds no spill up to it.
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
+# Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
+RELOAD_ABOVE = {2: 180, 3: 100}
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
@@ -65,7 +67,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         block_q = WARPGROUP_ROWS * warpgroups
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
-        live = block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
+        live = _live(problem, block_kv)
         if live > limits[2 if options else persistent or takes_turns]:
             continue
         sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
@@ -111,6 +113,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "STAGES": tile.stages,
         "PERSISTENT": tile.persistent,
         "PINGPONG": tile.takes_turns,
+        "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
         "KV_MULTICAST": tile.paired,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
@@ -136,6 +139,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
     return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
+
+
+def _live(problem: Problem, block_kv: int) -> int:
+    """Registers of a thread for S, P and O."""
+    return block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
+
+
+def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
+    """True if S, P and O leave few registers, and the sequence does not depend on the batch entry."""
+    same = not (problem.has_lengths or problem.shard)
+    return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:

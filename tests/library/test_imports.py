@@ -107,6 +107,14 @@ FLOW = (
     "distributed.ulysses",
     "distributed",
     "__init__",
+    "commands",
+    "commands.problem_arguments",
+    "commands.cache",
+    "commands.info",
+    "commands.compile",
+    "commands.explain",
+    "commands.ptx",
+    "commands.memory",
     "__main__",
 )
 

@@ -99,6 +99,7 @@ FLOW = (
     "adapters.torch",
     "adapters.transformers",
     "adapters.jax",
+    "adapters.model_config",
     "memory",
     "api",
     "distributed.shards",

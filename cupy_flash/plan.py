@@ -147,7 +147,7 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
-    if problem.backend not in (None, device.backend):
+    if problem.backend is not None and problem.backend.partition(":")[0] != device.backend:
         reasons.append(f'backend="{problem.backend}" was asked for')
     if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")

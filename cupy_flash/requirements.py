@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, as_array
+from .device import GPUS
 from .features import ARRAYS, CAP, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
 from .plan import engine_reason
@@ -202,8 +203,11 @@ def check_options(
     is_bhsd = isinstance(layout, str) and layout == "bhsd"
     require(not (packed and is_bhsd), 'a packed batch is (T, H, D) and has no layout "bhsd"')
     source = "backend" if options["backend"] is not None else "the environment's CUPY_FLASH_BACKEND"
-    known = backend is None or is_one_of(backend, BACKENDS)
-    require(known, f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    require(
+        backend is None or is_one_of(backend, (*BACKENDS, *(f"simulator:{arch}" for arch in GPUS))),
+        f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}; the simulator takes an architecture, as in "
+        f"simulator:sm_90a, of {', '.join(GPUS)}",
+    )
     reason = engine_reason(options["engine"])
     require(reason is None, str(reason))
     return Settings(mask, numbers)

@@ -616,7 +616,7 @@ class _BlasLimit:
             disown(force=True)
 
     def _reset(self) -> None:
-        """Drop the other threads' users and lock in a forked child, which does not have those threads."""
+        """In a forked child, which has none of the other threads, drop their users and lock and restore the limits."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

@@ -420,7 +420,7 @@ QUERY = jagged(normal(9, 4, E), OFFSETS[0])
             r"must be \(B, H, S, E\)",
             id="three-dimensions",
         ),
-        pytest.param((QUERY, QUERY, QUERY, X > 0), cupy_flash.UnsupportedError, "no attn_mask", id="mask"),
+        pytest.param((QUERY, QUERY, QUERY, X > 0), cupy_flash.UnsupportedError, "attn_mask is not", id="mask"),
         pytest.param((QUERY, *[jagged(normal(9, 2, E), OFFSETS[0])] * 2), ValueError, "need enable_gqa", id="heads"),
         pytest.param(
             (QUERY, QUERY, jagged(normal(9, 4, E), torch.tensor([0, 2, 4, 4, 9]))), ValueError, "lengths", id="lengths"

@@ -27,7 +27,7 @@ from cupy_flash.problem import Gradients, Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
+GRADIENTS = Gradients._fields
 
 
 @by_backend(cpu=OPTIONS, simulator=SIMULATED_OPTIONS)

@@ -172,6 +172,7 @@ BAD_CALLS = [
     bad("window-of-64-bits", FORWARD, ValueError, "a side of window must be less than 2**63", window=(2**63, 0)),
     bad("window-of-bytes", FORWARD, TypeError, "window must be None or (left, right)", window=(b"1", 1)),
     bad("window-that-raises", FORWARD, TypeError, "window must be None or (left, right)", window=(Raising(), 1)),
+    bad("backend-arch", FORWARD, ValueError, "as in simulator:sm_90a, of sm_75", backend="simulator:sm_9"),
     bad("backend-list", FORWARD, ValueError, "backend must be one of cpu, cuda, simulator, not []", backend=[]),
     bad("backend-array", FORWARD, ValueError, "backend must be one of cpu", backend=np.array([1, 2])),
     bad("engine-array", FORWARD, ValueError, "engine must be one of cpu", engine=np.array([1, 2])),

@@ -1,4 +1,4 @@
-"""Small PTX kernels for the simulator's tests: a body and its arrays."""
+"""Small PTX kernels for the simulator's tests, made of a body and its arrays."""
 
 import struct
 
@@ -29,7 +29,7 @@ HEADER = """
 
 
 def source(body, arrays, *, shared="", variables="", maps=0, target="sm_90", directives=""):
-    """The text: array i is at %pi, tensor map i at %mi, the thread index in %t, the block index in %block."""
+    """The PTX: %pi points to array i, %mi to tensor map i; %t is the thread index, %block the block index."""
     parameters = [f".param .u64 a{i}" for i in range(len(arrays))]
     parameters += [f".param .align 64 .b8 map{i}[128]" for i in range(maps)]
     pointers = [f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))]
@@ -49,8 +49,8 @@ def run(
     body, *arrays, threads=32, blocks=1, shared="", variables="", dynamic=0, outputs=(), constant=(), maps=(),
     target="sm_90", directives="", **options,
 ):  # fmt: skip
-    """Run a body; `outputs` and `constant` are indices of arrays that start uninitialised, that are read-only; `maps`:
-    (index of an array, tensor map of an address) pairs."""
+    """Run a body. `outputs`: indices of arrays that start uninitialised; `constant`: of read-only ones; `maps`:
+    (index of an array, function from its address to a tensor map) pairs."""
     memory = Memory()
     pointers = [
         memory.add(array, f"array {i}", initialised=i not in outputs, writable=i not in constant)

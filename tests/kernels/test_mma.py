@@ -232,7 +232,7 @@ def forward(monkeypatch, small_tile):
     """out and lse of a case with another threshold."""
 
     def forward(case, rescale_above=RESCALE_ABOVE):
-        monkeypatch.setattr("cupy_flash.launch.RESCALE_ABOVE", rescale_above)
+        monkeypatch.setattr("cupy_flash.engines.fragments.RESCALE_ABOVE", rescale_above)
         plan.cache_clear()
         return run_mma(case, "sm_75" if case.dtype == "float16" else "sm_80")
 

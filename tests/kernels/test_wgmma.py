@@ -328,10 +328,10 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     [
         pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
         pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
-        pytest.param(dict(arch="sm_100"), "sm_100 has not", id="newer-arch"),
+        pytest.param(dict(arch="sm_100"), "sm_100 lacks", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
-        pytest.param(dict(kv_len=0), "has no boxes", id="no-keys"),
-        pytest.param(dict(empty=True), "has no boxes", id="no-rows"),
+        pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
+        pytest.param(dict(empty=True), "without elements", id="no-rows"),
         pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
         pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
         pytest.param(dict(batch=65536), "65536 sequences", id="grid"),
@@ -379,11 +379,11 @@ def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
     q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
     bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
     how = dict(backend="simulator", engine="wgmma")
-    with pytest.raises(UnsupportedError, match="wgmma: a tensor without elements has no boxes"):
+    with pytest.raises(UnsupportedError, match="wgmma: TMA cannot load from a tensor without elements"):
         cupy_flash.attention_varlen(q, k, k, *bounds, 5, 5, **how)
     if dtype == "bfloat16":
         lse = np.full((2, q_rows), -np.inf, np.float32)
-        with pytest.raises(UnsupportedError, match="wgmma: a tensor without elements has no boxes"):
+        with pytest.raises(UnsupportedError, match="wgmma: TMA cannot load from a tensor without elements"):
             cupy_flash.attention_varlen_backward(q, q, k, k, q, lse, *bounds, 5, 5, **how)
 
 

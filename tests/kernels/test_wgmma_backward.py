@@ -16,7 +16,7 @@ from cupy_flash.backends.simulator import errors
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
 from cupy_flash.plan import plan
-from cupy_flash.problem import Saved
+from cupy_flash.problem import Gradients, Saved
 from cupy_flash.source import assemble
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -26,7 +26,7 @@ TILES = {
     "keys": Tile(block_q=64, block_kv=128, stages=2, dq_in_bulk=False),
     "shared keys": Tile(block_q=64, block_kv=64, stages=2, dq_in_bulk=True),
 }
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
+GRADIENTS = Gradients._fields
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
 
@@ -125,7 +125,7 @@ TURNS_PLANTED = {
     ),
     "one lane passes the turn of others": (
         "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
-        "released without a __syncwarp after the write of lane",
+        "release without a __syncwarp after the write of lane",
     ),
 }  # fmt: skip
 

@@ -546,7 +546,7 @@ def test_the_text_of_a_failed_compilation_is_kept(folder: Path, compiles: list[s
     assert compiles == [NAME] * 2
 
 
-@pytest.mark.filterwarnings("ignore:compiled kernels cannot be kept")
+@pytest.mark.filterwarnings("ignore:compiled kernels cannot be stored")
 def test_a_failed_compilation_is_told_where_nothing_can_be_written(folder: Path) -> None:
     folder.mkdir()
     for mode in (0o555, 0o777):

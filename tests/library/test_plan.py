@@ -34,6 +34,15 @@ def test_records_are_frozen(record):
         setattr(record, next(iter(record.__dataclass_fields__)), None)
 
 
+def test_backend_names_the_simulated_gpu():
+    """Without an architecture it is sm_80; with one, engines that need it serve the call, and the result is theirs."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 64)).astype(np.float16)
+    for backend, arch in (("simulator", "sm_80"), ("simulator:sm_75", "sm_75"), ("simulator:sm_90a", "sm_90a")):
+        assert f"on simulator ({arch}," in cupy_flash.explain(q, k, v, backend=backend)
+    out = cupy_flash.attention(q, k, v, backend="simulator:sm_90a", engine="wgmma")
+    np.testing.assert_allclose(out, cupy_flash.attention(q, k, v), atol=2e-3)
+
+
 def test_equal_calls_are_one_problem():
     """Two calls of the same shapes pose equal problems, whatever is in the arrays."""
     one, other, different = (

@@ -1,4 +1,4 @@
-"""Bulk copies: boxes of tensors and plain ranges; every edge; the orders agree; and every misuse that is reported."""
+"""Bulk copies of tensor boxes and contiguous ranges: all edge cases, equal results in all orders, and each misuse."""
 
 import itertools
 
@@ -24,14 +24,14 @@ def result(case, body=None, **options):
 
 
 def swizzle(byte, span):
-    """PTX ISA 9.2, swizzling modes: over a span of 32, 64, 128 bytes the number of a 16-byte piece in its span is
-    changed by that of the 128 bytes it lies in, modulo 2, 4, 8."""
+    """PTX ISA 9.2, swizzling modes: over a span of 32, 64 or 128 bytes, the index of a 16-byte piece in its
+    span is XORed with the index of its 128-byte row modulo 2, 4 or 8."""
     row, piece, rest = byte // 128, byte // 16, byte % 16
     return (piece ^ row % (span // 16)) * 16 + rest if span else byte
 
 
 def places(name):
-    """(byte in shared memory, element in the tensor or None where outside) of each element of a box."""
+    """(byte in shared memory, element of the tensor or None if out of bounds) for each element of a box."""
     dtype, shape, box, span, at = BOXES[name]
     for i, index in enumerate(itertools.product(*map(range, reversed(box)))):
         element = [x + y for x, y in zip(reversed(at), index, strict=True)]
@@ -133,10 +133,10 @@ def test_blocks_have_copies_of_their_own():
         assert np.array_equal(out, array)
 
 
-# ---- what is reported
+# ---- misuse
 
 LOAD, STORE, ADD = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["add.2d-f32"]
-# Without the wait, and with what the end of a block needs of it.
+# Without the wait in between, but with one before the block exits.
 NO_WAIT = LOAD.body.replace(wait(), "")
 
 
@@ -149,33 +149,33 @@ def test_use_before_the_wait(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_wait_for_another_phase(order):
-    """Parity 1 of a fresh mbarrier is that of the phase before its first."""
+    """Parity 1 of a fresh mbarrier is that of the phase preceding its first, which counts as complete."""
     with pytest.raises((errors.PendingCopy, errors.Deadlock)):
         result(LOAD, LOAD.body.replace(wait(), wait(1)), order=order)
 
 
-def test_one_waits_and_does_not_tell_the_others():
+def test_wait_by_one_warp_does_not_order_the_others():
     alone = "@!%q6 bra PAST;" + wait() + "PAST:"
     result(LOAD, LOAD.body.replace(wait(), alone + "bar.sync 0;"))
     with pytest.raises(errors.PendingCopy):
         result(LOAD, LOAD.body.replace(wait(), alone))
 
 
-def test_one_lane_waits_and_does_not_tell_its_warp():
+def test_wait_by_one_lane_does_not_order_its_warp():
     alone = "setp.ge.u32 %q7, %t, 32; @%q7 exit; @!%q6 bra PAST;" + wait() + "PAST:"
     result(LOAD, LOAD.body.replace(wait(), alone + "bar.warp.sync -1;"))
     with pytest.raises(errors.PendingCopy, match="without a (wait|__syncwarp after the wait of lane 0 .*) for"):
         result(LOAD, LOAD.body.replace(wait(), alone))
 
 
-def test_end_before_the_copy_has_landed():
+def test_exit_before_the_copy_completes():
     body = LOAD.body[: LOAD.body.index(wait())]
     with pytest.raises(errors.PendingCopy, match="ends before its bulk copy completes"):
         result(LOAD, body)
 
 
 @pytest.mark.parametrize("announced", [1024, 4096], ids=["fewer", "more"])
-def test_wrong_byte_count_is_a_deadlock_that_says_so(announced):
+def test_wrong_byte_count_is_a_deadlock_that_names_it(announced):
     body = LOAD.body.replace("_, [%r50], 2048;", f"_, [%r50], {announced};")
     how = "1024 bytes too many" if announced < 2048 else "2048 bytes pending"
     with pytest.raises(errors.Deadlock, match=f"for parity 0 of the mbarrier at .*0 of 1 arrivals pending, {how}"):
@@ -191,7 +191,7 @@ def test_bytes_of_one_copy_of_two():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_copy_over_what_others_still_read(order):
+def test_copy_over_bytes_still_being_read(order):
     again = """
         mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 2048;
         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 2048, [%r50];
@@ -202,7 +202,7 @@ def test_copy_over_what_others_still_read(order):
         result(LOAD, LOAD.body + rest.format(""), order=order)
 
 
-def test_copy_over_what_was_written_without_a_proxy_fence():
+def test_copy_over_written_bytes_without_a_proxy_fence():
     write = "st.shared.b32 [%r60], 0;"
     body = LOAD.body.replace("@%q6 mbarrier.arrive", f"@%q6 {write} {{}} @%q6 mbarrier.arrive")
     result(LOAD, body.replace("{}", "fence.proxy.async;", 1))
@@ -216,7 +216,7 @@ def test_mbarrier_without_its_fence():
     result(LOAD, LOAD.body.replace("fence.mbarrier_init.release.cluster", "fence.proxy.async"))
 
 
-def test_map_of_more_than_there_is():
+def test_map_larger_than_its_array():
     maps = ((0, tensor("bf16", (64, 80), (64, 16), 128)),)
     body = LOAD.body.replace("mov.b32 %r1, 8;", "mov.b32 %r1, 32;")
     with pytest.raises(errors.OutOfBounds, match="past the end of 'array 0'"):
@@ -229,7 +229,7 @@ def test_box_of_another_rank():
         run(LOAD.body, LOAD.inputs[0], LOAD.out.copy(), threads=128, maps=maps, **LOAD.options)
 
 
-def test_what_is_no_tensor_map():
+def test_address_without_a_tensor_map():
     with pytest.raises(errors.SimulationError, match="no tensor map at"):
         result(LOAD, LOAD.body.replace("[%m0,", "[%p0,"))
 
@@ -255,7 +255,7 @@ def test_beyond_shared_memory():
         result(LOAD, LOAD.body.replace("[%r60], [%m0", "[%r60+39936], [%m0"))
 
 
-def test_source_that_nobody_wrote():
+def test_uninitialised_source():
     with pytest.raises(errors.Uninitialised, match="'array 0', which is uninitialised"):
         result(LOAD, outputs=(0,))
 
@@ -265,7 +265,7 @@ def test_store_to_read_only_memory():
         result(STORE, constant=(1,))
 
 
-def test_add_to_what_nobody_wrote():
+def test_reduction_onto_uninitialised_memory():
     with pytest.raises(errors.Uninitialised, match="'array 1'"):
         result(ADD, outputs=(1,))
     result(STORE, outputs=(1,))
@@ -310,8 +310,8 @@ def warp_store(*between, after=""):
     return out
 
 
-def test_who_may_fence():
-    """Every lane after its own writes, or one that all writes come before."""
+def test_which_threads_may_fence():
+    """Either every lane after its own writes, or one thread that all writes happen before."""
     for between in (FENCE, SYNCWARP), (SYNCWARP, FENCE_ALONE), (FENCE_ALONE, "@!%q6 " + FENCE, SYNCWARP):
         assert np.array_equal(warp_store(*between), np.repeat(np.arange(32), 4))
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_who_may_fence():
     ) as e:
         warp_store(FENCE_ALONE, SYNCWARP)
     assert "[warp 0, lane 1]" in str(e.value) and "[warp 0, lane 0]" in str(e.value)
-    # Of a block: thread 0 alone, before the barrier or after it.
+    # One thread of the block fences, before or after the barrier.
     alone = STORE.body.replace(FENCE, "setp.eq.u32 %q7, %t, 0; @%q7 " + FENCE)
     with pytest.raises(errors.MissingFence):
         result(STORE, alone)
@@ -327,8 +327,8 @@ def test_who_may_fence():
     result(STORE, alone[:fence] + barrier + alone[fence:])
 
 
-def test_fenced_by_writers_of_whom_one_has_more_to_write():
-    """What is fenced is so lane by lane: lane 1 has written elsewhere what no copy reads."""
+def test_fence_by_each_writer_while_one_writes_elsewhere():
+    """Fences are tracked per lane: lane 1 then writes elsewhere, which no copy reads."""
     more = "setp.eq.u32 %q7, %t, 1; @%q7 st.shared.b32 [%r60+512], 0;"
     out = np.zeros(128, np.uint32)
     run(WARP_STORE.format(FENCE + more + SYNCWARP), out, shared=SMEM)
@@ -336,7 +336,7 @@ def test_fenced_by_writers_of_whom_one_has_more_to_write():
 
 
 def test_stored_before_other_lanes_have_written():
-    """A proxy fence orders no lanes with each other."""
+    """A proxy fence does not order lanes with each other."""
     with pytest.raises(errors.Race, match="write, then asynchronous read of .* without a __syncwarp"):
         warp_store(FENCE)
     with pytest.raises(errors.Race, match="write, then read of .* without a __syncwarp"):
@@ -373,18 +373,18 @@ def test_end_before_the_source_is_read():
 
 
 def test_late_stores_read_late_and_early_ones_early():
-    """The checks would not let this kernel pass: it shows that the orders differ."""
+    """Run without the checks, which would reject this kernel, to show that the orders differ."""
     body = STORE.body.replace(WAIT_GROUP, f"st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     good = result(STORE)[0]
     assert np.array_equal(result(STORE, body, order="early", checks=False)[0], good)
     assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
-    # A wait for all but one group is no wait for the only one.
+    # A wait for all but one group does not cover a single group.
     body = STORE.body.replace(WAIT_GROUP, f"cp.async.bulk.wait_group 1; st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
 
 
-def test_stores_in_a_long_loop_that_only_free_their_source():
-    """100 additions of 1 to each of 4 words, without a wait for their end."""
+def test_stores_in_a_long_loop_that_wait_for_their_reads_only():
+    """100 additions of 1 to each of 4 words, without a wait for their completion."""
     body = f"""
         {fill(16, 128)}
         mov.u32 %r60, smem;
@@ -406,7 +406,7 @@ def test_stores_in_a_long_loop_that_only_free_their_source():
 
 
 def test_late_loads_land_youngest_first():
-    """A wait for the second copy only: the first has not landed, though it was issued first."""
+    """Wait for the second copy only: the first, although issued earlier, is not complete."""
     body = f"""
         {initialise()}
         @%q6 mbarrier.init.shared::cta.b64 [%r50+8], 1;
@@ -436,7 +436,7 @@ def test_late_loads_land_youngest_first():
 
 
 def test_lanes_with_other_sizes_and_maps():
-    """Two blocks, at one instruction, copy other amounts from other maps."""
+    """At one instruction, two blocks copy different sizes from different maps."""
     body = f"""
         {initialise()}
         mov.u32 %r60, smem;
@@ -460,7 +460,7 @@ def test_lanes_with_other_sizes_and_maps():
 
 
 def test_many_mbarriers_and_many_issuers():
-    """Each of 64 threads has an mbarrier of its own for its load, and stores what it loaded."""
+    """Each of 64 threads loads with its own mbarrier, and stores the loaded bytes."""
     body = """
         mov.u32 %r60, smem;
         mad.lo.u32 %r50, %t, 8, %r60;
@@ -487,7 +487,7 @@ def test_many_mbarriers_and_many_issuers():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_load_lands_while_another_warp_spins(order):
-    """Block 1 polls a number in global memory that block 0 writes once its copy is there."""
+    """Block 1 polls a flag in global memory that block 0 sets once its copy is complete."""
     body = f"""
         {initialise()}
         mov.u32 %r60, smem;

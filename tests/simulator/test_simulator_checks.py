@@ -18,7 +18,7 @@ STORE_OWN = """
     mad.lo.u32 %r1, %t, 4, %r0;
     st.shared.b32 [%r1], %t;
 """
-# reads what the neighbouring warp wrote
+# each thread reads the word of the neighbouring warp
 READ_NEXT_WARP = """
     xor.b32 %r2, %t, 32;
     mad.lo.u32 %r2, %r2, 4, %r0;
@@ -28,7 +28,7 @@ READ_NEXT_WARP = """
 """
 
 
-# ---- places
+# ---- addresses
 
 
 def test_global_read_past_the_end_names_array_thread_and_line():
@@ -126,7 +126,7 @@ def test_view_keeps_the_misalignment_of_its_array():
         run(body, array[1:9], threads=1)
 
 
-# ---- values nobody wrote
+# ---- uninitialised memory
 
 
 def test_uninitialised_shared_memory():
@@ -162,7 +162,7 @@ def test_partly_written_vector_is_uninitialised():
         run(body, floats(4), outputs=(0,), threads=1)
 
 
-def test_output_that_nobody_writes_stays_poisoned():
+def test_unwritten_output_stays_poisoned():
     out = floats(32)
     run("mad.wide.u32 %d0, %t, 4, %p0; st.global.f32 [%d0], 0f3F800000;", out, threads=31, outputs=(0,))
     assert (out[:31] == 1).all() and np.isnan(out[31])
@@ -198,7 +198,7 @@ def test_write_over_anothers_write_without_a_barrier():
 
 
 def test_race_is_found_in_the_second_trip_of_a_loop_only():
-    # the classic one: no barrier between the reads of one trip and the writes of the next
+    # the classic race: no barrier between the reads of one iteration and the writes of the next
     body = f"""
         mov.u32 %r10, 0;
     LOOP:
@@ -217,7 +217,7 @@ def test_race_is_found_in_the_second_trip_of_a_loop_only():
 
 
 def test_barrier_of_other_warps_orders_nothing():
-    # warps 0 and 1 meet at barrier 1; warp 2 was not there
+    # warps 0 and 1 use barrier 1; warp 2 does not
     body = (
         STORE_OWN
         + """
@@ -236,7 +236,7 @@ def test_barrier_of_other_warps_orders_nothing():
 
 
 def test_arrive_publishes_but_does_not_wait():
-    # producer warp arrives, consumer warp waits: ordered; the other way round the producer may not write again
+    # the producer arrives and the consumer waits: ordered, but the producer may not write again
     body = f"""
         {STORE_OWN}
         setp.ge.u32 %q0, %t, 32;
@@ -328,7 +328,7 @@ def test_warp_that_arrives_twice_before_a_barrier_completes():
 
 
 def test_two_warps_take_turns():
-    """Each waits for its turn at its own barrier and hands the turn on; the first gives itself its first turn."""
+    """Ping-pong: each warp waits at its own barrier and signals the other's; the first warp signals its own once."""
     body = """
         mov.u32 %r0, words;
         shr.u32 %r1, %t, 5;
@@ -361,7 +361,7 @@ def test_two_warps_take_turns():
         assert np.array_equal(out, np.arange(6)[:, None] % 2 + np.zeros((1, 32)))
 
 
-def test_deadlock_says_who_waits_where():
+def test_deadlock_names_warps_and_instructions():
     body = """
         setp.lt.u32 %q0, %t, 32;
         @%q0 bra FIRST;
@@ -379,7 +379,7 @@ def test_deadlock_says_who_waits_where():
 
 def test_shuffle_that_part_of_the_warp_never_reaches():
     body = "setp.lt.u32 %q0, %t, 16; @%q0 exit; {} shfl.sync.bfly.b32 %r0, %t, 1, 31, -1;"
-    run(body.format(""))  # exited lanes need not come
+    run(body.format(""))  # exited lanes do not count
     spin = (
         "setp.lt.u32 %q0, %t, 20; @%q0 bra OTHER; shfl.sync.bfly.b32 %r0, %t, 1, 31, -1; exit; OTHER: bar.warp.sync -1;"
     )

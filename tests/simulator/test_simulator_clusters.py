@@ -1,4 +1,4 @@
-"""Clusters of two blocks: their barrier, arrivals at the other's mbarrier, copies to both; and what is reported."""
+"""Clusters of two blocks: cluster barrier, remote mbarrier arrivals, multicast copies; and each misuse."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_arrival_at_the_other_blocks_mbarrier(clusters, order):
 def test_multicast_reaches_both_blocks(order):
     case = BY_NAME["cluster.multicast"]
     rows = case.inputs[0].reshape(2, 32, 8, 16)[1]
-    # A box is 128-byte rows whose 16-byte pieces are swizzled by the number of the row.
+    # The 16-byte pieces of the box's 128-byte rows are swizzled by the row index.
     expected = np.stack([rows[i, np.arange(8) ^ i % 8] for i in range(32)]).reshape(-1)
     out = result(case, order=order).reshape(2, -1)
     assert np.array_equal(out[0], expected) and np.array_equal(out[1], expected)
@@ -52,7 +52,7 @@ def test_one_block_announces_too_few_bytes():
         result(MULTICAST, body)
 
 
-def test_copy_over_what_the_other_block_still_reads():
+def test_copy_over_bytes_that_the_other_block_still_reads():
     again = """
         @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 4096;
         MEET
@@ -69,18 +69,18 @@ def test_copy_over_what_the_other_block_still_reads():
 
 
 def without_the_last_barrier(case):
-    """A block exits while the other may still arrive at it, or copy into it."""
+    """A block exits while the other may still arrive at its mbarrier, or copy into its shared memory."""
     return case.body[: case.body.rindex("barrier.cluster.arrive")]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_exit_before_the_other_block_has_arrived(order):
-    """Each block waits for both arrivals of its own mbarrier: no barrier of the cluster has to follow."""
+    """Each block waits for both arrivals at its own mbarrier, so no cluster barrier is needed."""
     body = without_the_last_barrier(REMOTE)
     assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))
     with pytest.raises(errors.EarlyExit, match="exit"):
         result(REMOTE, body.replace(wait(), ""), order=order)
-    # A barrier without release orders no accesses, but the arrivals come before it.
+    # A barrier without .release orders no accesses, but the arrivals still precede it.
     barrier = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
     result(REMOTE, body.replace(wait(), barrier), order=order)
 
@@ -97,7 +97,7 @@ def test_exit_before_the_copy_of_the_other_block_has_landed(order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("what", ["arrives", "copies"])
 def test_use_of_a_block_that_has_exited(what, order):
-    """The second block comes only when the first has left."""
+    """The second block arrives only after the first has exited."""
     case = REMOTE if what == "arrives" else MULTICAST
     first = case.body.index("barrier.cluster.wait") + len("barrier.cluster.wait.acquire")
     first = case.body.index(";", first) + 1
@@ -106,7 +106,7 @@ def test_use_of_a_block_that_has_exited(what, order):
         result(case, case.body[:first] + leaves + BARRIER + case.body[first:], order=order)
 
 
-def test_deadlock_at_the_clusters_barrier_names_who_is_missing():
+def test_deadlock_at_the_cluster_barrier_names_the_missing_warps():
     body = f"setp.eq.u32 %q0, %block, 0; @%q0 bra MEET; bar.sync 1, 256; MEET: {BARRIER}"
     with pytest.raises(errors.Deadlock, match=r"wait at the cluster barrier for warp 0 of block 1, warp 1 of block 1"):
         run(body, threads=64, **PAIR)

@@ -1,5 +1,5 @@
-"""Every micro-kernel on the simulator gives what IEEE 754 and the PTX ISA define, computed here with exact fractions,
-Python integers and ml_dtypes; approximations stay inside the error that the PTX ISA promises."""
+"""Every micro-kernel on the simulator agrees with IEEE 754 and the PTX ISA, computed here with exact fractions, Python
+integers and ml_dtypes; approximations stay within the error bounds of the PTX ISA."""
 
 import math
 import struct
@@ -32,7 +32,7 @@ LARGEST["tf32"] = 2.0**128 - 2.0**117
 
 
 def round_exact(x, type_, mode="rn"):
-    """The float of a format next to a Fraction."""
+    """A Fraction rounded to a format, by `mode`."""
     precision, smallest = PRECISION[type_]
     if x == 0:
         return 0.0
@@ -50,7 +50,7 @@ def round_exact(x, type_, mode="rn"):
 
 
 def exactly(operation, type_, mode="rn"):
-    """A float operation: fractions where all is finite, float64 for infinities and NaN, IEEE's sign of zero."""
+    """A float operation: by fractions if all is finite, by float64 for infinities and NaN; IEEE 754 sign of zero."""
 
     def apply(*values):
         values = [float(value) for value in values]
@@ -130,7 +130,7 @@ def wrapped(value, type_):
 
 
 def to_integer(value, type_, mode, source):
-    """PTX ISA, cvt: clamped; NaN gives 0, or the top bit alone from .f64 or to 64 bits."""
+    """PTX ISA, cvt: clamped; NaN gives 0, or only the top bit from .f64 or to 64 bits."""
     bits, value = int(type_[1:]), float(value)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if type_[0] == "s" else (0, (1 << bits) - 1)
     if math.isnan(value):
@@ -233,7 +233,7 @@ def narrow(value, type_, mode="rn", *, satfinite=False, relu=False):
     if mode != "rn" and math.isfinite(value):
         value = round_exact(Fraction(value), type_, mode) if value else value
     with np.errstate(all="ignore"):
-        # ml_dtypes rounds what comes from float64 once.
+        # ml_dtypes rounds float64 values once.
         rounded = np.float64(value).astype(dtype)
         if satfinite and not abs(float(rounded)) <= largest:
             rounded = np.array(math.copysign(largest, value), dtype)
@@ -261,7 +261,7 @@ def half_maximum(type_, *, packed):
 
 
 def extremum(a, b, *, smaller, propagate=False):
-    """PTX ISA, min and max: NaN loses unless .NaN, and -0 < +0."""
+    """PTX ISA, min and max: the other operand wins over NaN unless .NaN; -0 < +0."""
     a, b = float(a), float(b)
     if math.isnan(a) or math.isnan(b):
         if propagate:
@@ -505,7 +505,7 @@ REDUCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def warp_result(case, warps):
-    """What each lane gets, (warps, 32), from the inputs of whole warps."""
+    """The expected result of each lane, (warps, 32), from the inputs of whole warps."""
     opcode, *rest = case.name.split(".")
     bits = (1 << np.arange(32)).astype(np.uint32)
     if opcode == "redux":

@@ -1,6 +1,6 @@
-"""The simulator against what GPUs gave: tests/conformance/gpu holds the result of every micro-kernel, a file a GPU.
+"""The simulator against results of GPUs: tests/conformance/gpu holds those of every micro-kernel, one file per GPU.
 
-conformance/on_gpu.py makes the files; where none is stored, there is nothing to hold the simulator to.
+conformance/on_gpu.py writes the files; without any, the comparison has no cases.
 """
 
 import os
@@ -37,7 +37,7 @@ def test_a_single_bit_is_seen(tmp_path):
     for wrong in results.values():
         wrong.view(np.uint32).flat[-1] ^= 1
     np.savez(tmp_path / "other.npz", **results)
-    # One bit of an approximation is inside its promise.
+    # One bit of an approximation is within its error bound.
     assert sorted(disagreements(tmp_path / "other.npz")) == ["add.f32", "add.u32", "wgmma.bf16-n8"]
     assert "1 of 512 differ, the first at (127, 3): " in difference(
         results["wgmma_bf16-n8"], simulate(KERNELS[some[0]])
@@ -55,8 +55,8 @@ WATCHED = (
 
 
 def forms(ptx):
-    """What is used of the instructions that only a GPU can vouch for: their names, and of wgmma where A is and which
-    factor is transposed. bf16 counts as f16."""
+    """The forms in use of instructions that only a GPU can verify: their names and, for wgmma, where A is and which
+    operand is transposed. bf16 counts as f16."""
     found = set()
     for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
         if name.startswith("wgmma.mma_async"):
@@ -77,7 +77,7 @@ USED = [
 ]
 
 
-def test_kernels_use_nothing_that_no_micro_kernel_asks_a_gpu_for():
+def test_kernels_use_only_forms_that_a_micro_kernel_verifies():
     asked = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
     for arch, name, words in USED:
         launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
@@ -89,7 +89,7 @@ def test_kernels_use_nothing_that_no_micro_kernel_asks_a_gpu_for():
 
 
 def test_the_assembler_takes_every_micro_kernel_of_more_than_one_thread():
-    """And those that move registers begin with as many as they count on: else they would wait for ever."""
+    """Kernels with setmaxnreg must also start with the registers that they assume: else they would wait forever."""
     kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
     compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
     assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
@@ -116,7 +116,7 @@ class CUDADriverError(Exception):
 
 
 def stand_in(number, announce):
-    """In the place of conformance.on_gpu.work: it runs on the simulator, and goes wrong where it is told."""
+    """A stand-in for conformance.on_gpu.work that runs on the simulator, and fails on demand."""
     if number is None:
         return 90
     name = (kernel := kernels()[number]).name
@@ -133,7 +133,7 @@ def stand_in(number, announce):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Of all kernels the runner asks for a few, and waits for each."""
+    """Limit the runner to a few kernels and wait for each."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(Kernel, "runs_on", lambda kernel, capability: kernel.name in SOME)
 

@@ -1,4 +1,4 @@
-"""cp.async: what lands, when it may be used, and that the three orders agree on a correct kernel."""
+"""cp.async: the copied bytes, when they may be used, and equal results of a correct kernel in all orders."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ORDERS = ["early", "late", "random"]
 
 
 def copy(size=16, *, more="", wait="cp.async.wait_group 0;", barrier="bar.sync 0;"):
-    """Each thread copies `size` bytes from %p0, and stores its neighbour's to %p1."""
+    """Each thread copies `size` bytes from %p0, and stores those of its neighbour to %p1."""
     load = {4: "b32 %r4", 8: "v2.b32 {%r4, %r5}", 16: "v4.b32 {%r4, %r5, %r6, %r7}"}[size]
     kind, registers = load.split(" ", 1)
     return f"""
@@ -92,12 +92,12 @@ def test_wait_all_needs_no_commit():
 
 def test_own_wait_does_not_make_the_copy_visible_to_others():
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
-    # bar.sync 1 is a barrier of everybody before the wait: too early
+    # bar.sync 1 is a barrier of all threads before the wait: too early
     with pytest.raises(errors.Race, match="write, then read"):
         run(copy(wait="bar.sync 0; cp.async.wait_all; ", barrier=""), given, out, shared=WORDS, threads=32 * 2)
 
 
-def test_copy_into_what_others_still_read():
+def test_copy_over_bytes_still_being_read():
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
     again = "{} cp.async.cg.shared.global [%r1], [%d0], 16; cp.async.wait_all;"
     run(copy() + again.format("bar.sync 0;"), given, out, shared=WORDS, threads=64)
@@ -122,7 +122,7 @@ def test_misaligned_copy():
         run("add.u64 %p0, %p0, 8;" + copy(), given, out, shared=WORDS, threads=64)
 
 
-def test_source_that_nobody_wrote():
+def test_uninitialised_source():
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
     with pytest.raises(errors.Uninitialised, match="array 0"):
         run(copy(), given, out, shared=WORDS, threads=64, outputs=(0,))
@@ -130,7 +130,7 @@ def test_source_that_nobody_wrote():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_parts_of_pieces(order):
-    """As many bytes as are asked for, and zeros."""
+    """src-size bytes, then zeros."""
     case = BY_NAME["cp.async"]
     out = case.out.copy()
     run(case.body, *case.inputs, out, threads=32, order=order, **case.options)

@@ -1,4 +1,4 @@
-"""Counters against what can be counted by hand."""
+"""Counters against counts by hand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LANES = np.arange(32)
 
 
 def count_by_hand(words, width):
-    """Wavefronts of one warp: for each quarter, half or whole warp the most distinct words of one bank."""
+    """Wavefronts of one warp: per quarter, half or whole warp, the largest number of distinct words in a bank."""
     parts, per_lane = {4: (1, 1), 8: (2, 2), 16: (4, 4)}[width]
     total = 0
     for lanes in np.split(np.asarray(words), parts):
@@ -33,7 +33,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("width", [4, 8, 16])
-def test_wavefronts_are_what_one_counts_by_hand(width, pattern):
+def test_wavefronts_equal_counts_by_hand(width, pattern):
     words = PATTERNS[pattern] * (width // 4)
     parts = {4: 1, 8: 2, 16: 4}[width]
     assert shared_wavefronts(words[None], None, width) == (count_by_hand(words, width), parts)
@@ -122,7 +122,7 @@ def test_instructions_by_class_and_source_line():
     assert lines["loop.cu", 7] == {"alu": 20 * warps, "control": 10 * warps}
 
 
-def test_threads_are_counted_where_they_part():
+def test_threads_are_counted_where_they_diverge():
     body = "setp.lt.u32 %q0, %t, 5; @%q0 bra SKIP; add.u32 %r0, %r0, 1; SKIP:"
     counters = run(body, threads=32)
     code = counters.function.instructions

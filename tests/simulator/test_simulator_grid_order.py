@@ -1,4 +1,4 @@
-"""Global memory between blocks: what release and acquire order, in which forms and scopes; and what is a race."""
+"""Happens-before between blocks in global memory: every form and scope of release and acquire; and races."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from micro import run
 
 from cupy_flash.backends.simulator import errors
 
-# Block 0 writes words and then a number; the next one waits for it, and each of its lanes reads a word of another's.
+# Block 0 writes words and then a flag; block 1 waits for the flag, and each of its lanes reads another lane's word.
 WRITE = """
     setp.ne.u32 %q0, %block, 0;
     setp.eq.u32 %q1, %t, 0;
@@ -83,13 +83,13 @@ UNORDERED = {
 
 
 @pytest.mark.parametrize("parts", ORDERED.values(), ids=ORDERED)
-def test_what_is_released_is_acquired(parts):
+def test_release_and_acquire_order(parts):
     assert passed_on(**parts)
 
 
 @pytest.mark.parametrize(("parts", "message"), UNORDERED.values(), ids=UNORDERED)
-def test_what_orders_nothing(parts, message):
-    """Though the simulator's memory shows every write to everybody at once."""
+def test_race(parts, message):
+    """Although in the simulator's memory every write is visible at once."""
     with pytest.raises(errors.Race, match=message) as caught:
         passed_on(**parts)
     if message is SCOPES:
@@ -97,14 +97,14 @@ def test_what_orders_nothing(parts, message):
         assert "lane 1 of block 0: " in str(caught.value) and "of block (1, 0, 0): " in str(caught.value)
 
 
-def test_a_barrier_hands_on_what_one_warp_has_acquired():
+def test_a_barrier_orders_after_the_acquire_of_one_warp():
     two = dict(threads=64, after_acquire="bar.sync 0;", before_release="bar.sync 0;")
     assert passed_on(**two)
     with pytest.raises(errors.Race, match="without a release and an acquire"):
         passed_on(**two | dict(after_acquire=SYNCWARP))
 
 
-# Block 1 acquires the number and then releases, or changes, another that block 2 waits for.
+# Block 1 acquires the flag and then releases, or changes, a second flag that block 2 waits for.
 THIRD = (
     """
     setp.ne.u32 %q3, %block, 1;
@@ -122,8 +122,8 @@ THIRD:
 )
 
 
-def test_order_is_handed_on():
-    """By a third block's release, and by an atomic on the number itself, relaxed: not by a relaxed store to it."""
+def test_order_is_transitive():
+    """Through a third block's release, or a relaxed atomic on the flag itself, but not a relaxed store to it."""
     further = dict(acquire=PARTS["acquire"], blocks=3, numbers=2)
     other = WRITE + THIRD.replace("SPIN:\n    {acquire}", "SPIN:\n    ld.acquire.gpu.global.b32 %r1, [%p1+4];")
     assert passed_on(other, hand_on="st.release.gpu.global.b32 [%p1+4], 1;", **further)
@@ -139,7 +139,7 @@ def test_order_is_handed_on():
 
 
 def test_blocks_that_are_not_resident_together():
-    """Eight of 1024 threads are; the ninth reads what the first has released."""
+    """Eight blocks of 1024 threads are resident; the ninth reads what the first has released."""
     last = (WRITE + READ).replace("READER:", "READER: setp.ne.u32 %q3, %block, 8; @%q3 exit;")
     joined = dict(threads=1024, blocks=9, before_release="bar.sync 0;", after_acquire="bar.sync 0;")
     assert passed_on(last, **joined)
@@ -147,7 +147,7 @@ def test_blocks_that_are_not_resident_together():
         passed_on(last, **joined | dict(release=RELAXED["release"]))
 
 
-# Each block adds to the same numbers, after the number before it has come.
+# Each block adds to the same numbers after the block before it has released the flag.
 ADD = """
     setp.eq.u32 %q1, %t, 0;
     mad.wide.u32 %d0, %t, 4, %p0;
@@ -189,7 +189,7 @@ def test_additions_take_turns():
 
 
 def test_additions_in_any_order():
-    """Blocks that do not synchronise do not mean to fix it; of those that do, two may not add in one step."""
+    """Allowed if the blocks do not synchronise; if they do, two lanes may not add to a number in one instruction."""
     alone = "mad.wide.u32 %d0, %t, 4, %p0; red.global.add.f32 [%d0], 0f3F800000;"
     sums = np.zeros(32, np.float32)
     run(alone, sums, blocks=4)

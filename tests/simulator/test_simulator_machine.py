@@ -15,7 +15,7 @@ STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
 
 
 def result(body, threads=32, register="%r1", **options):
-    """What each thread leaves in %r1."""
+    """%r1 of each thread at the end."""
     out = np.zeros(threads, np.uint32)
     run(body + STORE.format(register), out, threads=threads, **options)
     return out
@@ -65,7 +65,7 @@ def test_loop_with_a_trip_count_per_lane():
 
 
 def test_values_live_as_long_as_a_loop_needs_them():
-    # %r2 is read at the top of the loop only; what comes below it must not take its place
+    # %r2 is read at the top of the loop only; registers written below must not share its slot
     body = """
         mul.lo.u32 %r2, %t, 10;
         mov.u32 %r1, 0;
@@ -115,7 +115,7 @@ def test_lanes_at_a_collective_go_on_when_those_they_wait_for_exit():
 
 
 def test_complete_warps_at_a_collective_do_not_wait_for_others():
-    # Warp 1 is complete; half of warp 0 comes from behind.
+    # Warp 1 is complete; half of warp 0 arrives later.
     body = """
         setp.lt.u32 %q0, %t, 16;
         @%q0 bra BEHIND;
@@ -221,7 +221,7 @@ def test_block_and_thread_indices():
     assert (out[:, :, 0] == index % 5).all() and (out[:, :, 1] == index // 20).all() and (out[:, :, 2] == blocks).all()
 
 
-def test_grid_larger_than_what_is_resident():
+def test_grid_larger_than_the_resident_set():
     out = np.zeros(1000 * 64, np.uint32)
     body = "mad.lo.u32 %r1, %block, 64, %t; mad.wide.u32 %d0, %r1, 4, %p0; st.global.b32 [%d0], %r1;"
     run(body, out, threads=64, blocks=1000)
@@ -359,7 +359,7 @@ def test_barrier_with_a_vote(kind):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lanes_that_come_to_a_barrier_one_after_another(seed):
-    """They wait for the rest of their warp, and do nothing twice of what was before."""
+    """They wait for the rest of their warp, and do not repeat earlier instructions."""
     body = """
         mov.u32 %r1, 0;
         and.b32 %r2, %t, 3;
@@ -600,7 +600,7 @@ def test_random_order_is_repeatable_and_shuffles_atomics():
     assert sequence(1) == sequence(1) != sequence(2)
 
 
-# ---- what it refuses
+# ---- unsupported PTX
 
 
 def test_unknown_opcode_names_the_line():
@@ -624,7 +624,7 @@ def test_unknown_forms_are_refused_with_their_line(text):
 
 
 @pytest.mark.parametrize("text", ["mov.u32 %r0 %r1;", "mov.u32 %r0, `;", ".nonsense 3;"], ids=["comma", "sign", "word"])
-def test_what_is_not_ptx(text):
+def test_text_that_is_not_ptx(text):
     with pytest.raises(errors.SimulationError, match="PTX line"):
         run(text)
 
@@ -639,7 +639,7 @@ def test_a_text_is_parsed_once():
     assert parse(text) is parse(text)
 
 
-# ---- what kernels of attention tell each other
+# ---- communication between blocks of attention kernels
 
 
 def launched(name, *, body=None, **options):
@@ -663,8 +663,8 @@ def test_blocks_that_take_turns_round_in_their_order(order):
 
 
 def test_blocks_start_in_any_order(monkeypatch):
-    """Random order starts clusters in another order, for each seed its own, and each block once: numbers drawn by
-    blocks of which one cluster at a time is resident."""
+    """Random order shuffles the start order of clusters by seed and starts each block once; blocks draw numbers while
+    one cluster at a time is resident."""
     monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 64)
     body = """
         atom.global.add.u32 %r0, [%p0], 1;
@@ -682,7 +682,7 @@ def test_blocks_start_in_any_order(monkeypatch):
 
 
 def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
-    """Where not all blocks are resident: kernels_cu/dq_sums.cuh says so."""
+    """Deadlock if not all blocks are resident, as kernels_cu/dq_sums.cuh documents."""
     monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 32 * 32)
     case, out = launched("turns")
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
@@ -711,7 +711,7 @@ def test_warps_that_take_turns(order):
 
 @pytest.mark.parametrize("order", ["early", "late", "random"])
 def test_sums_in_global_memory_flush_subnormals(order):
-    """PTX ISA, atom, red and cp.reduce.async.bulk; sums in shared memory do not."""
+    """PTX ISA, atom, red and cp.reduce.async.bulk: sums in global memory flush subnormals, those in shared do not."""
     case, out = launched("subnormals.add", order=order)
     old, new = case.out[0], case.inputs[0]
 
@@ -725,12 +725,12 @@ def test_sums_in_global_memory_flush_subnormals(order):
 
 
 def test_every_sum_flushes_subnormals():
-    """Many lanes add to one number, whose sums on the way are subnormal or not."""
+    """Many lanes add to one number, with or without subnormal intermediate sums."""
     numbers = np.tile(np.array([1.5, -1.0, 1.0, -1.0], np.float32) * np.float32(2.0**-126), 8)
     body = "mad.wide.u32 %d0, %t, 4, %p0; ld.global.f32 %f0, [%d0]; red.global.add.f32 [%p1], %f0;"
     out = np.zeros(1, np.float32)
     run(body, numbers, out)
-    # Of every four numbers the first two give a subnormal, which is lost, the others nothing.
+    # Of every four numbers, the first two sum to a subnormal, which is flushed, and the others to zero.
     assert out[0] == 0 and np.cumsum(numbers)[-1] == 4 * np.float32(2.0**-126)
 
 
@@ -769,7 +769,7 @@ def test_more_than_a_block_may_have(threads, directives, words):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_vector_of_a_parameter(count):
-    """The compiler copies a struct that is not __grid_constant__ in such pieces."""
+    """The compiler copies a struct that is not __grid_constant__ with accesses of this form."""
     registers = ", ".join(f"%r{i}" for i in range(count))
     vector, operand = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
     stores = " ".join(f"st.global.b32 [%p0+{4 * i}], %r{i};" for i in range(count))

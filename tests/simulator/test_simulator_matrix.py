@@ -67,7 +67,7 @@ def b_m16n8k32(lane, i):
 
 
 def fragments(matrix, layout, words):
-    """(32, words) registers that hold the matrix as the layout says."""
+    """(32, words): registers that hold the matrix in this layout."""
     per_lane = words * 4 // matrix.dtype.itemsize
     held = np.array([[matrix[layout(lane, i)] for i in range(per_lane)] for lane in range(32)], matrix.dtype)
     return held.view(np.uint32)
@@ -143,12 +143,12 @@ def ldmatrix_element(lane, i, *, transposed):
 def test_ldmatrix_distributes_as_documented(count, transposed):
     matrices = np.arange(count * 64, dtype=np.uint16).reshape(count, 8, 8)
     stride = 48  # bytes between rows, apart from each other
-    offsets = np.full(32, 1 << 20, np.uint32)  # what the lanes that need give no address give instead: nonsense
+    offsets = np.full(32, 1 << 20, np.uint32)  # invalid, for lanes whose address is unused
     memory = np.zeros((count * 8, stride // 2), np.uint16)
     for lane in range(32):
         place = ldmatrix_row(lane, count)
         if place:
-            slot = (place[0] * 8 + place[1]) * 5 % (count * 8)  # rows in no order
+            slot = (place[0] * 8 + place[1]) * 5 % (count * 8)  # rows in scrambled order
             offsets[lane] = slot * stride
             memory[slot, :8] = matrices[place]
     out = np.zeros((32, count), np.uint32)

@@ -1,4 +1,4 @@
-"""mbarriers: phases, parities, states, who learns what from a wait, and every misuse that is reported."""
+"""mbarriers: phases, parities, states, what a wait orders, and each misuse."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,9 @@ def result(name, **options):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_parity_is_that_of_the_last_completed_phase(order):
-    """A phase of two arrivals; before the first is complete, parity 1 has passed, not 0."""
+    """A phase of two arrivals: before the first phase completes, parity 1 counts as passed and 0 does not."""
     out = result("mbarrier.parity", order=order)
-    # An arrival after each row: the phase changes after every second.
+    # One arrival after each row: the phase completes after every second.
     passed = [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 1]]
     assert out.tolist() == passed
 
@@ -41,7 +41,7 @@ def test_one_lane_is_elected():
         assert (result("elect", order="random", seed=seed) == 1).all()
 
 
-def test_who_is_elected_is_always_the_same_but_not_always_the_lowest():
+def test_elected_lane_is_fixed_but_not_always_the_lowest():
     body = """
         setp.lt.u32 %q1, %t, 7;
         @%q1 exit;
@@ -88,7 +88,7 @@ READER:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_wait_shows_what_was_done_before_the_arrival(order):
+def test_a_wait_orders_after_accesses_before_the_arrival(order):
     out = np.zeros(64, np.uint32)
     micro(EXCHANGE, out, order=order)
     assert np.array_equal(out[32:], np.arange(32))
@@ -120,7 +120,7 @@ def test_written_after_the_arrival():
         micro(late, np.zeros(64, np.uint32))
 
 
-def test_relaxed_arrival_shows_nothing():
+def test_relaxed_arrival_orders_nothing():
     body = EXCHANGE.replace("mbarrier.arrive.shared", "mbarrier.arrive.relaxed.cta.shared")
     with pytest.raises(errors.Race):
         micro(body, np.zeros(64, np.uint32))
@@ -174,7 +174,7 @@ def test_producer_and_consumer_in_turns(order):
         assert np.array_equal(out, np.arange(5)[:, None] + np.arange(32))
 
 
-def test_deadlock_says_who_waits_where():
+def test_deadlock_names_warps_and_mbarriers():
     swapped = RING.replace("xor.b32 %r12, %r11, 1;", "mov.b32 %r12, %r11;")
     with pytest.raises(errors.Deadlock) as caught:
         micro(swapped, np.zeros((5, 32), np.uint32))
@@ -196,8 +196,8 @@ def test_consumer_that_releases_too_early():
     assert found
 
 
-def test_wait_that_gives_up_lets_others_work():
-    """A look at the mbarrier before the work that completes it."""
+def test_wait_that_times_out_lets_others_work():
+    """test_wait before the work that completes the phase."""
     body = f"""
         {initialise()}
         @!%q6 exit;
@@ -213,7 +213,7 @@ def test_wait_that_gives_up_lets_others_work():
 
 
 def test_wait_may_time_out():
-    """One try_wait without a loop is no wait, as some seeds show; in a loop it is."""
+    """A try_wait without a loop may return false, as some seeds show; in a loop it waits."""
     once = EXCHANGE.replace("@!%q5 bra WAIT;", "")
     assert once != EXCHANGE
     found = 0
@@ -265,6 +265,6 @@ def test_use_without_a_barrier_after_the_initialisation():
     ],
     ids=["none", "misaligned", "outside", "count"],
 )
-def test_what_no_mbarrier_can_be(text, error, words):
+def test_invalid_mbarrier(text, error, words):
     with pytest.raises(error, match=words):
         micro(initialise() + text)

@@ -1,4 +1,4 @@
-"""setmaxnreg: a block's warpgroups share what they had at entry, 65536 registers in all."""
+"""setmaxnreg: a block's warpgroups share the registers that they had at entry, at most 65536."""
 
 import numpy as np
 import pytest
@@ -25,33 +25,33 @@ def test_registers_move_between_warpgroups():
 
 
 @pytest.mark.parametrize("name", ["setmaxnreg.40-232", "setmaxnreg.32-160"])
-def test_the_counts_that_kernels_ask_for(name):
+def test_the_counts_of_the_kernels(name):
     case = BY_NAME[name]
     out = case.out.copy()
     run(case.body, out, threads=case.threads, **case.options)
     assert np.array_equal(out, np.arange(case.threads))
 
 
-def test_who_asks_for_more_waits_for_who_gives():
-    """The first warpgroup asks; the others give back after a loop."""
+def test_increase_waits_for_the_decrease_of_others():
+    """The first warpgroup requests registers; the others release theirs after a loop."""
     loop = "mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q1, %r0, 99; @%q1 bra LOOP; setmaxnreg.dec"
     assert np.array_equal(result(("setp.ge", "setp.lt"), ("setmaxnreg.dec", loop)), np.arange(384))
 
 
-def test_more_than_there_are_is_a_deadlock_that_says_so():
+def test_more_registers_than_the_pool_has_is_a_deadlock():
     with pytest.raises(errors.Deadlock, match=r"warps \[8, 9, 10, 11\] wait for registers, 8192 are free"):
         result(("u32 24;", "u32 32;"))
 
 
 def test_bounds_of_more_threads_leave_fewer_registers():
-    """The compiler shares them out among as many threads as .maxntid allows, however few a launch has: 3 x 128."""
+    """ptxas divides the registers by .maxntid threads, even if a launch has fewer: 3 x 128."""
     with pytest.raises(errors.Deadlock, match=r"warps \[4, 5, .*\] wait for registers, 13312 are free"):
         result(directives=".maxntid 512, 1, 1 .minnctapersm 1")
     assert np.array_equal(result(("u32 240;", "u32 176;"), directives=".maxntid 512, 1, 1"), np.arange(384))
 
 
-def test_kernel_begins_with_no_more_than_it_asks_for():
-    """Where 232 are the most that a warpgroup asks for, two begin with 232 each, though there are 256 for all."""
+def test_registers_at_entry_are_at_most_the_largest_increase():
+    """If the largest setmaxnreg.inc is 232, two warpgroups start with 232 each, although 256 would fit."""
     case = BY_NAME["setmaxnreg.40-232"]
     out = np.zeros(256, np.uint32)
     run(case.body, out, threads=256, **case.options | {"directives": ".maxntid 256, 1, 1 .minnctapersm 1"})
@@ -74,12 +74,12 @@ def test_registers_at_entry(directives, registers):
         run(body.format(registers + 8), threads=384, **options)
 
 
-def test_increase_below_what_one_has():
+def test_increase_below_the_current_count():
     with pytest.raises(errors.BarrierMisuse, match="has 168 registers"):
         result(("u32 240;", "u32 160;"), directives=".maxnreg 168")
 
 
-def test_decrease_above_what_one_has():
+def test_decrease_above_the_current_count():
     with pytest.raises(errors.BarrierMisuse, match="has 168 registers"):
         result(("u32 24;", "u32 176;"))
 

@@ -1,4 +1,4 @@
-"""wgmma against the layouts of the PTX ISA 9.2, transcribed; and every misuse that is reported.
+"""wgmma against the layouts of the PTX ISA 9.2, transcribed; and each misuse.
 
 The layout functions are the documentation's own tables, in elements; nothing of the simulator is used.
 """
@@ -23,7 +23,7 @@ ORDERS = ["early", "late", "random"]
 
 
 def by_shape_and_stride(coordinate, shape, stride):
-    """A CuTe layout of one mode: the coordinate runs through the shape, the first part fastest."""
+    """A CuTe layout of one mode: the coordinate is decomposed over the shape, first part fastest."""
     place = 0
     for size, step in zip(shape, stride, strict=True):
         place += coordinate % size * step
@@ -56,14 +56,14 @@ def canonical(row, k, operand):
 
 
 def swizzle(byte, operand):
-    """Swizzle<B, 4, 3>: B bits from the fourth on are added, without carry, to those three below."""
+    """CuTe's Swizzle<B, 4, 3>: XOR of the B bits three above into the B bits from bit 4 on."""
     bits = {16: 0, 32: 1, 64: 2, 128: 3}[operand.swizzle]
     mask = ((1 << bits) - 1) << 7
     return byte ^ (byte & mask) >> 3
 
 
 def matrix(image, operand):
-    """(rows, depth) of an operand from the bytes of shared memory at its start, a multiple of 1024."""
+    """An operand (rows, depth) from the bytes of shared memory at its start, a multiple of 1024."""
     values = np.zeros((operand.rows, operand.depth))
     per_step = 32 // operand.itemsize
     for row in range(operand.rows):
@@ -144,7 +144,7 @@ def test_two_groups_in_flight(order):
 
 
 def sums_of_fp8(before, one, others):
-    """D of four instructions: rows of A are `one` and 127 times `others`, B is all 1, D was `before`."""
+    """D of four instructions: A's rows hold `one` and 127 times `others`, B is all ones, D starts as `before`."""
     case = BY_NAME["wgmma.rs-e4m3-k"]
     a = np.full((128, 64), others, DTYPES["e4m3"])
     a[::4, :8:4] = one  # k = 0 of rows r and r + 8
@@ -156,8 +156,8 @@ def sums_of_fp8(before, one, others):
 
 
 def test_sums_of_fp8_keep_14_bits():
-    """SageAttention2's experiment: without products the accumulator itself is cut after 13 bits of fraction. And
-    DeepSeek-V3's: products are cut where the largest ends."""
+    """SageAttention2's experiment: with zero products the accumulator itself is truncated to 13 fraction bits. And
+    DeepSeek-V3's: products are truncated relative to the largest."""
     rng = np.random.default_rng(0)
     before = rng.normal(size=BY_NAME["wgmma.rs-e4m3-k"].inputs[1].shape).astype(np.float32)
     assert np.array_equal(sums_of_fp8(before, 0, 0).view(np.uint32), before.view(np.uint32) & 0xFFFFFC00)
@@ -168,7 +168,7 @@ def test_sums_of_fp8_keep_14_bits():
     assert np.all(sums_of_fp8(0, 2**-6, 2**-6) == 2)
 
 
-# ---- what is reported
+# ---- misuse
 
 CASE = BY_NAME["wgmma.f16-minus"]
 
@@ -256,7 +256,7 @@ def test_proxy_fence_before_the_writes():
         )
 
 
-def test_proxy_fence_behind_the_barrier_is_as_good():
+def test_proxy_fence_after_the_barrier():
     changed("fence.proxy.async.shared::cta;\n        bar.sync 0;", "bar.sync 0; fence.proxy.async.shared::cta;")
 
 
@@ -284,7 +284,7 @@ def test_matrices_overwritten_in_flight(order):
     changed(WAIT, f"{WAIT} {OVERWRITE}")
 
 
-def test_matrices_that_nobody_wrote():
+def test_uninitialised_matrices():
     with pytest.raises(errors.Uninitialised, match="asynchronous read"):
         changed(f"setp.ge.u32 %q7, %r61, {len(CASE.inputs[0])};", "setp.ge.u32 %q7, %r61, 512;")
 

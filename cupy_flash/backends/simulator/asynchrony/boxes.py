@@ -95,8 +95,8 @@ def tensor_map_at(address: Indices, instruction: Instruction, context: Context) 
         raise Misaligned(f"tensor map at {generic:#x} is not aligned to {ALIGNMENT} bytes: {instruction.where}")
     if generic >> WINDOW_BITS == LOCAL >> WINDOW_BITS:
         raise NoTensorMap(
-            f"tensor map in local memory: nvcc copies a kernel parameter there if its address is taken and it is not "
-            f"__grid_constant__: {instruction.where}"
+            f"tensor map in local memory: the compiler copies a kernel parameter there if its address is taken and it "
+            f"is not __grid_constant__: {instruction.where}"
         )
     if generic >> WINDOW_BITS == PARAM >> WINDOW_BITS:
         data, start = context.parameters.data, generic - PARAM

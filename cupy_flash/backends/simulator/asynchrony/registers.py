@@ -1,6 +1,6 @@
 """setmaxnreg: warpgroups release registers to, and request them from, the pool of their block.
 
-The pool is what the block's warps held at entry; setmaxnreg.inc waits until grantable registers have been released.
+The pool is what the block's warps held at entry; setmaxnreg.inc waits until enough registers have been released.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt
     NVIDIA does not document it. Measurements say that the accumulator has a sign, 8 exponent and 13 fraction bits and
     truncates the rest (SageAttention2, arXiv 2411.10958), and that an instruction's products are aligned to their
     largest exponent before addition, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2). Hence: truncate every
-    wgmma and the old sum 13 bits below the largest exponent among them, add exactly, and truncate again.
+    product and the old sum 13 bits below the largest exponent among them, add exactly, and truncate again.
     """
     # A product's exponent is the sum of its factors' exponents, not normalised: its fraction may reach 4.
     exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]

@@ -21,7 +21,7 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
 
 
 def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of each lane's per_register in fragment A (16 x k), each (32, elements).
+    """(row, column) of each lane's elements in fragment A (16 x k), each (32, elements).
 
     9.7.14.5.7 (k8: Figures 71 and 72), 9.7.14.5.8 (k16: Figure 79), 9.7.14.5 for m16n8k32 (8-bit: Figure 88).
     """
@@ -35,7 +35,7 @@ def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
 
 
 def fragment_b(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of each lane's per_register in fragment B (k x 8), each (32, elements). Same sections."""
+    """(row, column) of each lane's elements in fragment B (k x 8), each (32, elements). Same sections."""
     i = np.arange(8 * int(shape.split("k")[1]) // 32)
     per_register = 32 // _BITS[type_]
     return _THREAD * per_register + i % per_register + 4 * per_register * (i // per_register), _GROUP + 0 * i

@@ -1,11 +1,11 @@
 """Race detector for shared memory: happens-before with vector clocks (clocks.py), and uninitialised reads.
 
 Every warp counts its synchronisations, and a barrier joins the clocks of its participants. Two accesses of one word
-race if they are not ordered and at least one is a plain write. Accesses of different warps are ordered if the later
-warp's clock includes the earlier access; those of different lanes of a warp, if the warp has converged in between
-(bar.warp.sync, a barrier, a wgmma wait). An mbarrier arrive (or st.release) by one lane publishes that lane's accesses
-plus what its warp did before its last convergence point. A wait by one lane orders the other lanes of its warp only
-after they converge (clocks.py).
+race if they are not ordered, at least one writes, and at least one is not atomic. Accesses of different warps are
+ordered if the later warp's clock includes the earlier access; those of different lanes of a warp, if the warp has
+converged in between (bar.warp.sync, a barrier, a wgmma wait). An mbarrier arrive (or st.release) by one lane publishes
+that lane's accesses plus what its warp did before its last convergence point. A wait by one lane orders the other lanes
+of its warp only after they converge (clocks.py).
 
 Asynchronous instructions access memory from issue to wait, as an agent of their own (clocks.py): an access that is not
 ordered after the wait races with them. They see ordinary writes only after a fence.proxy.async by the writing thread,
@@ -38,7 +38,7 @@ _MORE_READERS = 8
 
 @dataclass(slots=True)
 class _Read:
-    """A logged read, not yet entered into Checks.readers: the first write after it needs that."""
+    """A logged read: reads are entered into Checks.readers only when the next write needs them."""
 
     group: Group
     index: Indices

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ PUBLISHING = "publishing-"  # name prefix of folders of incomplete entries
 ABANDONED = 24 * 60 * 60  # age in seconds after which an incomplete entry is removed
 OURS = re.compile(rf"[A-Za-z_][\w.]*\.[0-9a-f]{{32}}|{PUBLISHING}\w+")
 
+logger = logging.getLogger(__name__)
 failures = itertools.count()  # failed uses of the folder in this process
 
 
@@ -49,6 +51,7 @@ def compiled(text: str, name: str, target: str) -> Compiled:
         folder = usable_folder()
     except OSError as error:
         warn_once(error)
+        _log(name, target, "the memory of this process")
         return nvrtc.compile(text, name, target)
     noted = noted_compiler(folder)
     if noted is not None and (hit := Entry(folder, text, name, target, noted).load()) is not None:
@@ -57,6 +60,7 @@ def compiled(text: str, name: str, target: str) -> Compiled:
     if noted != entry.compiler and (hit := entry.load()) is not None:
         note_compiler(folder)
         return hit
+    _log(name, target, folder)
     try:
         result = nvrtc.compile(text, name, target)
     except CompileError as error:
@@ -68,6 +72,11 @@ def compiled(text: str, name: str, target: str) -> Compiled:
     if noted != entry.compiler:
         note_compiler(folder)
     return replace(result, path=entry.path / entry.payload)
+
+
+def _log(name: str, target: str, place: Path | str) -> None:
+    """Explain the seconds that a first call takes."""
+    logger.info("compiling %s for %s, which takes seconds; later calls load it from %s", name, target, place)
 
 
 @dataclass(frozen=True)

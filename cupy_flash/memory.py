@@ -95,6 +95,7 @@ class Transformer:
     learned_positions: bool = True  # False: rotary
     tied: bool = True  # head and embedding share weights
     dropout: bool = True  # on embeddings, attention probabilities and the outputs of attention and MLP
+    counted: tuple[int, int] | None = None  # parameters of a block and outside the blocks; None: by the dimensions
 
     def __post_init__(self) -> None:
         names = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
@@ -117,6 +118,8 @@ class Transformer:
     @property
     def block_parameters(self) -> int:
         """Number of parameters of one block."""
+        if self.counted is not None:
+            return self.counted[0]
         d, f, q, kv = self.embed_dim, self.mlp_dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = d * (q + 2 * kv) + q * d + (3 if self.activation == "swiglu" else 2) * d * f
         biases = (q + 2 * kv) + d + f + d if self.bias else 0
@@ -125,6 +128,8 @@ class Transformer:
     @property
     def end_parameters(self) -> int:
         """Number of parameters outside the blocks: embeddings, final norm, head."""
+        if self.counted is not None:
+            return self.counted[1]
         embedding = self.vocab_size * self.embed_dim
         positions = self.context * self.embed_dim if self.learned_positions else 0
         return embedding + positions + self._norm_parameters + (0 if self.tied else embedding)
@@ -154,16 +159,20 @@ PRESETS = {
 
 
 def load(name: str) -> Transformer:
-    """Load a model by its name in PRESETS, or by the path of a transformers config.json.
+    """Load a model by its name in PRESETS, or by the path of a transformers config.json or of the folder that holds it.
 
-    Supports config.json of model types gpt2, llama and mistral. Raises ValueError for any other type or name, OSError
-    for a file that cannot be read.
+    Model types gpt2, llama and mistral are read without transformers. Any other causal language model is built by
+    transformers on torch's meta device, which takes no memory, and its parameters are counted; experts that a token
+    does not pass through count as parameters alone. Raises ValueError that names the file for a config that is no such
+    model or for another name, OSError for a file that cannot be read, ImportError where transformers is needed.
     """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
-    if path.suffix != ".json":
-        raise ValueError(f"{name!r} is neither a config.json nor one of {', '.join(PRESETS)}")
+    if path.is_dir():
+        path /= "config.json"
+    elif path.suffix != ".json":
+        raise ValueError(f"{name!r} is neither a model folder, a config.json nor one of {', '.join(PRESETS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:
@@ -176,11 +185,18 @@ def load(name: str) -> Transformer:
             return _gpt2(config)
         if kind in ("llama", "mistral"):
             return _llama(config)
+        from .adapters import model_config
+
+        return Transformer(**model_config.dimensions(config))
     except KeyError as missing:
         raise ValueError(f"{path} has no {missing}") from missing
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    raise ValueError(f"{path} describes a model of type {kind!r}; supported are gpt2, llama and mistral")
+    except ImportError as error:
+        raise ImportError(
+            f"{path} describes a model of type {kind!r}, which needs transformers: python -m pip install "
+            f'"cupy-flash[transformers]" ({error}); gpt2, llama and mistral do not'
+        ) from error
 
 
 def _gpt2(config: dict[str, Any]) -> Transformer:

@@ -40,6 +40,10 @@ class Compiled:
     log: str
     path: Path | None = None  # the file with `code`; None if not stored
 
+    def __repr__(self) -> str:
+        place = "" if self.path is None else f" in {self.path}"
+        return f"<Compiled {self.name} for {self.target}: {len(self.code)} bytes{place}>"
+
     @property
     def ptx(self) -> str:
         """The PTX text of a compute target; ValueError for a cubin. `.file` lines name files relative to kernels_cu."""

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -111,6 +112,17 @@ def test_compiles_once_for_memory_and_disk(folder: Path, compiles: list[str]) ->
     assert again == first
     assert again.resources["fill"].registers > 0
     assert compiles == [NAME]
+
+
+def test_a_compilation_is_logged_and_a_hit_is_not(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="cupy_flash"):
+        store()
+        cache.compiled(TEXT, NAME, TARGET)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and record.name == "cupy_flash.cache"
+    assert record.getMessage() == (
+        f"compiling {NAME} for {TARGET}, which takes seconds; later calls load it from {folder}"
+    )
 
 
 def test_a_hit_on_disk_runs_no_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ FLOW = (
     "adapters.torch",
     "adapters.transformers",
     "adapters.jax",
+    "adapters.model_config",
     "memory",
     "api",
     "distributed.shards",
@@ -107,6 +108,14 @@ FLOW = (
     "distributed.ulysses",
     "distributed",
     "__init__",
+    "commands",
+    "commands.problem_arguments",
+    "commands.cache",
+    "commands.info",
+    "commands.compile",
+    "commands.explain",
+    "commands.ptx",
+    "commands.memory",
     "__main__",
 )
 

@@ -30,6 +30,7 @@ from transformer_blocks import (
 
 from cupy_flash import memory
 from cupy_flash.__main__ import main
+from cupy_flash.adapters import model_config
 from cupy_flash.memory import PRESETS, Training, Transformer, coefficients, estimate, measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,19 +289,86 @@ def test_config_without_dropout_or_with_relu(tmp_path):
     assert coefficients(model, Training(1, 64, "standard"))[:2] == (34 - 2 - 8, 2)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
+def test_models_that_transformers_builds_have_the_same_tensors(name):
+    """Of a model whose config is read without transformers, too."""
+    model, preset = Transformer(**model_config.dimensions(CONFIGS[name])), PRESETS[name]
+    assert model.parameters == preset.parameters and model.block_parameters == preset.block_parameters
+    for attention in memory.ATTENTIONS:
+        training = Training(2, 128, attention)
+        assert memory.saved_by_block(model, training) == memory.saved_by_block(preset, training)
+
+
+SMALL = dict(
+    hidden_size=64, num_attention_heads=4, num_hidden_layers=3, vocab_size=100, max_position_embeddings=50,
+)  # fmt: skip
+GATED = SMALL | dict(intermediate_size=96, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize(
+    "config, sizes",
+    [
+        (GATED | dict(model_type="qwen2"), dict(kv_heads=2, mlp_dim=96, activation="swiglu", context=50)),
+        (
+            GATED | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+            dict(kv_heads=2, mlp_dim=2 * 96, activation="swiglu"),
+        ),
+        (SMALL | dict(model_type="opt", ffn_dim=96), dict(kv_heads=4, mlp_dim=96, activation="relu", layer_norm=True)),
+        (SMALL | dict(model_type="bloom"), dict(mlp_dim=256, activation="gelu")),
+        (SMALL | dict(model_type="falcon", ffn_hidden_size=200), dict(kv_heads=1, mlp_dim=200, activation="gelu")),
+        (dict(model_type="llava", text_config=GATED | dict(model_type="llama")), dict(kv_heads=2, mlp_dim=96)),
+    ],
+    ids=lambda it: it.get("model_type"),
+)
+def test_folder_of_any_language_model(config, sizes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = memory.load(str(tmp_path))
+    assert (model.layers, model.embed_dim, model.heads, model.vocab_size) == (3, 64, 4, 100)
+    assert {name: getattr(model, name) for name in sizes} == sizes
+    head_dim, kv_heads = 16, model.kv_heads
+    matrices = 3 if model.activation == "swiglu" else 2
+    experts = config.get("num_local_experts", 1)
+    width = model.mlp_dim // config.get("num_experts_per_tok", 1)
+    least = 2 * 64 * 64 + 2 * 64 * kv_heads * head_dim + experts * matrices * 64 * width  # norms and biases are more
+    assert least < model.block_parameters < 1.1 * least
+    assert model.parameters == 3 * model.block_parameters + model.end_parameters
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(model_type="mixtral"), "model of type 'mixtral'; supported are gpt2, llama and mistral"),
-        ({}, "model of type None"),
+        (dict(model_type="no_such_model"), "knows no model of type 'no_such_model'"),
+        (dict(model_type=["gpt2"]), "knows no model of type ['gpt2']"),
+        ({}, "knows no model of type None"),
+        (dict(model_type="vit"), "builds no causal language model of type 'vit'"),
+        (dict(model_type="qwen2", hidden_size="wide"), "builds no causal language model of type 'qwen2'"),
         (dict(model_type="llama"), "has no 'num_hidden_layers'"),
+        (dict(model_type="mamba", hidden_size=64, num_hidden_layers=2), "has no 'num_attention_heads'"),
     ],
+    ids=str,
 )
-def test_config_of_another_kind_is_refused(config, message, tmp_path):
+def test_config_of_another_kind_is_refused(config, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        memory.load(str(path))
+    assert main(["memory", "--model", str(tmp_path)]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(str(path)) and message in output.err and output.err.count("\n") == 1
+
+
+def test_without_transformers_three_model_types_are_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["gpt2"]))
+    assert memory.load(str(tmp_path)) == PRESETS["gpt2"]
+    path.write_text(json.dumps(GATED | dict(model_type="qwen2")))
+    with pytest.raises(ImportError, match=re.escape(f"{path} describes a model of type 'qwen2', which needs transf")):
+        memory.load(str(tmp_path))
+
+
+def test_folder_without_a_config(tmp_path, capsys):
+    assert main(["memory", "--model", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path / "config.json") in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -354,7 +422,7 @@ def test_config_of_anything_is_refused_in_a_line(text, message, tmp_path, capsys
             lambda: memory.largest_batch(PRESETS["gpt2"], Training(1, 8), float("inf")),
             "memory must be a number of bytes, not inf",
         ),
-        (lambda: memory.load("gpt5"), "'gpt5' is neither a config.json nor one of gpt2, llama2-7b"),
+        (lambda: memory.load("gpt5"), "'gpt5' is neither a model folder, a config.json nor one of gpt2, llama2-7b"),
     ],
 )
 def test_errors_name_every_reason(wrong, message):
@@ -432,13 +500,16 @@ def test_command_draws(tmp_path, suffix, begins):
         (["--model", "missing/config.json"], "No such file"),
         (["--model", "gpt2", "--batch", "0"], "batch must be positive, not 0"),
         (["--model", "gpt2", "--gb", "inf"], "memory must be a number of bytes, not inf"),
-        (["--model", "gpt2", "--plot", "plot.nothing"], "Format 'nothing' is not supported"),
+        (["--model", "gpt2", "--gb", "0"], "--gb must be more than 0, not 0"),
+        (["--model", "gpt2", "--gb", "-3"], "--gb must be more than 0, not -3"),
+        (["--model", "gpt2", "--gb", "nan"], "memory must be a number of bytes, not nan"),
+        (["--model", "gpt2", "--plot", "plot.nothing"], "plot.nothing: Format 'nothing' is not supported"),
     ],
 )
 def test_command_refuses(words, message, capsys):
     assert main(["memory", *words]) == 1
     output = capsys.readouterr()
-    assert message in output.err
+    assert message in output.err and output.err.count("\n") == 1
 
 
 def test_model_needs_numpy_alone():

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,13 @@ def test_cubin_of_every_architecture(target: str) -> None:
     assert (compiled.name, compiled.target, compiled.path) == ("simt/reverse", target, None)
     with pytest.raises(ValueError, match=rf"simt/reverse was compiled for {target}: a cubin, not PTX"):
         _ = compiled.ptx
+
+
+def test_repr_is_short() -> None:
+    compiled = nvrtc.Compiled("simt/forward", "sm_80", bytes(5000), "log" * 1000)
+    assert repr(compiled) == "<Compiled simt/forward for sm_80: 5000 bytes>"
+    stored = replace(compiled, path=Path("folder/kernel.cubin"))
+    assert repr((stored,)) == f"(<Compiled simt/forward for sm_80: 5000 bytes in {stored.path}>,)"
 
 
 def test_ptx_names_lines_of_the_original_files() -> None:

@@ -1,0 +1,41 @@
+"""python -m cupy_flash cache: the folder of compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import cache
+
+
+def add(commands: Any) -> None:
+    """Add the command cache with its actions."""
+    actions = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    actions.add_parser("size", help="show its path and size").set_defaults(run=print_size)
+    actions.add_parser("clear", help="remove the compiled kernels, and nothing else").set_defaults(run=clear)
+
+
+def describe() -> str:
+    """Path and size of the kernel cache, or why it is not used."""
+    try:
+        folder = cache.location()
+        if folder.exists():
+            cache.check_safe(folder)
+        count, size = cache.size(folder)
+    except OSError as error:
+        return f"not used: {error}"
+    return f"{folder}, {count} entries, {size / 2**20:.1f} MiB"
+
+
+def print_size() -> int:
+    """Print the path and size of the kernel cache."""
+    print(describe())
+    return 0
+
+
+def clear() -> int:
+    """Remove all compiled kernels from the cache folder; running processes recompile what they still need."""
+    cache.clear(cache.location())
+    print(describe())
+    return 0

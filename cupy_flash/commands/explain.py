@@ -1,0 +1,26 @@
+"""python -m cupy_flash explain: the plan of a problem on a GPU, which need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .problem_arguments import add_lengths, add_problem, plans
+
+
+def add(commands: Any) -> None:
+    """Add the command explain."""
+    command = commands.add_parser(
+        "explain",
+        help="print how attention would run: engine, tiles, why, and why not the other engines; needs no GPU",
+        description="Print the plan of a forward and of its backward: engine, tiles, why, and why not the other "
+        "engines. With --arch no GPU is needed. cupy_flash.explain(q, k, v, ...) does it for arrays.",
+    )
+    add_problem(command)
+    add_lengths(command)
+    command.set_defaults(run=run)
+
+
+def run(**arguments: Any) -> int:
+    """Print the plans of a forward and its backward."""
+    print("\n\n".join(plan.explain() for plan in plans(**arguments)))
+    return 0

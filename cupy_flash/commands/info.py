@@ -1,0 +1,123 @@
+"""python -m cupy_flash info: what is installed, and which engines serve this machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions, version
+from typing import Any
+
+import numpy as np
+
+from .. import __version__, ahead, device, environment, nvrtc, source
+from ..backends import SIMULATED
+from ..device import Device
+from ..plan import MODULES
+from . import cache
+
+# Versions are read from package metadata, without an import.
+LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
+
+
+def add(commands: Any) -> None:
+    """Add the command info."""
+    text = "what is installed and which engines serve this machine"
+    commands.add_parser("info", help=text).set_defaults(run=run)
+
+
+def run() -> int:
+    """Print the environment, as bug reports need it."""
+    providers = packages_distributions()
+    rows = {
+        "cupy_flash": __version__,
+        "Python": f"{platform.python_version()}, {platform.platform()}",
+        "NumPy": np.__version__,
+        "BLAS": blas(),
+        **{name: installed(providers.get(name, [])) for name in LIBRARIES},
+        "import cupy": import_cupy(),
+        "kernels_cu": kernels(),
+        "NVRTC": compiler(),
+        "cache": cache.describe(),
+        "CUPY_FLASH_BACKEND": environment.backend() or "not set",
+        "CUPY_FLASH_CACHE_DIR": environment.cache_dir() or "not set",
+        **{f"engine {name}": text for name, text in engines().items()},
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def blas() -> str:
+    """The BLAS libraries that NumPy has loaded and their threads, as threadpoolctl sees them."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError as error:
+        return f"unknown: {error}"
+    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    if not libraries:
+        return "none that threadpoolctl knows"
+    return ", ".join(
+        f"{library['internal_api']} {library['version']}, {library['num_threads']} threads" for library in libraries
+    )
+
+
+def installed(distributions: Sequence[str]) -> str:
+    """Names and versions of the distributions that provide a library (CuPy has several)."""
+    return ", ".join(f"{name} {version(name)}" for name in sorted(set(distributions))) or "not installed"
+
+
+def import_cupy() -> str:
+    """Whether `import cupy` works; it creates a cache folder, and may fail with any exception if it cannot."""
+    try:
+        import cupy
+
+        return f"works, CUDA device usable: {'yes' if cupy.cuda.is_available() else 'no'}"
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {error}"
+
+
+def kernels() -> str:
+    """Path of the CUDA sources and number of kernels."""
+    try:
+        folder = source.kernel_folder()
+    except FileNotFoundError as error:
+        return str(error)
+    return f"{folder}, {len(list(folder.rglob('*.cu')))} kernels"
+
+
+def compiler() -> str:
+    """NVRTC's version and architectures, or why it is not available."""
+    try:
+        return f"{'.'.join(map(str, nvrtc.version()))}, for sm_{', '.join(map(str, nvrtc.architectures()))}"
+    except ImportError as error:
+        return str(error)
+
+
+def engines() -> dict[str, str]:
+    """For each engine, that it serves this machine, or the reasons why not."""
+    try:
+        gpu, reason = ahead.device_for(None), ""
+    except RuntimeError as error:
+        gpu, reason = None, f"no GPU that CuPy can use ({error.__cause__})"
+    texts = {}
+    for name, engine in MODULES.items():
+        if "cuda" not in engine.BACKENDS:
+            texts[name] = "serves this machine: arrays in host memory"
+        elif gpu is None:
+            reasons = refusals(name, device.named(SIMULATED))
+            simulated = 'backend="simulator" runs it, slowly, anywhere'
+            if reasons:
+                simulated = f'not chosen with backend="simulator" ({SIMULATED}): {"; ".join(reasons)}'
+            texts[name] = f"{reason}; {simulated}"
+        else:
+            reasons = refusals(name, gpu)
+            texts[name] = f"not chosen on {gpu}: {'; '.join(reasons)}" if reasons else f"serves this machine: {gpu}"
+    return texts
+
+
+def refusals(engine: str, on: Device) -> list[str]:
+    """Why an engine would not serve a plain problem on a device: fp16, the one dtype that all engines have on all GPUs,
+    and D 64."""
+    (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False)
+    return MODULES[engine].refusals(problem, on)

@@ -1,0 +1,107 @@
+"""The arguments of compile, explain and ptx that state a problem; those of attention's options follow features.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from .. import ahead, device
+from ..features import ARRAY, CAUSAL, CHOICE, FEATURES, FLAG, NUMBER, WINDOW, Feature
+from ..plan import MODULES, Plan, plan
+from ..problem import DTYPES, FP8
+
+
+def size(text: str) -> int:
+    """A whole number of at least 1 and less than 2**31."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1 and less than 2**31, not {text!r}")
+    return number
+
+
+def add_problem(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of cupy_flash.compile."""
+    command.add_argument("--arch", choices=list(device.GPUS), help="default: that of this machine's GPU")
+    command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
+    command.add_argument("--head-dim", type=size, required=True, metavar="D")
+    command.add_argument("--head-dim-v", type=size, metavar="DV", help="default: D")
+    command.add_argument("--group", type=size, default=1, metavar="N", help="query per key/value head; default: 1")
+    command.add_argument("--no-backward", dest="backward", action="store_false", help="forward only (all that fp8 has)")
+    command.add_argument("--packed", action="store_true", help="for attention_varlen")
+    for feature in FEATURES:
+        if feature.constant or feature.kind in CHOOSES_KERNELS or feature.name == "engine":
+            KINDS[feature.kind](command, f"--{feature.name.replace('_', '-')}", feature)
+
+
+def add_lengths(command: argparse.ArgumentParser) -> None:
+    """Add the sizes of a call, which decide between the kernels of a problem."""
+    command.add_argument("--batch", type=size, default=1, metavar="B", help="sequences; default: 1")
+    command.add_argument("--heads", type=size, metavar="HQ", help="query heads; default: 32 groups")
+    command.add_argument("--seqlen", type=size, default=4096, metavar="SQ", help="queries; default: 4096")
+    command.add_argument("--seqlen-k", type=size, metavar="SK", help="keys; default: as many as queries")
+
+
+def plans(
+    arch: str | None, batch: int, heads: int | None, seqlen: int, seqlen_k: int | None, **arguments: Any
+) -> list[Plan]:
+    """The plans of a forward and its backward (with a gradient of lse where return_lse is set) on a GPU."""
+    on = ahead.device_for(arch)
+    group = arguments["group"]
+    heads = 32 * group if heads is None else heads
+    if heads % group:
+        raise ValueError(f"--heads {heads} must be a multiple of --group {group}")
+    sizes = dict(batch=batch, heads=heads, whole_heads=heads, kv_heads=heads // group)
+    lengths = dict(q_len=seqlen, kv_len=seqlen if seqlen_k is None else seqlen_k)
+    forward, *backward = ahead.problems(**arguments)
+    return [plan(problem._replace(**sizes, **lengths), on) for problem in (forward, *backward[-1:])]
+
+
+def _add_array(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    """An array counts by its presence; one that may have several dtypes by its dtype."""
+    if feature.element:
+        text = "dtype; default: that of q"
+        command.add_argument(flag, nargs="?", const=True, choices=feature.dtypes, metavar="DTYPE", help=text)
+    else:
+        command.add_argument(flag, action="store_true", default=None, help=f"with {feature.name}")
+
+
+def _add_number(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    command.add_argument(
+        flag, nargs="?", type=float, const=feature.example, default=feature.default, metavar="VALUE",
+        help="kernels are the same for every value",
+    )  # fmt: skip
+
+
+def _add_flag(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    command.add_argument(flag, action="store_true", help=f"with {feature.name}=True")
+
+
+def _add_causal(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    command.add_argument(
+        flag, nargs="?", const=True, default=feature.default, choices=("top_left", "bottom_right"),
+        help="default corner: bottom_right",
+    )  # fmt: skip
+
+
+def _add_window(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    command.add_argument(flag, nargs=2, type=int, metavar=("LEFT", "RIGHT"), help="-1: unbounded")
+
+
+def _add_engine(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
+    engines = [name for name, engine in MODULES.items() if "cuda" in engine.BACKENDS]
+    command.add_argument(flag, choices=engines, help="default: the one with the smallest predicted time")
+
+
+CHOOSES_KERNELS = (CAUSAL, WINDOW, FLAG)  # kinds without a constant of their own that a plan depends on
+KINDS: dict[str, Callable[[argparse.ArgumentParser, str, Feature], None]] = {
+    ARRAY: _add_array,
+    NUMBER: _add_number,
+    FLAG: _add_flag,
+    CAUSAL: _add_causal,
+    WINDOW: _add_window,
+    CHOICE: _add_engine,
+}

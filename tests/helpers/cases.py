@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and its options. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a scalar."""
+    """A problem with options. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a scalar."""
 
     q_len: int = 19
     kv_len: int = 23

@@ -1,4 +1,4 @@
-"""Every example runs: doctests of all modules, and the Python blocks of the README."""
+"""Run every example: doctests of all modules, and the Python blocks of the README."""
 
 import doctest
 import importlib

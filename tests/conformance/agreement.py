@@ -1,4 +1,4 @@
-"""What the simulator gives for a micro-kernel, and whether that is what a GPU gave."""
+"""Results of micro-kernels on the simulator, and their comparison with those of a GPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def simulate(kernel: Kernel) -> Array:
 
 
 def difference(actual: Array, expected: Array, relative: float | None = None) -> str | None:
-    """How many numbers differ and where the first; None where all agree: bitwise, NaN of any bits for NaN, with
-    `relative` within that of the larger."""
+    """The number of differences and the first one; None if all agree: bitwise (any NaN equals any NaN), or within
+    `relative` of the larger number if given."""
     same = actual == expected
     if actual.dtype.kind == "f":
         same &= np.signbit(actual) == np.signbit(expected)
@@ -48,7 +48,7 @@ def difference(actual: Array, expected: Array, relative: float | None = None) ->
 
 
 def disagreements(path: Path) -> list[str]:
-    """The kernels of whose results in a file the simulator gives others."""
+    """The kernels with stored results that differ from the simulator's."""
     with np.load(path) as stored:
         return [
             kernel.name

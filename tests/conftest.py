@@ -28,8 +28,8 @@ for tier, examples in (("default", 64), ("exhaustive", 200)):
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 
-# A kernel that is parsed and built makes some 100,000 objects, most of which stay: to look for cycles among all of them
-# as often as Python does by default took a tenth of the processor's time.
+# Parsing and building a kernel makes some 100,000 objects, most of which stay alive: searching them for cycles as often
+# as Python does by default took a tenth of the CPU time.
 gc.set_threshold(10_000)
 
 
@@ -42,15 +42,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Before any test module is imported: settings() there are those of the profile.
+    # Before any test module is imported, so that settings() there inherit from the profile.
     hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config):
-    """One process per core is the default, as compiling and simulating kernels is all processor time. A GPU is not
-    shared: its tests measure memory and streams. With worksteal a process that has run out of tests takes some of
-    another's, and neighbouring tests stay in one process, which shares their compiled kernels."""
+    """Default to one process per core, because compiling and simulating kernels is CPU-bound; to one process on a GPU,
+    whose tests measure memory and streams. worksteal keeps neighbouring tests in one process, which shares their
+    compiled kernels."""
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.pluginmanager.has_plugin("xdist") or on_gpu.has_gpu():
         return
@@ -60,7 +60,7 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --exhaustive the tests marked so are deselected: the count at the end of a run names them."""
+    """Deselect the tests marked exhaustive unless --exhaustive is given; the summary of a run counts them."""
     if config.option.exhaustive:
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -71,9 +71,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory, request):
-    """Kernels are compiled once per session, into a folder that its processes share: none from another time is used.
-    Where KERNELS names a folder, sessions share that one. PTX for the simulator is compiled with fewer passes, in half
-    the time; with --exhaustive as everywhere else. Cubins always are."""
+    """A kernel cache that all processes of a session share; sessions share the folder KERNELS if that is set.
+
+    PTX for the simulator is compiled with fewer optimization passes, in half the time, unless --exhaustive is given.
+    Cubins are always compiled as a call would."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,7 +89,7 @@ def kernel_cache(tmp_path_factory, request):
 def faster(flags):
     @functools.wraps(flags)
     def with_fewer_passes(target):
-        # On sm_90a such PTX copies accumulators between wgmma.fence and wgmma, which the simulator refuses.
+        # On sm_90a such PTX copies accumulators between wgmma.fence and wgmma, which the simulator reports as an error.
         is_cheaper = target.startswith("compute_") and not target.endswith("a")
         return (*flags(target), *(["--Ofast-compile=mid"] if is_cheaper else []))
 
@@ -97,8 +98,7 @@ def faster(flags):
 
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])
 def backend(request):
-    """The backend that a behaviour test asks for, by name. Where its rows differ by backend, so does the test's list:
-    cases.by_backend."""
+    """The name of a backend, for behaviour tests. Tests whose rows differ by backend use cases.by_backend."""
     if request.param == "simulator":
         request.getfixturevalue("small_tile")
     if request.param == "cuda":
@@ -110,7 +110,7 @@ def backend(request):
 
 @pytest.fixture
 def small_tile(monkeypatch):
-    """Every plan for a GPU takes SMALL_TILE or SMALL_FRAGMENTS."""
+    """Every plan for a GPU uses SMALL_TILE or SMALL_FRAGMENTS."""
     monkeypatch.setattr("cupy_flash.engines.simt.tiles", lambda problem, device: [SMALL_TILE])
     monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", every_kernel_in(SMALL_FRAGMENTS))
     plan.cache_clear()
@@ -120,13 +120,13 @@ def small_tile(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """What is simulated is Hopper."""
+    """Simulate sm_90a."""
     monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """Outputs and workspaces come as NaN (raw bytes as 255: NaN in any float), so that what is not written shows."""
+    """Fill outputs and workspaces with NaN (raw bytes with 255, NaN in any float), so that missing writes are found."""
     empty = np.empty
 
     def poisoned(*args, **kwargs):
@@ -142,7 +142,7 @@ def poisoned_memory(monkeypatch):
 
 @dataclass
 class Watch:
-    """What every launch of the simulator is done with, and its counters by kernel."""
+    """Options added to every launch of the simulator, and the counters of each kernel."""
 
     options: dict = field(default_factory=dict)
     counters: dict[str, Counters] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def watch(monkeypatch):
 
 @pytest.fixture
 def changed_kernels(monkeypatch, tmp_path):
-    """Replaces a text in a copy of the kernels."""
+    """A function that replaces a text in a copy of the kernels."""
 
     def change(file, old, new):
         folder = tmp_path / "kernels_cu"
@@ -176,7 +176,7 @@ def changed_kernels(monkeypatch, tmp_path):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What ran in our backends, in order."""
+    """A list of the directions, "forward" and "backward", that our backends have run, in order."""
     seen = []
 
     def recorded(name, function):

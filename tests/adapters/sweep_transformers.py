@@ -4,18 +4,18 @@
     PYTHONPATH=. python tests/adapters/sweep_transformers.py bert llama falcon  those whose model_type is named
     PYTHONPATH=. python tests/adapters/sweep_transformers.py --all --jobs 8     the table with the models that agree too
 
-Each model type gives its base model, or, where there is none, its first model with a head; types that can be encoders
-or decoders give a decoder too. Configurations are the default ones made tiny; weights are random, attention is far from
-uniform, dtype is float64, or float32 where a model does not run in float64. cupy_fa and the reference, sdpa or where a
-model has none eager, get the same weights and inputs: without padding, and, where a model takes an attention mask, with
-padding on the right and on the left. Outputs are compared at tokens alone. Nothing is downloaded.
+Each model type is tested with its base model, or with its first model with a head if it has none, and also as a decoder
+if it can be either. Configurations are the defaults made tiny; weights are random and make attention non-uniform; dtype
+is float64, or float32 if a model does not run in float64. cupy_fa and the reference (sdpa, or eager without it) get the
+same weights and inputs: without padding, and, if a model takes an attention mask, with padding on the right and on the
+left. Outputs are compared only at tokens. Nothing is downloaded.
 
-    agree                  the outputs are those of the reference
-    agree, no attention    they are, and cupy_fa was never asked: there is no attention, or it is another library's
-    refused                cupy_fa says that it does not serve the model
-    no verdict             the reference does not run: the tiny configuration or the inputs do not suit the model
-    disagree               the outputs are others
-    error                  the reference runs, and cupy_fa raises something else than a refusal
+    agree                  the outputs equal those of the reference
+    agree, no attention    they do, but cupy_fa was never called: the model has no attention, or another library's
+    refused                cupy_fa reports that it does not support the model
+    no verdict             the reference does not run with the tiny configuration or the inputs
+    disagree               the outputs differ
+    error                  the reference runs, and cupy_fa raises anything but a refusal
 
 The exit status is 1 if a model disagrees or an error is raised, else 0.
 """
@@ -45,8 +45,8 @@ from cupy_flash.adapters import transformers as adapter
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 12, 9
 VOCABULARY = 96
-LARGEST = 60_000_000  # parameters of a model that is still built
-# Of the largest number of an output. Models convert to float32 inside, whatever their dtype; in float32 rounding grows.
+LARGEST = 60_000_000  # parameters; larger models are not built
+# Relative to the largest output. Models of any dtype convert to float32 inside; float32 models amplify rounding.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
 FAILURES = ("disagree", "error")
 
@@ -82,7 +82,7 @@ for value, names in {
 }.items():  # fmt: skip
     TINY |= dict.fromkeys(names.split(), value)
 TINY |= dict(eos_token_id=7, sep_token_id=7, dropout=0.0, attention_dropout=0.0)
-# Where a whole tiny configuration is not coherent, fewer of its values may be.
+# If a whole tiny configuration is inconsistent, fewer tiny values may work.
 LAYERS = {name: value for name, value in TINY.items() if "layer" in name or name in ("depth", "vocab_size")}
 PATIENT = {name: value for name, value in TINY.items() if not name.endswith(("_head_dim", "head_dim", "patch_size"))}
 NO_GROUPS = {name: value for name, value in TINY.items() if "kv" not in name and "key_value" not in name}
@@ -95,15 +95,15 @@ class Verdict(NamedTuple):
 
 
 class Expired(BaseException):
-    """A model took too long; no Exception, which a model or the sweep would catch."""
+    """A model took too long. Not an Exception, which a model or the sweep would catch."""
 
 
 class Unsuited(Exception):
-    """The sweep found no tiny configuration, or no inputs."""
+    """No tiny configuration or no inputs were found."""
 
 
 def attribute(config: Any, name: str) -> Any:
-    """None where a configuration has no such value, or has one for each layer."""
+    """A value of a configuration; None if it has none, or one per layer."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -120,7 +120,7 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
         if is_number or (old is None and name.endswith(("token_id", "vocab_size", "experts", "experts_per_tok"))):
             changes[name] = values[name] if not is_number else type(old)(values[name])
     layers = attribute(default, "num_hidden_layers")
-    for name in parameters:  # lists with an entry for each layer: every kind of layer remains
+    for name in parameters:  # lists with an entry per layer keep every kind of layer
         old = attribute(default, name)
         if isinstance(old, list) and "num_hidden_layers" in changes and len(old) == layers:
             kinds = [kind for at, kind in enumerate(old) if kind not in old[:at]]
@@ -135,7 +135,7 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
             changes[name] = tiny_config(type(part), values)
     try:
         return config_class(**changes)
-    except TypeError:  # some take dictionaries of their parts alone
+    except TypeError:  # some accept only dictionaries of their parts
         return config_class(
             **{name: part.to_dict() if isinstance(part, transformers.PreTrainedConfig) else part
                for name, part in changes.items()}
@@ -156,7 +156,7 @@ def count_parameters(model_class: type, config: Any, implementation: str) -> int
 
 
 def perturb(model: Any) -> None:
-    """Attention that is far from uniform."""
+    """Add noise to the weights, so that attention is far from uniform."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -164,7 +164,7 @@ def perturb(model: Any) -> None:
 
 
 def first(config: Any, *names: str) -> Any:
-    """The first of the named values that a configuration or one of its parts has."""
+    """The first of these values that a configuration or one of its parts has."""
     parts = [config] + [attribute(config, name) for name in getattr(config, "sub_configs", {})]
     for name in names:
         for part in parts:
@@ -175,7 +175,7 @@ def first(config: Any, *names: str) -> Any:
 
 
 def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -> dict[str, Any]:
-    """Inputs without padding, by the names of forward's parameters."""
+    """Inputs without padding, by parameter of forward."""
     config = model.config
     parameters = inspect.signature(model.forward).parameters
     required = {name for name, one in parameters.items() if one.default is one.empty and one.kind != one.VAR_KEYWORD}
@@ -265,7 +265,7 @@ def tensors(output: Any, name: str = "") -> dict[str, Any]:
 
 
 def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """Floating outputs; with a mask only those which have a row for each token, at the tokens."""
+    """Floating-point outputs; with a mask, only outputs with a row per token, at the tokens."""
     torch.manual_seed(3)
     arguments = copy.deepcopy(given) | ({} if mask is None else {"attention_mask": mask.clone()})
     with torch.no_grad():
@@ -282,7 +282,7 @@ def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
 
 
 def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """Relative to the largest number of the output; and the output's name."""
+    """The largest difference relative to the output's largest number, and that output's name."""
     if actual.keys() != expected.keys():
         return float("inf"), f"outputs {sorted(actual.keys() ^ expected.keys())}"
     worst = (0.0, "")
@@ -300,7 +300,7 @@ def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tupl
 
 
 def refused(name: str, model_class: type, config_class: type, refusal: Exception) -> Verdict:
-    """A model class must not only be one to refuse: building it must do so, before it has weights."""
+    """The verdict on a refused class: building its model must raise the refusal too, before it has weights."""
     try:
         with torch.device("meta"):
             build(model_class, config_class(), adapter.NAME)
@@ -314,7 +314,7 @@ def references(model_class: type) -> list[str]:
 
 
 def given_to(model: Any) -> dict[str, Any]:
-    """Inputs with which the model runs: text alone, else text and an image; features before times, else after."""
+    """Inputs with which the model runs: text only, else text and an image; features before times, else after."""
     parameters = set(inspect.signature(model.forward).parameters)
     variants: list[dict[str, bool]] = [{}]
     variants += [{"has_image": True}] if {"input_ids", "pixel_values"} <= parameters else []
@@ -362,7 +362,7 @@ def examine(model_class: type, config_class: type, changes: dict[str, Any]) -> V
         return Verdict(name, "no verdict", str(unsuited))
     try:
         model = build(model_class, config, adapter.NAME).to(reference.dtype)
-    except cupy_flash.UnsupportedError as error:  # of a part of the model
+    except cupy_flash.UnsupportedError as error:  # a part of the model
         return Verdict(name, "refused", str(error))
     model.load_state_dict(reference.state_dict())
     calls = collections.Counter()
@@ -403,7 +403,7 @@ def examine(model_class: type, config_class: type, changes: dict[str, Any]) -> V
 
 
 def cases(chosen: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
-    """(model_type, name of the model class, changes of the configuration)."""
+    """Yield (model_type, name of the model class, changes of the configuration)."""
     mappings = {name: getattr(modeling_auto, name) for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES")}
     mappings.pop("CONFIG_MAPPING_NAMES")
     bases = mappings.pop("MODEL_MAPPING_NAMES")
@@ -436,7 +436,7 @@ def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
             return Verdict(name, "no verdict", "it is not exported, or needs a library that is not installed")
         config_class = transformers.CONFIG_MAPPING[kind]
         return examine(model_class, config_class, changes)
-    except ImportError as error:  # of a library that the model needs
+    except ImportError as error:  # a library that the model needs is missing
         return Verdict(name, "no verdict", " ".join(str(error).split()))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -468,7 +468,7 @@ def main() -> int:
     adapter.register()
     tasks = [(case, arguments.timeout) for case in cases(arguments.types)]
     counts: collections.Counter[str] = collections.Counter()
-    # A process of its own for each model: what one leaves behind does not reach the next.
+    # One process per model, so that models do not affect each other.
     with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
         for verdict in pool.imap_unordered(work, tasks):
             counts[verdict.status] += 1

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py: both attentions train alike, a resumed run is the whole one, samples print, errors explain."""
+"""examples/train_gpt.py: both attentions train alike, a resumed run equals a whole one, samples, errors."""
 
 import functools
 import importlib.util
@@ -20,9 +20,9 @@ from cupy_flash import memory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 30
-# A learning rate at which 30 steps teach the model to attend and rounding is not yet amplified by chaos. Over 20 seeds
-# sdpa and cupy_flash stay within a quarter of what test_both_attentions_train_alike allows, and a scale wrong by 1 %
-# goes past it by factors of 1.8 to hundreds.
+# With this learning rate the model learns to attend in 30 steps, and chaos does not yet amplify rounding. Over 20 seeds
+# sdpa and cupy_flash stay within a quarter of the limit of test_both_attentions_train_alike, and a scale wrong by 1 %
+# exceeds it by factors of 1.8 to hundreds.
 TINY = shlex.split("--steps 30 --batch 4 --context 128 --layers 2 --heads 4 --embed 32 --learning-rate 5e-3")
 
 
@@ -33,13 +33,13 @@ def example():
     spec.loader.exec_module(module)
     module.read_text = functools.cache(module.read_text)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine two threads that wait for each other take 20 times as long
+    torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
     yield module
     torch.set_num_threads(threads)
 
 
 def train(example, log, *options):
-    """The lines that a tiny run logs."""
+    """Log lines of a tiny run."""
     example.main([*TINY, "--log", str(log), *map(str, options)])
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -49,7 +49,7 @@ def losses_of(lines):
 
 
 def formula(q, k, v, dropout, error=1.0):
-    """Attention as the textbook writes it; `error` multiplies the scores."""
+    """Textbook attention; `error` multiplies the scores."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) * (error / math.sqrt(q.shape[-1]))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -57,8 +57,8 @@ def formula(q, k, v, dropout, error=1.0):
 
 
 def test_both_attentions_train_alike(example, tmp_path, monkeypatch):
-    # How far rounding alone takes two runs apart depends on the text and the machine, so a third attention measures it:
-    # cupy_flash may be 4 times as far from sdpa as the formula is, rounding of the loss itself included.
+    # The distance of two runs by rounding depends on the text and the machine, so a third attention measures it:
+    # cupy_flash may be 4 times as far from sdpa as the formula is, plus the rounding of the loss.
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     monkeypatch.setitem(example.ATTENTIONS, "one percent off", functools.partial(formula, error=1.01))
     curves = {name: losses_of(train(example, tmp_path / "log", "--attention", name)) for name in example.ATTENTIONS}
@@ -72,7 +72,7 @@ def test_both_attentions_train_alike(example, tmp_path, monkeypatch):
 def test_loss_falls(example, tmp_path):
     lines = train(example, tmp_path / "log")
     losses = losses_of(lines)
-    assert losses[0] == pytest.approx(math.log(256), abs=0.2)  # it knows nothing at first
+    assert losses[0] == pytest.approx(math.log(256), abs=0.2)  # the untrained loss
     assert losses[-5:].mean() < losses[:5].mean() - 1
     validated = [line["step"] for line in lines if "validation_loss" in line]
     assert validated == [20, 30]
@@ -82,7 +82,7 @@ def test_loss_falls(example, tmp_path):
 @pytest.mark.parametrize("attention", ["cupy_flash", "sdpa"])
 def test_resumed_run_is_bitwise_the_whole_one(example, tmp_path, monkeypatch, attention):
     options = ("--attention", attention, "--dropout", 0.1, "--save-every", 15)
-    # Samples are not part of the run: taking one draws no number that training would have drawn.
+    # Sampling does not draw from the generator of training.
     whole = train(example, tmp_path / "whole.log", *options, "--save", tmp_path / "whole.pt", "--sample-every", 8)
 
     with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def stop_at(last, learning_rate, step, arguments):
 
 
 def assert_same(a, b, where="state"):
-    """Equal nested dicts and lists, tensors bitwise."""
+    """Assert that nested dicts and lists are equal, tensors bitwise."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
@@ -194,7 +194,7 @@ def test_heads_must_divide_embed(example, capsys):
 
 
 def test_samples_are_printable(example, capsys):
-    # A model that has learnt nothing says every byte, control characters and halves of UTF-8 among them.
+    # An untrained model samples any byte, also control characters and incomplete UTF-8.
     prompt = "\x1b[31m[/é]\ndef "
     example.main([*TINY, "--steps", "2", "--sample-every", "1", "--prompt", prompt])
     samples = capsys.readouterr().out.split("--- sample after ")[1:]
@@ -255,13 +255,13 @@ def test_checkpoint_keeps_the_input_of_every_block(example):
     sizes = memory.Transformer(2, 32, 4, 256, 128, dropout=False)
     for more, checkpoint in (((), "none"), (("--checkpoint",), "full")):
         training = memory.Training(4, 128, checkpoint=checkpoint, precision="float32")
-        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # of the softmax, and targets: the loss is not measured here
+        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets: the loss is not measured here
         modelled = memory.estimate(sizes, training)
         assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
 
 
 def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
-    """torchrun's two processes come to the losses of one, but for rounding."""
+    """Two processes of torchrun have the losses of one process, up to rounding."""
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     options = ["--steps", "8", "--sample-every", "4"]
     alone, other = (train(example, tmp_path / "log", *options, "--attention", it) for it in ("cupy_flash", "formula"))
@@ -272,7 +272,7 @@ def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--- sample after 8 steps\ndef ") == 1  # one process speaks
+    assert result.stdout.count("--- sample after 8 steps\ndef ") == 1  # only one process logs
 
     shared = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in shared] == [*range(1, 9)]
@@ -283,13 +283,13 @@ def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
 
 @pytest.mark.exhaustive
 def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
-    """On halves of every batch, blocks checkpointed."""
+    """Each rank has half of every batch; blocks are checkpointed."""
     assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--fsdp", "--checkpoint")
 
 
 @pytest.mark.exhaustive
 def test_ring_trains_alike(example, tmp_path, monkeypatch):
-    """On halves of every sequence; what the first process saved goes on in one."""
+    """Each rank has half of every sequence; one process resumes the checkpoint."""
     saved = tmp_path / "ring.pt"
     assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--ring", "--save", saved)
     lines = train(example, tmp_path / "later.log", "--steps", 10, "--save", saved)

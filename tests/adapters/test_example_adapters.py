@@ -1,4 +1,4 @@
-"""The examples of one array library each: they learn, their attentions agree, and so does a pretrained model."""
+"""Examples for single array libraries: they learn, their attentions agree, also in a pretrained model."""
 
 import importlib.util
 import re
@@ -40,7 +40,7 @@ def formula(q, k, v, scale):
 
 
 def test_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
-    # Rounding alone takes two runs apart; a third attention measures how far.
+    # A third attention measures the difference of two runs by rounding.
     example = load("jax_attention")
     losses = {
         name: np.array(example.train(60, 16, 0.05, attend))
@@ -99,6 +99,6 @@ def test_documented_commands_are_valid(name, capsys):
     commands = [shlex.split(line) for line in lines if line.startswith(f"python examples/{name}.py")]
     assert len(commands) >= 2
     for command in commands:
-        with pytest.raises(SystemExit, match="0"):  # --help ends a command that is valid up to there
+        with pytest.raises(SystemExit, match="0"):  # --help exits if the command is valid up to it
             example.main([*command[2:], "--help"])
         assert "usage" in capsys.readouterr().out

@@ -25,7 +25,7 @@ Q_LENGTHS = np.linspace(0, SQ, B).astype(np.int32)
 KV_LENGTHS = np.linspace(SK, 13, B).astype(np.int32)
 WEIGHTS = normal(5, B, SQ, H, D)
 
-# Floating operands, our other options, and jax's.
+# Floating-point operands, our other options, and jax's options.
 CALLS = {
     "plain": (dict(q=Q, k=K, v=V), {}, {}),
     "causal": (dict(q=Q, k=K, v=V), dict(causal="top_left"), dict(is_causal=True)),
@@ -46,7 +46,7 @@ def arrays(operands, dtype=jnp.float32):
 
 
 def out_and_gradients(function, options, operands, weights):
-    """out, and the gradients of all operands of a sum that weights every element of out differently."""
+    """out, and the gradients of all operands for a weighted sum of out with different weights."""
 
     def loss(operands):
         given = {name: x for name, x in operands.items() if name == "bias"}
@@ -63,7 +63,7 @@ def eager(function):
 
 @functools.cache
 def run_of_jax(case, dtype, orders=8):
-    """In float64 on what `dtype` leaves of the numbers, and in `dtype`: the worst of several orders of summation."""
+    """jax's results in float64 on inputs rounded to `dtype`, and in `dtype`: the worst of several summation orders."""
     operands, _, options = CALLS[case]
     low = arrays(operands, dtype)
     with jax.enable_x64(True):
@@ -193,7 +193,7 @@ def test_eager_call_reads_and_writes_memory_of_jax(monkeypatch):
 
 
 def test_large_arrays_pass_through_the_callback():
-    # A callback that waits for jax, which waits for the callback, stops at some size: 4 MB each is past it.
+    # A callback that waits for jax, which waits for the callback, deadlocks above some size, less than 4 MB per array.
     operands = [jnp.ones((1, 4096, 4, 64)) * factor * jnp.linspace(-1, 1, 64) for factor in (1.0, 0.5, 2.0)]
     differentiate = jax.grad(lambda q, k, v: (attention(q, k, v, window=(5, 0)) ** 2).sum(), (0, 1, 2))
     for one, other in zip(jax.jit(differentiate)(*operands), differentiate(*operands), strict=True):
@@ -230,7 +230,7 @@ def test_refused(case, transform):
         error, message = TypeError, "attention: scale must have a value while jax traces"
     with pytest.raises(error, match=message) as caught:
         transform(call)(ZEROS)
-    assert type(caught.value) is error  # ours, none of jax's
+    assert type(caught.value) is error  # our error, not one of jax
 
 
 def test_every_traced_word_is_named():

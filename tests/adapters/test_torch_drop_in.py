@@ -1,4 +1,4 @@
-"""The peers' calls: their exact signatures, and the results of torch's own where torch is the peer."""
+"""Drop-in functions: the exact signatures of the peers, and the results of torch's functions."""
 
 import inspect
 from itertools import permutations
@@ -20,7 +20,7 @@ def normal(*shape, seed=0):
 
 
 def parameters(function):
-    """(name, default, whether positional) of every parameter; no default is `empty`."""
+    """(name, default, is_positional) of every parameter; default is `empty` if there is none."""
     return [
         (parameter.name, parameter.default, parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
         for parameter in inspect.signature(function).parameters.values()
@@ -118,7 +118,7 @@ SDPA = {
 
 
 def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options):
-    """By the formula, which takes no mask with is_causal: the mask with the causal one in it."""
+    """torch's formula, which refuses a mask with is_causal: the causal mask is merged into the mask."""
     if attn_mask is not None and is_causal:
         hidden = torch.ones(attn_mask.shape[-2:], dtype=torch.bool).triu(1)
         value_of_hidden = False if attn_mask.dtype == torch.bool else -torch.inf
@@ -127,8 +127,8 @@ def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options)
 
 
 def results(function, shapes, options, dtype, seed=None):
-    """out and the gradients of query, key, value and a floating mask; with a seed from head dimensions in some order,
-    which is another order of sums."""
+    """out and the gradients of query, key, value and a floating-point mask; a seed permutes the head dimensions, and so
+    the order of sums."""
     inner, outer = (
         torch.arange(n) if seed is None else torch.randperm(n, generator=torch.Generator().manual_seed(seed))
         for n in (shapes[0][-1], shapes[2][-1])
@@ -150,7 +150,7 @@ def results(function, shapes, options, dtype, seed=None):
 
 
 def furthest(exact, runs):
-    """Element by element what of several results is furthest from the exact one."""
+    """Element by element, the one of several results that is furthest from the exact one."""
     return [
         torch.stack(each).gather(0, (torch.stack(each) - x).abs().argmax(0, keepdim=True))[0]
         for x, *each in zip(exact, *runs, strict=True)
@@ -176,7 +176,7 @@ def test_sdpa_is_that_of_torch(case):
 @pytest.mark.parametrize("dim", [EV, E], ids=["value-of-another-dim", "value-of-the-same-dim"])
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_sdpa_result_is_laid_out_as_query(order, dim):
-    """As torch's own: whatever order the dimensions of query have in memory, the result has it."""
+    """The result has the dimension order of query in memory, as torch's has."""
     q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, dim, seed=2)
     expected = adapter.scaled_dot_product_attention(q, k, v)
     inverse = [*map(order.index, range(3)), 3]
@@ -282,7 +282,7 @@ def test_sdpa_refuses(arguments, options, error, message):
 
 
 def is_ours(tensor):
-    """Whether the tensor's graph has a node of cupy_flash."""
+    """True if the tensor's graph has a node of cupy_flash."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -326,9 +326,9 @@ def test_sdpa_context_serves_the_layers_of_torch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_sdpa_context_leaves_the_fast_path_of_encoders():
-    """Padded rows are 0 on torch's fast path alone: elsewhere they are what the layers compute, and so they are here.
+    """Padded rows are 0 only on torch's fast path; elsewhere, and here, they are the output of the layers.
 
-    A mode of any kind makes torch leave it.
+    Any mode makes torch leave the fast path.
     """
     torch.manual_seed(0)
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
@@ -480,7 +480,7 @@ Q, K, V = normal(2, L, 4, E), normal(2, S, 2, E, seed=1), normal(2, S, 2, E, see
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.1])
 BOUNDARIES = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14], dtype=torch.int32)
 
-# Positional arguments as flash-attn takes them after its arrays, and the same call of attention.
+# Positional arguments after the arrays of flash-attn, and the same call of attention.
 FLASH_ATTN_CALLS = {
     "plain": ((), {}),
     "scale": ((0.0, 0.3), dict(scale=0.3)),
@@ -502,7 +502,7 @@ def test_flash_attn_calls(case):
     packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
     packed_kv = (packed[0], kv.flatten(0, 1), *packed[3:])
     whole = (*qkv.flatten(0, 1).unbind(1), *[BOUNDARIES[0]] * 2, 7, 7)
-    wide = [x.long() for x in BOUNDARIES]  # int64, which the core refuses
+    wide = [x.long() for x in BOUNDARIES]  # int64, which the library itself refuses
     for ours, arrays, function, same in (
         (adapter.flash_attn_func, (Q, K, V), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_qkvpacked_func, (qkv,), adapter.attention, qkv.unbind(2)),
@@ -554,7 +554,7 @@ def test_flash_attn_refuses():
 
 
 def attend_with_sdpa(layer, x):
-    """What CausalSelfAttention computes, by torch's own means."""
+    """CausalSelfAttention with torch's own functions."""
     heads, kv_heads, _ = layer.heads
     q, k, v = layer.qkv(x).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(layer.heads, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

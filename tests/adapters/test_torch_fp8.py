@@ -1,5 +1,5 @@
-"""fp8=True of the torch adapter, on the simulator: what is rounded and how, that the backward is that of the arrays as
-they were given, and that nothing in fp8 outlives the forward."""
+"""fp8=True of the torch adapter, on the simulator: the rounding, a backward on the unrounded arrays, and no fp8 tensor
+that outlives the forward."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def inputs(dtype=torch.bfloat16):
-    """Each sequence and key/value head of a size of its own."""
+    """q, k and v with a different magnitude per sequence and key/value head."""
     generator = torch.Generator().manual_seed(0)
     arrays = []
     for heads in (HEADS, KV_HEADS, KV_HEADS):
@@ -35,7 +35,7 @@ def inputs(dtype=torch.bfloat16):
 
 
 def rounded(x, lengths=None):
-    """(x in e4m3 as fp64, descale), by NumPy, a sequence and a head at a time."""
+    """(x in e4m3 as fp64, descale) by NumPy, one sequence and head at a time."""
     x = x.detach().float().numpy().astype(np.float64)
     result, descale = np.zeros_like(x), np.zeros((len(x), KV_HEADS))
     group = x.shape[2] // KV_HEADS
@@ -48,7 +48,7 @@ def rounded(x, lengths=None):
 
 
 def check(arrays, out, lse, lengths=None, **options):
-    """Against the formula on q, k and v rounded by NumPy."""
+    """Compare with the formula on q, k and v rounded by NumPy."""
     (q, q_descale), (k, k_descale), (v, v_descale) = (rounded(x, lengths) for x in arrays)
     options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     exact, low = (
@@ -83,7 +83,7 @@ def test_backward_is_that_of_the_arrays_as_given():
 
 
 def test_padding_does_not_count():
-    """What lies past a length may be NaN or larger than all that counts."""
+    """Rows past a length may be NaN or larger than all others."""
     lengths = (20, 7)
     arrays = [x.detach() for x in inputs()]
     for x in arrays:
@@ -164,7 +164,7 @@ def test_compiled_and_autocast():
 
 
 def test_tensors_in_fp8():
-    """With descales of their own, compiled too; forward alone."""
+    """Tensors in fp8 with descales, also compiled; forward only."""
     q, k, v = (x.detach().to(FP8) for x in inputs())
     options = dict(k_descale=torch.tensor([[0.5, 2.0], [1.0, 3.0]]), return_lse=True, **SIMULATOR)
     out, lse = cupy_flash.attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""What a call saves for its backward, to the byte, and that nothing of it outlives the backward."""
+"""Bytes that a call saves for its backward, and that nothing of them outlives the backward."""
 
 import pytest
 import ranks
@@ -49,7 +49,7 @@ LSE = 4 * BATCH * HEADS * LENGTH
     ],
 )
 def test_saved_bytes(options, extra):
-    """q, k, v, the caller's own tensors among the options, out, lse, the seed: nothing else, and no copies."""
+    """Saved are q, k, v, the caller's tensor options, out, lse and the seed; nothing else, and no copies."""
     arrays, options = inputs(), options()
     tensors = [x for x in options.values() if isinstance(x, torch.Tensor)]
     with SavedTensors() as saved:
@@ -110,7 +110,7 @@ class Block(torch.nn.Module):
 
 
 def step(reentrant):
-    """A step of a small transformer, every block checkpointed (None: none): (model, x, loss, what was saved)."""
+    """A step of a small transformer, every block checkpointed unless None: (model, x, loss, SavedTensors)."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(HEADS * HEAD_DIM) for _ in range(LAYERS))
     x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
@@ -126,7 +126,7 @@ def step(reentrant):
 def findings(reentrant):
     """Tensors beyond parameters and gradients while the loss is alive: (saved, retained by the graph, held by Python).
 
-    torch's own reentrant checkpoint keeps the state of the generator, bytes, on every node of its kind.
+    torch's reentrant checkpoint keeps the generator's state, as bytes, on each of its nodes.
     """
     with Kept() as kept:
         model, x, loss, saved = step(reentrant)
@@ -150,13 +150,13 @@ def test_transformer_keeps_nothing(reentrant):
 
 
 class Shell:
-    """An object that had a tensor and lost it to save_for_backward."""
+    """An object with a tensor that save_for_backward has taken."""
 
     tensor = None
 
 
 class LeakyAttention(torch.autograd.Function):
-    """The leak of a public library: the backward restores the saved tensors into objects that still hang on ctx."""
+    """The leak of a public library: the backward restores the saved tensors into objects that ctx still holds."""
 
     @staticmethod
     def forward(ctx, *arrays):
@@ -220,7 +220,7 @@ def test_retained_before_the_backward_is_what_autograd_saved():
 
 
 class LeakyScale(torch.autograd.Function):
-    """Hides a tensor in a closure in a list in a dict."""
+    """Leaks a tensor in a closure in a list in a dict."""
 
     @staticmethod
     def forward(ctx, x):
@@ -279,7 +279,7 @@ def train_sharded():
 
 
 def one_process(rank, rendezvous, reports):
-    """Trains with our attention, then with the leak."""
+    """Train with our attention, then with the leaky one."""
     from torch import distributed
 
     torch.set_num_threads(1)
@@ -294,7 +294,7 @@ def one_process(rank, rendezvous, reports):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """(with our attention, with the leak) of each process."""
+    """(results with our attention, with the leaky one) of each process."""
     context = torch.multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
     rendezvous = f"file://{tmp_path_factory.mktemp('sharded') / 'rendezvous'}"
@@ -303,14 +303,14 @@ def sharded(tmp_path_factory):
 
 
 def test_sharded_training_keeps_nothing(sharded):
-    """The public report of 20 GB too many: fused attention, FSDP, every block checkpointed. Ours keeps no byte."""
+    """A public report had 20 GB of leaks with fused attention, FSDP and checkpointed blocks. Ours keeps no byte."""
     for (allocated, retained), _ in sharded:
         assert allocated == [allocated[0]] * STEPS
         assert retained == [[]] * STEPS
 
 
 def test_detector_catches_the_leak_of_sharded_training(sharded):
-    """The same with the tensors restored into objects on ctx: every layer's q, k, v, out and lse stay with the loss."""
+    """With tensors restored into objects on ctx, the loss keeps every layer's q, k, v, out and lse alive."""
     leak = LAYERS * (2 * BATCH * LENGTH * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + LSE)
     names = [
         (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")

@@ -1,4 +1,4 @@
-"""The torch operators: the same numbers as NumPy's, torch's own checks of an operator, and errors in the same words."""
+"""The torch operators: NumPy's results, torch's own operator checks, and the same error texts."""
 
 import numpy as np
 import pytest
@@ -35,19 +35,19 @@ def inputs(dtype=torch.float32, requires_grad=True, layout="bshd"):
 
 
 def padded(options):
-    """A call of `attention`: positional arguments, options."""
+    """Positional arguments and options of `attention`."""
     return inputs(layout=options.get("layout", "bshd")), options
 
 
 def packed(options):
-    """A call of `attention_varlen`: four sequences, one without queries, one without keys; rows that belong to none."""
+    """A call of `attention_varlen`: four sequences, one without queries, one without keys; rows past the last."""
     q, k, v = normal(8, HEADS, HEAD_DIM), normal(9, KV_HEADS, HEAD_DIM, seed=1), normal(9, KV_HEADS, HEAD_DIM_V, seed=2)
     arrays = tuple(x.requires_grad_() for x in (q, k, v))
     return (*arrays, ints(0, 3, 3, 5, 7), ints(0, 4, 6, 6, 8), 3, 4), options
 
 
 def strided():
-    """q with its heads before its sequence, k a slice of every second row, v with a broadcast head."""
+    """q with heads before the sequence, k with every second row, v with a broadcast head."""
     q = normal(BATCH, HEADS, Q_LEN, HEAD_DIM).transpose(1, 2)
     k = normal(BATCH, 2 * KV_LEN, KV_HEADS, HEAD_DIM + 3)[:, ::2, :, :HEAD_DIM]
     v = normal(BATCH, KV_LEN, 1, HEAD_DIM_V).expand(-1, -1, KV_HEADS, -1)
@@ -91,7 +91,7 @@ def as_numpy(value):
 
 
 class Recorder(TorchDispatchMode):
-    """The calls of cupy_flash's operators, as (operator, arguments)."""
+    """Records the calls of cupy_flash's operators as (operator, arguments)."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_gradcheck_of_packed_sequences():
     ]
 
     def function(q, k):
-        # With a sink no row is without a key, so that every lse is finite.
+        # The sink makes every lse finite.
         sink = torch.zeros(2, dtype=torch.float64)
         boundaries = (ints(0, 2, 2, 5), ints(0, 2, 4, 6))
         return adapter.attention_varlen(q, k, k, *boundaries, 3, 2, causal=True, sink=sink, return_lse=True)
@@ -299,7 +299,7 @@ def test_flops_of_packed_sequences():
     assert counter.get_total_flops() == 2 * HEADS * pairs * (HEAD_DIM + HEAD_DIM_V)
 
 
-# Calls with something wrong, in words or in arrays: replacements of the arguments and options of a good call.
+# Wrong arguments or options, which replace those of a correct call.
 BAD_CALLS = {
     "causal": dict(causal=3),
     "window-of-three": dict(window=(1, 2, 3)),
@@ -406,7 +406,7 @@ def test_meta_tensors_have_shapes_alone():
     "name", ["q", "k", "v", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", "all but mask"]
 )
 def test_meta_beside_other_tensors_is_refused(name):
-    """torch runs the fake kernel where any tensor is meta: its result on a CPU is memory that nothing has written."""
+    """torch runs the fake kernel if any tensor is meta: its result on a CPU would be uninitialised memory."""
     q, k, v = inputs(requires_grad=False)
     call = dict(
         q=q, k=k, v=v, alibi_slopes=torch.ones(HEADS), bias=torch.zeros(Q_LEN, KV_LEN), mask=torch.ones(KV_LEN) > 0,

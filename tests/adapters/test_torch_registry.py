@@ -95,7 +95,7 @@ def test_active_until_restored(steps):
 
 
 def test_active_in_every_thread_and_recomputation(active, steps):
-    """As `sdpa` is not, whose documentation names this instead."""
+    """Unlike `sdpa`, the activation holds in every thread; the documentation of `sdpa` refers to it."""
     arrays = [normal(2, 4, L, E, seed=seed).requires_grad_() for seed in range(3)]
 
     def recompute(grad_out):
@@ -126,12 +126,12 @@ def test_other_implementations_stay_torch_s(active, steps):
     assert not steps
 
 
-# Of the operators that torch has for GPUs alone, ours run on a CPU: the same functions, through the same dispatch.
+# Operators that torch has only for GPUs, run on a CPU: the same functions through the same dispatch.
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 def test_flash_operator_of_gpus(is_causal, active):
-    """Causal is bottom-right there."""
+    """The causal mask is aligned bottom-right in these operators."""
     shapes = [(2, 4, L, E), (2, 2, S, E), (2, 2, S, E)]
 
     def ours(q, k, v):
@@ -210,7 +210,7 @@ def laid_out(layout):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "qkv"])
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_results_are_laid_out_as_torch_promises(name, layout, active):
-    """torch.compile plans memory by what the operators say they return, without running them."""
+    """torch.compile plans memory from the strides that fake kernels return."""
 
     def forward(q, k, v):
         if name == "cpu":

@@ -1,4 +1,4 @@
-"""The operators inside what trains a model: compile, export, checkpointing, offloading, FSDP2."""
+"""The operators in training: compile, export, checkpointing, offloading, FSDP2."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ def inputs(length=LENGTH):
 
 
 def value_and_gradients(function, *arrays):
-    """The results of `function` and the gradients of its first, from one state of the generator."""
+    """Results of `function` and the gradients of the first one, from a fixed generator state."""
     torch.manual_seed(0)
     results = function(*arrays)
     results = results if isinstance(results, tuple) else (results,)
@@ -42,7 +42,7 @@ def plain(q, k, v):
 
 
 def everything(q, k, v):
-    """Words and tensors of every kind, a drawn seed, both results."""
+    """A call with every kind of option, a drawn seed, and both results."""
     bias = k.sum(dim=(1, 3))[:, :, None, None].repeat(1, HEADS // KV_HEADS, 1, LENGTH)
     slopes = torch.full((HEADS,), 0.5)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(2)
@@ -82,7 +82,7 @@ def test_compile(function):
         "aot_eager",
         pytest.param(
             "inductor",
-            # Of torch's own import of its mkldnn module.
+            # From torch's import of its mkldnn module.
             marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
         ),
     ],
@@ -120,7 +120,7 @@ def test_compile_once_for_many_lengths_and_seeds():
     for length, seed in ((5, 2), (7, 2**63), (9, 2**40)):
         arrays = inputs(length)
         assert torch.equal(compiled(*arrays, seed), adapter.attention(*arrays, dropout=0.2, seed=seed))
-    # Seeds from 2**63 on are other 64-bit integers; what lies below is one graph.
+    # Seeds from 2**63 on become other int64 values; all smaller ones share one graph.
     assert len(frames) == 2
 
 
@@ -165,7 +165,7 @@ class Layer(torch.nn.Module):
 
 
 def gradients_of(run):
-    """Gradients of one step through two layers, `run(layer, x)` each, from one state of the generator."""
+    """Gradients of one step through two layers, each as `run(layer, x)`, from a fixed generator state."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Layer(), Layer()])
     x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
@@ -178,7 +178,7 @@ def gradients_of(run):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """Counts the runs of the forward."""
+    """A list with an entry per run of the forward."""
     runs = []
     original = backends.forward
     monkeypatch.setattr(backends, "forward", lambda *arguments: runs.append(None) or original(*arguments))
@@ -227,7 +227,7 @@ def in_another_thread(loss):
 @pytest.mark.parametrize("backward", [torch.Tensor.backward, in_another_thread], ids=["this-thread", "another-thread"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint_inside_sdpa(reentrant, backward, forwards):
-    """What is recorded inside is recomputed inside, nested or not, though every mode is off in the backward."""
+    """Layers recorded inside `sdpa` are recomputed inside it, nested or not, although modes are off in the backward."""
 
     def run(encoder, x):
         def inner(x):
@@ -317,7 +317,7 @@ WORLD = 2
 
 
 def train_sharded(rank, rendezvous, failures):
-    """One process: a step of an FSDP2 model on its own half of a batch against the same step without sharding."""
+    """Compare a step of an FSDP2 model on this rank's half of a batch with the same step without sharding."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -336,7 +336,7 @@ def train_sharded(rank, rendezvous, failures):
                 y = checkpoint(layer, y, use_reentrant=False)
             y.float().square().sum().backward()
 
-        # Gradients in bfloat16, averaged over the processes in float32.
+        # Gradients in bfloat16, averaged over ranks in float32.
         alone = [copy.deepcopy(model).bfloat16() for _ in range(WORLD)]
         for index, copied in enumerate(alone):
             step(copied, index)

@@ -1,4 +1,4 @@
-"""A vision transformer as timm writes it, through `sdpa` and through torch's registry, against torch's attention."""
+"""A vision transformer in timm's form, through `sdpa` and torch's registry, against torch's attention."""
 
 import contextlib
 

@@ -112,7 +112,7 @@ def test_greedy_generation_with_cache(case, padding):
 
 @pytest.mark.parametrize("case", ["llama", "mistral-window"])
 def test_generation_with_a_cache_of_fixed_size(case, monkeypatch):
-    # The step would be compiled, which is not what is tested.
+    # generate would compile the step, which is not tested here.
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = model_of(case)
     said = []
@@ -218,7 +218,7 @@ def test_vision_transformer():
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_encoder_and_decoder_with_position_bias(padding):
-    # As many decoder as encoder tokens: keys are padding of another sequence than the queries'.
+    # As many decoder as encoder tokens: the key padding belongs to another sequence than the queries.
     config = T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -397,7 +397,7 @@ def test_lazy_mask_attends_as_its_elements(case):
     out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
     exact, _ = formula(None, q.double(), k.double(), v.double(), dense)
     low, _ = formula(None, q, k, v, dense)
-    # Rows that are padding may be 0.
+    # Padding rows may be 0.
     is_token = torch.ones(BATCH, mask.shape[2], dtype=torch.bool)
     if arguments.get("attention_mask") is not None and arguments["mask_function"] is not bidirectional_mask_function:
         valid = formula_mask(**arguments | dict(mask_function=bidirectional_mask_function))
@@ -510,7 +510,7 @@ REFUSED = {
         ),
         False,
     ),
-    # These two declare sdpa, and choose a class of attention by the name of the implementation.
+    # These two declare sdpa, but choose an attention class by the name of the implementation.
     "falcon": (
         AutoModelForCausalLM,
         FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
@@ -567,7 +567,7 @@ def test_other_implementations_are_checked_as_before():
 
 
 SPARSE = {
-    # The indices of the keys that a query may see are in the mask for eager and sdpa alone.
+    # Only for eager and sdpa does the mask contain the key indices that a query may see.
     "deepseek-v3.2": (
         "sdpa",
         DeepseekV32Config(
@@ -674,7 +674,7 @@ def eager_with_sinks(module, query, key, value, attention_mask, scaling, sinks=N
 
 @pytest.mark.parametrize(("word", "is_served"), [("sinks", False), ("block_indices", False), ("image_sizes", True)])
 def test_a_word_is_refused_if_the_attention_of_the_model_takes_it(word, is_served, monkeypatch):
-    # A model passes on all that its caller gave, inputs of its other parts among it.
+    # A model passes on all arguments of its caller, also inputs of its other parts.
     monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(eager_attention_forward=eager_with_sinks))
     attention = type("Attention", (torch.nn.Module,), {"__module__": "made_up"})()
     q = torch.zeros(1, 2, 3, 8)

@@ -1,4 +1,4 @@
-"""Any array in, its framework's array out: no copy, no import to look, a reason for each refusal."""
+"""as_array and empty for every framework: no copy, no import of a framework, a reason for each refusal."""
 
 import ctypes
 import importlib.util
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class ConsumedProducer(Producer):
-    """Hands out a capsule that another consumer has taken already."""
+    """Exports a capsule that another consumer has already taken."""
 
     def __dlpack__(self, **_):
         capsule = self.array.__dlpack__()
@@ -49,7 +49,7 @@ class CudaArrayInterface:
 
 
 def in_subprocess(code, **environment):
-    """Where an abort of the process, or a module imported by another test, must not decide the outcome."""
+    """Run code in a fresh process: it may abort, and no module is imported yet."""
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
@@ -64,7 +64,7 @@ def values(dtype, shape=(2, 3)):
 
 
 def makes(framework, dtype):
-    return framework != "jax" or dtype.name not in ("float64", "int64")  # jax needs a global switch for 64 bits
+    return framework != "jax" or dtype.name not in ("float64", "int64")  # 64 bits in jax need a global switch
 
 
 SERVED = [
@@ -75,7 +75,7 @@ SERVED = [
 ]
 
 
-# What goes in
+# Inputs
 
 
 @pytest.mark.parametrize(("framework", "dtype"), SERVED)
@@ -121,7 +121,7 @@ def test_strides(dtype, restride, wrap):
 
 
 def test_negative_strides_do_not_abort():
-    """torch.from_dlpack ends the process (SIGABRT) on these."""
+    """torch.from_dlpack aborts the process (SIGABRT) on negative strides."""
     ran = in_subprocess(
         "import sys; sys.path.insert(0, 'tests/helpers')\n"
         "import numpy as np\n"
@@ -154,7 +154,7 @@ def test_lazy_negation_of_a_tensor_with_gradient():
 
 
 class PlainSubclass(torch.Tensor):
-    """A subclass with memory of its own, as many libraries have."""
+    """A tensor subclass with its own storage, as many libraries have."""
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_readonly_dlpack_stays_readonly():
     x.flags.writeable = False
     assert not as_array(Producer(x), "q").numpy().flags.writeable
     with pytest.raises(TypeError, match="q .*readonly array"):
-        as_array(OldProducer(x), "q")  # NumPy: an unversioned capsule cannot say read-only
+        as_array(OldProducer(x), "q")  # NumPy: an unversioned capsule has no read-only flag
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=["float32", "bfloat16", "fp8"])
@@ -238,7 +238,7 @@ def test_the_view_keeps_the_memory_alive(framework):
     expected = values(np.float32, (100, 100))
     view = as_array(MAKERS[framework](expected.copy()), "q").numpy()
     for _ in range(20):
-        MAKERS[framework](np.zeros_like(expected))  # would take the memory over
+        MAKERS[framework](np.zeros_like(expected))  # would take ownership of the memory
     assert (view == expected).all()
 
 
@@ -246,7 +246,7 @@ def test_the_view_keeps_the_memory_alive(framework):
 
 
 class Wrapper(torch.Tensor):
-    """As DTensor and quantised weights do: a tensor that stands for another one."""
+    """A wrapper subclass without storage, like DTensor and quantised weights."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -316,7 +316,7 @@ def test_refusals_name_the_argument_and_the_reason(case):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # NumPy and torch warn against making these at all
+@pytest.mark.filterwarnings("ignore")  # NumPy and torch warn when such arrays are made
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -471,7 +471,7 @@ def test_cuda_array_interface():
 
 
 class FakeCupyArray:
-    """What is read of a cupy.ndarray, and nothing else; CuPy cannot make one without a GPU."""
+    """The attributes of cupy.ndarray that are read; CuPy cannot make one without a GPU."""
 
     data = SimpleNamespace(ptr=4096)
     shape, strides, dtype = (2, 3), (2, -4), np.dtype(np.float16)
@@ -489,7 +489,7 @@ def test_cupy(monkeypatch):
         array.numpy()
 
 
-if importlib.util.find_spec("cupy"):  # there is none for macOS
+if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
 
     def test_the_fake_cupy_array_is_like_the_real_one():
         import cupy
@@ -500,7 +500,7 @@ if importlib.util.find_spec("cupy"):  # there is none for macOS
         assert hasattr(cupy.cuda.Device, "id")
 
 
-# What comes out
+# Outputs
 
 
 @pytest.mark.parametrize(("framework", "dtype"), SERVED)
@@ -510,7 +510,7 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
     assert (output.shape, output.strides, output.dtype, output.device) == ((3, 2), (2, 1), dtype, "cpu")
     output.numpy()[...] = values(dtype, (3, 2))
     result = output.result()
-    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # those give no way to allocate
+    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # DLPack has no allocation function
     assert type(result) is kind
     assert result.tolist() == values(dtype, (3, 2)).tolist()
     assert as_array(result, "out").dtype == dtype
@@ -519,7 +519,7 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_a_copy_of_what_is_contiguous_starts_elsewhere(make):
-    """A view may be contiguous from an address on that no box begins at."""
+    """A contiguous view may start at an address that is not aligned for TMA: the copy is aligned."""
     x = as_array(make([0.0, 1.0, 2.0, 3.0, 4.0])[1:], "dout")
     copy = contiguous(x)
     assert x.pointer % 16 != 0 and copy.pointer % 16 == 0
@@ -540,7 +540,7 @@ def test_outputs_for_a_parameter_are_plain_tensors():
 
 
 class CopyingProducer(NamespaceProducer):
-    """Exports a copy: what is written to it never reaches the producer's array."""
+    """Exports a copy, so that writes never reach the producer's array."""
 
     def __array_namespace__(self):
         return SimpleNamespace(empty=lambda shape, **_: CopyingProducer(torch.empty(shape)))

@@ -1,4 +1,4 @@
-"""Forward: every option and all pairs of options against the formula, and what holds whatever the options are."""
+"""Forward: every option and all pairs of options against the formula, and invariants of every option."""
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +59,7 @@ def test_all_pairs_of_options(case, backend):
 @pytest.mark.parametrize(("block_q", "block_kv"), [(16, 16), (7, 5), (64, 8), (1, 61), (32, 64)])
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TILED.items()])
 def test_any_tiles(case, block_q, block_kv):
-    """Sizes of the plan's tiles decide nothing but rounding."""
+    """The size of the plan's tiles changes nothing but rounding."""
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv), only=FORWARD)
 
 
@@ -86,7 +86,7 @@ def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
     ],
 )
 def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
-    """Each tile visited holds a visible pair, and each visible pair lies in exactly one visited tile."""
+    """Each visited tile contains a visible pair, and each visible pair is in exactly one visited tile."""
     visited = []
     monkeypatch.setattr(cpu._Call, "hide", lambda call, S, band, tile: visited.append((band, tile)))
     plan, operands = posed(case, block_q=16, block_kv=16, threads=1)
@@ -105,7 +105,7 @@ def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
 
 
 def test_keys_outside_every_window_are_never_read(backend):
-    """60 keys of NaN before those that any query sees change nothing: the window counts from the end."""
+    """60 leading keys of NaN that no query sees change nothing: the window is aligned to the end."""
     case = Case(q_len=20, kv_len=40, window=(19, 0))
     q, k, v, options, *_ = case.call()
     k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (k, v))
@@ -117,7 +117,7 @@ def test_keys_outside_every_window_are_never_read(backend):
 
 
 def test_rows_that_see_nothing_are_exact(backend):
-    """out +0, lse -inf, or the sink."""
+    """out is +0, lse is -inf, or the sink."""
     q, k, v = normal(1, 9, 2, 8), normal(1, 4, 2, 8), normal(1, 4, 2, 8)
     out, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     assert (out[:, :5] == 0).all() and np.isneginf(lse[..., :5]).all()
@@ -135,7 +135,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend):
 
 
 def test_nan_reaches_only_what_it_must(backend):
-    """NaN in a query is NaN in its row of out, in a value in its column, for that head alone."""
+    """NaN in a query makes its row of out NaN, NaN in a value its column, in that head only."""
     q, k, v = normal(1, 6, 2, 8), normal(1, 7, 2, 8), normal(1, 7, 2, 8)
     q[0, 3, 1, 2] = np.nan
     v[0, 2, 0, 5] = np.nan
@@ -167,7 +167,7 @@ SINKS = (20.01, -20.01, 19.99, -19.99)
 )
 @pytest.mark.parametrize("score", [0.0, 5.0, 19.99, 20.01, 25.0, 80.0])
 def test_bounded_and_online_softmax(features, score, monkeypatch):
-    """|q| |k| just below and above BOUND, scores and sinks of both signs there; then with the bounded path off."""
+    """|q| |k| just below and above BOUND, scores and sinks of both signs; then with the bounded path disabled."""
     taken = set()
 
     class Recorded(cpu.Softmax):
@@ -224,7 +224,7 @@ def test_bitwise_independent_of_threads(case):
 
 @pytest.mark.parametrize("length", [300, 700])
 def test_bitwise_independent_of_the_threads_of_blas(length):
-    """A call has the threads of BLAS, and one where another call runs: all results are one."""
+    """BLAS has all its threads, or one if another call runs: the results are bitwise equal."""
     case = Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
     expected = run(case)
     for threads in (1, 2, 4, 16):
@@ -236,7 +236,7 @@ def test_bitwise_independent_of_the_threads_of_blas(length):
 
 
 def test_bitwise_equal_over_ten_runs():
-    """On the CPU's threads; of the kernels test_kernels.py says it, in any order of blocks and warps."""
+    """On the CPU's threads; test_kernels.py does the same for kernels, in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)
     first = run(case)
     for _ in range(9):
@@ -244,7 +244,7 @@ def test_bitwise_equal_over_ten_runs():
 
 
 def test_tiles_and_threads_draw_the_same_dropout():
-    """With v the identity out shows every probability: the places of the zeros are those of the bits."""
+    """If v is the identity, out is P: its zeros are where the bits drop a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, kv_heads=4, dropout=0.5, batch=2)
     q, k, v, options, *_ = case.call()
     v[...] = np.eye(40)[:, None]
@@ -256,7 +256,7 @@ def test_tiles_and_threads_draw_the_same_dropout():
 
 
 def test_seeds(backend):
-    """An int and an int64 array of the same bits agree; None draws a new one from NumPy's generator each time."""
+    """An int and an int64 array of the same bits agree; None draws a new seed from NumPy's generator in each call."""
     q, k, v, *_ = Case().call()
 
     def dropped(seed):
@@ -294,7 +294,7 @@ def test_calls_from_many_threads():
 
 
 def test_blas_limit_nests_and_overlaps():
-    """Entered twice in any order, the limit holds until the last user leaves, then is what it was."""
+    """Two users may enter and leave in any order: the limit holds until the last one leaves, and is then restored."""
     limit, before = cpu._single_threaded_blas, blas_limits()
     first, second = cpu._User(), cpu._User()
     limit.enter(first)
@@ -343,7 +343,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
 
 
 def peak_beyond_results(step, *arrays, **options):
-    """Bytes allocated at once beyond what the result holds."""
+    """Peak bytes allocated, without those of the result."""
     tracemalloc.start()
     result = step(*arrays, **options)
     held, peak = tracemalloc.get_traced_memory()
@@ -353,7 +353,7 @@ def peak_beyond_results(step, *arrays, **options):
 
 
 def test_memory_is_linear():
-    """Forward and backward of twice the length take at most twice the memory, and never a matrix of scores."""
+    """Twice the length takes at most twice the memory, forward and backward, and never a matrix of scores."""
     peaks = {}
     for length in (4096, 8192):
         q, k, v, dout = (normal(1, length, 1, 8, seed=seed) for seed in range(4))
@@ -387,7 +387,7 @@ STRIDED = {
 
 @by_backend("change, dtype", cpu=STRIDED, simulator={name: row for name, row in STRIDED.items() if row[1] != "float16"})
 def test_strides(change, dtype, backend):
-    """Whatever the strides, and read-only or not: the values decide."""
+    """Results depend on the values, not on strides or on a read-only flag."""
     case = Case(q_len=6, kv_len=7, causal=True, dtype=dtype, head_dim=6, head_dim_v=5)
     q, k, v, options, dout, dlse, _ = case.call()
     call = Call(change(q), change(k), change(v), options, change(dout), dlse)
@@ -395,7 +395,7 @@ def test_strides(change, dtype, backend):
 
 
 def test_stride_zero(backend):
-    """Broadcast arrays, whose elements share memory, are read as what they show."""
+    """Broadcast arrays, with elements that share memory, give the results of their copies."""
     case = Case(q_len=6, kv_len=7, bias="bhqk", mask="bhqk", sink=True)
     q, k, v, options, dout, dlse, _ = case.call()
 
@@ -417,7 +417,7 @@ def test_layouts_agree(backend):
 
 
 def test_results_are_new_arrays(backend):
-    """Contiguous, writable, of the caller's memory nothing."""
+    """Results are contiguous, writable, and share no memory with the inputs."""
     q, k, v, *_ = Case(kv_len=1).call()
     out, lse = cupy_flash.attention(q, k, v, return_lse=True, backend=backend)
     for result in (out, lse):
@@ -429,7 +429,7 @@ def test_results_are_new_arrays(backend):
 # Frameworks
 
 
-# The stand-in with a namespace allocates float32 alone.
+# The stand-in with a namespace allocates only float32.
 FRAMEWORKS = [(framework, name) for framework in ("jax", "dlpack", "old_dlpack") for name in ("float32", "bfloat16")]
 FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
 
@@ -438,10 +438,10 @@ FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
     "framework, name",
     cpu={"-".join(row): row for row in FRAMEWORKS},
     simulator={"jax-float32": ("jax", "float32"), "dlpack-bfloat16": ("dlpack", "bfloat16")},
-    cuda={},  # arrays of these stand-ins are on the CPU; tests/gpu has such on a GPU
+    cuda={},  # these stand-ins have CPU arrays only; tests/gpu has some on a GPU
 )
 def test_frameworks(framework, name, backend):
-    """Arrays of another library give what NumPy's do, forward and backward, in arrays of that library or NumPy's."""
+    """Arrays of another library give NumPy's results, forward and backward, as arrays of that library or of NumPy."""
     case = Case(q_len=6, kv_len=7, dtype=name, causal=True, bias="1hqk", sink=True, kv_lengths=(5, 7))
     expected = run(case, backend)
     q, k, v, options, dout, dlse, _ = case.call()

@@ -1,4 +1,4 @@
-"""Dropout bits: the published Philox vectors, API.md's sentence element by element, and independence of tiles."""
+"""Dropout bits: the published Philox vectors, API.md's definition element by element, and independence of tiles."""
 
 import numpy as np
 import pytest
@@ -119,7 +119,7 @@ def test_kept_fraction_within_five_sigma(p):
     ],
 )
 def test_neighbours_are_independent(other):
-    """Agreements of two independent fair coins are binomial with probability 1/2."""
+    """The number of agreements of two independent fair coins is binomial with probability 1/2."""
     first = dropout.keep_mask(42, 5, 0, 512, 0, 512, 0.5)
     q, kv = other["q"], other["kv"]
     second = dropout.keep_mask(other["seed"], other["head_index"], q, q + 512, kv, kv + 512, 0.5)

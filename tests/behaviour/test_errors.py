@@ -1,4 +1,4 @@
-"""Bad calls: one error with every reason, shapes and dtypes in it; nothing is computed, written or replaced."""
+"""Bad calls raise one error with every reason, shapes and dtypes; nothing is computed or written."""
 
 import sys
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def int32(*values):
 
 
 def good_arguments(function):
-    """A correct call of a public function, everything by name."""
+    """Keyword arguments of a correct call of a public function."""
     dense = dict(q=zeros(2, 3, 4, 8), k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 6))
     packed = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
     packed |= dict(cu_seqlens_q=int32(0, 4, 6), cu_seqlens_k=int32(0, 0, 9), max_seqlen_q=4, max_seqlen_k=9)
@@ -38,7 +38,7 @@ def good_arguments(function):
 
 
 class CudaArray:
-    """An array on a GPU, for libraries that ask. Any attempt to read it on the host fails."""
+    """An array that claims to be on a GPU. Any attempt to read it on the host fails."""
 
     def __init__(self, shape, typestr="<f4"):
         self.__cuda_array_interface__ = {
@@ -53,14 +53,14 @@ INTERFACE = dict(shape=(2, 3, 4, 8), typestr="<f4", data=(1 << 40, False), versi
 
 
 class Interface:
-    """An array that describes itself with these keys alone."""
+    """An array with only these keys in its array interface."""
 
     def __init__(self, **keys):
         self.__cuda_array_interface__ = keys
 
 
 class Producer:
-    """Speaks DLPack, badly."""
+    """A faulty DLPack producer."""
 
     def __init__(self, *device):
         self.device = device
@@ -75,7 +75,7 @@ class Producer:
 
 
 class Raising:
-    """An object that raises what it likes, whatever it is asked."""
+    """An object whose attributes and conversions raise KeyError."""
 
     def __float__(self):
         raise KeyError
@@ -88,7 +88,7 @@ class Raising:
 
 @pytest.fixture(autouse=True)
 def without_cupy(monkeypatch):
-    """CuPy, once imported, asks the driver about every pointer, and those of CudaArray are nobody's."""
+    """Hide CuPy: once imported it queries the driver about every pointer, and those of CudaArray are invalid."""
     monkeypatch.setitem(sys.modules, "cupy", None)
 
 
@@ -320,7 +320,7 @@ BAD_CALLS = [
     bad("merge-types", MERGE, TypeError, "of one type", out_b=torch.zeros(2, 3, 4, 6)),
     bad("merge-layout", MERGE, ValueError, "layout must be", layout="thd"),
     bad("merge-none", MERGE, TypeError, "lse_b (builtins.NoneType)", lse_b=None),
-    # several reasons at once; about a type if any is
+    # several reasons at once; TypeError if any is about a type
     bad(
         "all-reasons", BACKWARD, ValueError, "6 requirements are not met", "window", "scale", "softcap", "dropout",
         "layout", "dout must have the shape", "given", "q     float32 (2, 3, 4, 8) (numpy on cpu)",
@@ -373,10 +373,10 @@ def test_the_calls_are_good_without_the_change(function):
         ("window", (Raising(), 0), TypeError, "window must be None or"),
         ("seed", np.timedelta64(3), TypeError, "seed must be None, an int or"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's own asks for attributes
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's reads attributes
 )
 def test_bad_options_of_a_call_of_torch(option, value, error, message):
-    """Words that torch's operator could not carry get the same error as with any other library."""
+    """Options that torch's operator cannot carry raise the same error as with any other library."""
     q, k, v = (torch.from_numpy(x) for x in good_arguments("attention").values())
     with pytest.raises(error, match=rf"^attention: (.|\n)*{message}"):
         cupy_flash.attention(q, k, v, **{option: value})
@@ -406,7 +406,7 @@ def test_jax_requires_a_seed():
     assert cupy_flash.attention(q, k, v, dropout=0.5, seed=1).shape == (2, 3, 4, 6)
 
 
-# Legal problems that nothing of this version serves
+# Legal problems that no engine of this version supports
 
 
 def fp8_arguments():
@@ -461,7 +461,7 @@ def test_unsupported(function, arguments, words):
 
 
 def cupy_without_gpu(ndarray):
-    """A stand-in for CuPy as it is on a machine that has no GPU."""
+    """A stand-in for CuPy on a machine without a GPU."""
 
     def no_device(index):
         raise RuntimeError(f"cudaErrorInvalidDevice: {index}")
@@ -473,7 +473,7 @@ def cupy_without_gpu(ndarray):
 @pytest.mark.parametrize("function", ["attention", "attention_vjp", "explain"])
 @pytest.mark.parametrize("backend", [None, "cuda"], ids=str)
 def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
-    """No CuPy, or no such GPU: one error with the reason, none of CuPy's own."""
+    """Without CuPy or without that GPU: one error with the reason, not one of CuPy's own."""
     arguments = good_arguments(function) | cuda_arguments() | dict(backend=backend)
     with pytest.raises(
         UnsupportedError,
@@ -487,7 +487,7 @@ def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
 
 
 def test_cuda_arrays_are_never_copied_to_the_host():
-    """Also with every option that is an array, for a backward, and for a packed batch, whose contents are not read."""
+    """Also with every array option, for a backward, and for a packed batch: its cu_seqlens are not read."""
     options = dict(
         bias=CudaArray((3, 5)), mask=CudaArray((3, 5), "|b1"), sink=CudaArray((4,)), alibi_slopes=CudaArray((4,))
     )
@@ -506,7 +506,7 @@ def test_cuda_arrays_are_never_copied_to_the_host():
 
 
 def test_cupy_arrays_are_never_copied_to_the_host(monkeypatch):
-    """CuPy makes no array without a GPU: a stand-in takes its place."""
+    """Uses a stand-in, because CuPy makes no array without a GPU."""
 
     class NDArray(CudaArray):
         def __init__(self, x):
@@ -542,7 +542,7 @@ def test_the_environment_names_a_backend(monkeypatch):
 
 @pytest.mark.parametrize("value", [True, np.True_, np.bool_(False)], ids=["true", "numpy-true", "numpy-false"])
 def test_numpy_words_are_words(value):
-    """NumPy's scalars are as good as Python's wherever a word is asked for."""
+    """NumPy's scalars are accepted wherever Python's are."""
     arguments = good_arguments("attention") | dict(causal=value, return_lse=value, deterministic=value)
     arguments |= dict(
         window=np.array([1, -1]),

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Patching np.empty once for all examples is what is wanted.
+# np.empty is patched once for all examples on purpose.
 SHARED_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -24,7 +24,7 @@ def broadcast_shapes(draw):
 
 @st.composite
 def cases(draw):
-    """Integers times powers of two make q.k exact in any order: rows of one key then have no luck to compare with."""
+    """Integers times powers of two make q.k exact in any order, so rows of one key cannot be exact by chance."""
     kv_heads, packed = draw(st.integers(1, 3)), draw(st.booleans())
     batch, q_len, kv_len = draw(st.integers(0, 3)), draw(st.integers(0, 40)), draw(st.integers(0, 40))
     side = maybe(st.integers(-1, 45))
@@ -64,7 +64,7 @@ def cases(draw):
 
 @st.composite
 def strided(draw, x):
-    """The values of x in memory of another order: axes permuted, reversed, with gaps; NaN between them."""
+    """The values of x with other strides: axes permuted, reversed, with gaps that hold NaN."""
     order = draw(st.permutations(range(x.ndim)))
     steps = [draw(st.sampled_from((1, -1, 2, -2))) for _ in order]
     memory = np.full([x.shape[axis] * abs(step) for axis, step in zip(order, steps, strict=True)], np.nan, x.dtype)
@@ -75,7 +75,7 @@ def strided(draw, x):
 
 @st.composite
 def calls(draw):
-    """A case and its arrays with strides drawn; some show one element or row everywhere."""
+    """A case and its arrays with random strides, 0 among them."""
     case = draw(cases())
     q, k, v, options, dout, dlse, packed = case.call()
     arrays = []
@@ -90,10 +90,10 @@ def calls(draw):
 
 
 def hold(case, call, result):
-    """The rule of tolerance.py, where the low-precision run is known by more than this one case.
+    """The rule of tolerance.py, with the error of the low-precision run taken over several cases.
 
-    An array of one element tells little of what rounding does: the run may have been exact by luck. So its error is the
-    largest of the case's own and of five cases that differ in their random numbers alone.
+    The run of one case may be exact by chance in an array of one element. So its error is the largest of this case and
+    of five cases that differ only in their random numbers.
     """
     exact, low = compute_references(case, call)
     errors = [errors_of(exact, low)]
@@ -122,7 +122,7 @@ def test_strides_and_options(call):
     hold(case, call, run(case, "cpu", call))
 
 
-@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)  # each compiles its own kernels
+@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)  # each example compiles its own kernels
 @given(calls())
 def test_strides_and_options_on_the_simulator(small_tile, call):
     case, call = call

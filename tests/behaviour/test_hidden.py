@@ -16,20 +16,20 @@ FORWARD, BACKWARD, FP8 = (
     wgmma.backward.Tile(64, 128, stages=2, dq_in_bulk=False),
     wgmma.forward_fp8.Tile(128, 64, stages=2, sum_columns=64),
 )
-# Every head has one of them, the last none.
+# One per head; the last head is clean.
 POISONS = (("k", np.nan), ("k", np.inf), ("v", np.nan), ("q", np.nan), ("dout", np.nan))
 HEADS, CLEAN = len(POISONS) + 1, -1
 
 
 def visited(band, tile):
-    """The pairs (entry, 1, query, key) of all tiles that hold a pair of the band."""
+    """Mask (entry, 1, query, key) of all tiles that contain a pair of the band."""
     q_len, kv_len = band.shape[-2:]
     tiles = np.arange(q_len)[:, None] // tile[0] * kv_len + np.arange(kv_len) // tile[1]
     return np.stack([np.isin(tiles, tiles[entry]) for entry in band[:, 0]])[:, None]
 
 
 def differs(x):
-    """Where a head is not, to the bit, as the clean one."""
+    """Mask of the elements that are not equal to those of the clean head; NaN equals NaN."""
     return (x != x[:, CLEAN:]) & ~(np.isnan(x) & np.isnan(x[:, CLEAN:]))
 
 
@@ -46,8 +46,8 @@ def differs(x):
 def test_what_is_hidden_stays_in_its_tile(
     engine, dtype, arch, q_len, kv_len, head_dim, small_tile, poisoned_memory, monkeypatch
 ):
-    """Keys are hidden by a window and lengths, in the second entry of the batch also by a mask and a bias of -inf from
-    some rows, in the third from all. Heads differ in what is poisoned alone: the clean one says what is reached."""
+    """A window and lengths hide keys; in the second entry of the batch a mask and a bias of -inf also hide them from
+    some rows, in the third from all rows. Heads differ only in the poisoned array; the last head is the reference."""
     monkeypatch.setattr(backends, "SIMULATED", arch)
     tiles = FP8 if dtype == "float8_e4m3fn" else FORWARD
     monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [BACKWARD if problem.backward else tiles])
@@ -60,7 +60,7 @@ def test_what_is_hidden_stays_in_its_tile(
 
     arrays = dict(zip(("q", "k", "v", "dout"), map(same_in_all_heads, (q_len, kv_len, kv_len, q_len)), strict=True))
     query, keys = q_len - 10, [kv_len - 12, kv_len - 9]
-    of_keys = np.zeros((HEADS, 1, kv_len), bool)  # those poisoned
+    of_keys = np.zeros((HEADS, 1, kv_len), bool)  # the poisoned keys
     for head, (name, value) in enumerate(POISONS):
         if dtype.itemsize > 1 or np.isnan(value):  # e4m3 has no infinity
             arrays[name][:, head, keys if name in "kv" else query, 3] = value
@@ -101,12 +101,12 @@ def test_what_is_hidden_stays_in_its_tile(
     assert of_tile.any() and not of_tile.all()
     expected, of_rows = np.zeros(reached.shape, bool), np.zeros(of_lse.shape, bool)
     expected[:, 0], of_rows[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
-    expected[:, 1], of_rows[:, 1] = reached[:, 1] & seeing[:, 0, :, None], of_lse[:, 1] & seeing[:, 0]  # by inf's sign
+    expected[:, 1], of_rows[:, 1] = reached[:, 1] & seeing[:, 0, :, None], of_lse[:, 1] & seeing[:, 0]  # by q's sign
     expected[:, 2, :, 3] = of_tile[:, 0]
     expected[:, 3, query] = of_rows[:, 3, query] = True
     np.testing.assert_array_equal(reached, expected)
     np.testing.assert_array_equal(of_lse, of_rows)
-    if dtype.itemsize == 1:  # which has no backward
+    if dtype.itemsize == 1:  # fp8 has no backward
         return
 
     rows = reached.any(-1) | of_lse
@@ -115,10 +115,10 @@ def test_what_is_hidden_stays_in_its_tile(
     gradients = backends.run_backward(*asked)
     dq, dk, dv = (differs(getattr(gradients, name).numpy().astype(np.float32)).any(-1) for name in ("dq", "dk", "dv"))
     of_kv = tiles["backward" if "backward" in tiles else "backward_kv"]
-    of_q = tiles.get("backward_q", of_kv)  # else added up by blocks of keys
+    of_q = tiles.get("backward_q", of_kv)  # else the blocks of keys add dQ
     assert not (dq & ~rows & ~(of_q & of_keys).any(-1)).any()
     beside = (rows[..., None] & of_kv).any(2)
     assert not (dv & ~beside).any()
     assert not (differs(gradients.dbias.numpy()) & ~(tiles["backward_bias"] & (rows[..., None] | of_keys))).any()
-    of_keys[:2] = False  # of a key that no row sees, V alone shows
+    of_keys[:2] = False  # K of keys that no row sees must not reach dK
     assert not (dk & ~beside & ~of_keys[:, 0]).any()

@@ -1,4 +1,4 @@
-"""Mask and Band against API.md's sentence, pair by pair, over every small sequence, mask and tile."""
+"""Mask and Band against API.md's definition, pair by pair, over every small sequence, mask and tile."""
 
 from itertools import combinations, product
 
@@ -20,7 +20,7 @@ BANDS = [
 
 
 def ranges(length):
-    """Every half-open range that is not empty."""
+    """All non-empty half-open ranges within `length`."""
     return combinations(range(length + 1), 2)
 
 
@@ -50,7 +50,7 @@ def test_pairs():
 
 
 def test_pairs_of_the_longest_sequences():
-    """Counted by hand; a sum over queries would take gigabytes."""
+    """Pairs counted by hand, because a sum over queries would take gigabytes."""
     n = 2**31 - 1
     assert Mask().band(n, n).pairs == n * n
     assert Mask(None, 0).band(n, n).pairs == n * (n + 1) // 2
@@ -60,7 +60,7 @@ def test_pairs_of_the_longest_sequences():
 
 
 def test_kv_range_and_q_range():
-    """Exactly the keys that some query sees, and the queries that see some key; empty where there is none."""
+    """kv_range has exactly the keys that some query sees, q_range the queries that see some key."""
     for band, seen in BANDS:
         for queries in ranges(band.q_len):
             keys = np.flatnonzero(seen[slice(*queries)].any(axis=0))
@@ -82,7 +82,7 @@ def test_rows_that_are_apart():
 
 @pytest.mark.parametrize("block", [1, 2, 3, 8])
 def test_tiles(block):
-    """Tiles cover the range once, in order, none empty, cut only at the range's ends and at multiples of the block."""
+    """Tiles cover the range once, in order, not empty, cut only at the range's ends and at multiples of the block."""
     for band, _ in BANDS:
         for tiles_of, range_of, length, reverse in (
             (band.kv_tiles, band.kv_range, band.q_len, True),
@@ -99,7 +99,7 @@ def test_tiles(block):
 
 
 def test_sides_beyond_every_position():
-    """Windows of any size and sequences of any length: no overflow, no empty band."""
+    """Windows larger than the sequence cause no overflow and no empty band."""
     band = Mask(2**62, 2**62).band(3, 4)
     assert band.visible(0, 3, 0, 4).all() and band.sees_all(0, 3, 0, 4)
     long = Mask(10, 0).band(2**31 - 1, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""merge: the results over parts of the keys are the result over all; rows that see nothing in one part or in both."""
+"""merge: results over parts of the keys merge to the result over all keys, also for rows without keys in a part."""
 
 import functools
 from dataclasses import replace
@@ -36,7 +36,7 @@ SPLIT = {
 
 
 def parts(attention, case, cuts):
-    """(out, lse) over the keys between the cuts, which keep the positions of the whole; the sink in the first part."""
+    """(out, lse) over the keys between the cuts, at their positions in the whole; the first part has the sink."""
     q, k, v, options, *_ = case.call()
     mask = np.asarray(options.pop("mask", True))
     if options.pop("causal"):
@@ -51,7 +51,7 @@ def parts(attention, case, cuts):
 
 
 def average(a, b, layout):
-    """merge by softmax weights over the two lse, in the precision of lse."""
+    """Reference of merge: softmax weights over the two lse, in the precision of lse."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     largest = np.maximum(np.maximum(lse_a, lse_b), np.finfo(lse_a.dtype).min)
     weights = np.exp(np.stack([lse_a, lse_b]) - largest)
@@ -66,7 +66,7 @@ def average(a, b, layout):
 @pytest.mark.parametrize("cuts", [(0, 9, 23), (0, 1, 23), (0, 0, 23), (0, 5, 5, 16, 23)], ids=str)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SPLIT.items()])
 def test_parts_make_the_whole(case, cuts):
-    """Held by the formula over all keys, and what averaging the formula's low-precision parts gets wrong."""
+    """Against the formula over all keys; averaging the formula's low-precision parts sets the tolerance."""
 
     def whole(attention, merge):
         return functools.reduce(functools.partial(merge, layout=case.layout), parts(attention, case, cuts))
@@ -90,7 +90,7 @@ def results(*shape, seed, dtype=np.float32):
 
 
 def test_rows_that_see_nothing():
-    """A row without keys in one part is the other's, bit by bit; without keys in both it stays 0 and -inf."""
+    """A row without keys in one part is bitwise the other part's; without keys in both, out is 0 and lse -inf."""
     out_a, lse_a = results(2, 4, 3, 5, seed=0)
     out_b, lse_b = results(2, 4, 3, 5, seed=1)
     for out, lse, row in ((out_a, lse_a, 0), (out_b, lse_b, 1), (out_a, lse_a, 2), (out_b, lse_b, 2)):
@@ -111,7 +111,7 @@ def test_order_does_not_matter():
 
 
 def test_far_apart():
-    """Weights that underflow leave the other part alone; nothing overflows."""
+    """If a weight underflows, the result is the other part; nothing overflows."""
     (out_a, lse_a), (out_b, lse_b) = results(1, 4, 2, 3, seed=0), results(1, 4, 2, 3, seed=1)
     for shift in (1e4, 1e30):
         out, lse = cupy_flash.merge(out_a, lse_a + np.float32(shift), out_b, lse_b - np.float32(shift))
@@ -120,7 +120,7 @@ def test_far_apart():
 
 
 def test_layouts_and_packed():
-    """(B, S, H, Dv), (B, H, S, Dv) and (T, H, Dv) are one computation."""
+    """(B, S, H, Dv), (B, H, S, Dv) and (T, H, Dv) give the same bits."""
     a, b = results(2, 4, 3, 5, seed=0), results(2, 4, 3, 5, seed=1)
     out, lse = cupy_flash.merge(*a, *b)
     swapped = [x.swapaxes(1, 2) for x in (a[0], b[0])]
@@ -134,7 +134,7 @@ def test_layouts_and_packed():
 
 
 def test_dtypes_and_arrays():
-    """out in the dtype of out_a, rounded once; lse float32; new arrays of the caller's type; the inputs untouched."""
+    """out has the dtype of out_a and is rounded once, lse is float32; new arrays of the caller's framework."""
     case = replace(Case(), dtype="bfloat16")
     attention = functools.partial(cupy_flash.attention, return_lse=True)
     (out_a, lse_a), (out_b, lse_b) = parts(attention, case, (0, 9, 23))
@@ -165,7 +165,7 @@ def test_nothing_to_merge(shape):
 
 
 def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
-    """partials.cu in the simulator, as a GPU would run it on arrays of its own."""
+    """Run partials.cu in the simulator, launched as on a GPU."""
     layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
     return tuple(array.numpy() for array in kernels.merge(parts, layout, "sm_80", simulator.start))
 
@@ -184,7 +184,7 @@ TWINS = {
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
 def test_kernel_is_the_twin_of_partials(twin):
-    """partials.cu gives what partials.py gives, to the rounding of its exponential."""
+    """partials.cu equals partials.py within the rounding of its exponential."""
     shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
     rng = np.random.default_rng(3)
     *leading, a, b, _ = shape
@@ -195,7 +195,7 @@ def test_kernel_is_the_twin_of_partials(twin):
     lse[0, ..., 4:5] += 1e4
     out_a = rng.normal(size=shape).astype(dtype)
     out_b = rng.normal(size=(*shape[:-1], shape[-1] + 1)).astype(DTYPES[twin["other"]] if "other" in twin else dtype)
-    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b start anywhere
+    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b are not aligned
     merged, expected = merge_kernel(*parts, layout=layout), cupy_flash.merge(*parts, layout=layout)
     for actual, exact in zip(merged, expected, strict=True):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape

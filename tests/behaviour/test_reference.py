@@ -1,4 +1,4 @@
-"""The specification: drawn masks, the score term by term, finite differences, torch, and the rows at the edges."""
+"""The reference against drawn masks, scores term by term, finite differences, torch; rows at the edges."""
 
 import doctest
 import math
@@ -120,7 +120,7 @@ def test_drawn_masks(q_length, kv_length, options, picture):
 
 
 def one_row(q, k, v, b, h, i, o):
-    """out and lse of one query by Python loops over API.md's sentence."""
+    """out and lse of one query by Python loops that follow API.md's definition."""
     q_length = o.get("q_lengths", [q.shape[1]] * BATCH)[b]
     kv_length = o.get("kv_lengths", [k.shape[1]] * BATCH)[b]
     causal, (left, right) = o.get("causal", False), o.get("window", (None, None))
@@ -325,7 +325,7 @@ def test_infinite_bias_hides_the_key():
     for expected, actual in zip(hidden[:3], biased[:3], strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert not biased.dbias[~mask].any()
-    k[0, 2, 0, 0], k[1, 2] = np.nan, np.inf  # and shows nothing of what it hides
+    k[0, 2, 0, 0], k[1, 2] = np.nan, np.inf  # and hides NaN and infinities
     mask[:, 2], bias[:, 2] = False, -np.inf
     with np.errstate(invalid="ignore"):
         hidden, biased = (reference.attention(q, k, v, **o) for o in (dict(mask=mask), dict(bias=bias)))
@@ -406,7 +406,7 @@ def test_dropout_needs_a_seed():
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_low_precision_run(dtype, name):
-    """Rounded inputs, rounded results; its error is some, and a few, roundings."""
+    """Inputs and results are rounded; the error is at least one rounding and at most a few."""
     options = option_sets(Q_LENGTH)[name]
     eps = float(ml_dtypes.finfo(dtype).eps)
     q, k, v = (x.astype(dtype) for x in inputs())
@@ -435,7 +435,7 @@ def of_queries(descale):
 
 
 def test_descales_scale_what_they_belong_to():
-    """Of each sequence and key/value head, q those of its group; packed sequences each their own."""
+    """One descale per sequence and key/value head; q has the descale of its GQA group, also in packed batches."""
     q, k, v = (x.astype(FP8) for x in inputs())
     q_descale, k_descale, v_descale = descales(BATCH).values()
     scaled = (
@@ -456,7 +456,7 @@ def test_descales_scale_what_they_belong_to():
 
 
 def test_fp8_run():
-    """P has the three bits of e4m3, whatever its sum and dropout; scores those of a sum of 14 bits; out is bfloat16."""
+    """P has the 3 mantissa bits of e4m3 with any sum and dropout, scores have the 14 bits of the tensor core's sums."""
     q, k, v = (x.astype(FP8) for x in inputs(300, 300))
     for options in ({}, dict(dropout=0.5, seed=1), dict(sink=[3.0] * Q_HEADS)):
         out, lse = reference.attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Calls on parts of a larger one: shards of queries, keys and heads give, put together, the result of the whole."""
+"""Calls on shards of queries, keys and heads give, combined, the result of the whole."""
 
 from dataclasses import replace
 from itertools import product
@@ -14,7 +14,7 @@ from cupy_flash.problem import Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Rows of a sequence, in parts: runs of positions, none a multiple of anything, one empty; or every third position.
+# Rows of a sequence by part: contiguous parts of odd sizes, one of them empty; or every third position.
 PARTS = {
     "runs": (1, lambda length: [range(0, 7), range(7, 7), range(7, 18), range(18, length)]),
     "stripes": (3, lambda length: [range(start, length, 3) for start in range(3)]),
@@ -50,7 +50,7 @@ SIMULATED = {
 
 
 def of_rows(case, call, parts, index, lengths):
-    """(index of the rows of a part in the whole arrays, its lengths per sequence, the position of its first rows)."""
+    """(indices of a part's rows in the whole arrays, its lengths per sequence, the positions of its first rows)."""
     runs = [parts(length)[index] for length in lengths]
     runs = [range(run.start, min(run.stop, length), run.step) for run, length in zip(runs, lengths, strict=True)]
     if not case.packed:
@@ -61,7 +61,7 @@ def of_rows(case, call, parts, index, lengths):
 
 
 def run_parts(case, backend, step, parts):
-    """The case as every part of the queries with every part of the keys: results merged, gradients added up."""
+    """Run every part of the queries with every part of the keys; merge the results and add the gradients."""
     q, k, v, options, dout, dlse, packed = case.call()
     axis = {True: 0, False: 2 if case.layout == "bhsd" else 1}[case.packed]
     q_lengths, kv_lengths = case.q_lengths, case.kv_lengths
@@ -114,7 +114,7 @@ def test_parts_are_the_whole(backend, case, parts):
 
 
 def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
-    """Bitwise: the other heads are computed elsewhere, and nothing else is different."""
+    """Results of a part of the heads are bitwise those of all heads."""
     case = Case(heads=4, kv_heads=2, dropout=0.5, head_dim=4, head_dim_v=4)
     q, k, v, options, *_ = case.call()
     whole = cupy_flash.attention(q, k, v, backend=backend, **options)

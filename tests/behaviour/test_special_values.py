@@ -1,5 +1,5 @@
-"""NaN and infinities on the CPU: they reach the rows that see them and no other, whatever hides them, in both
-directions; and the ends of the range of what is finite."""
+"""NaN and infinities on the CPU reach the rows that see them and no others, forward and backward; values at the ends
+of the finite range."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from cases import Case, run_planned
 
 import cupy_flash
 
-LENGTH, ROW = 100, 40  # sequences of several 16-row bands and, in the tiles below, of several tiles; where the NaN is
+LENGTH, ROW = 100, 40  # several 16-row bands and several of the tiles below; ROW has the NaN
 
 HIDERS = {
     "causal": dict(causal=True),
@@ -27,7 +27,7 @@ HIDERS = {
 
 
 def seen(case):
-    """Which key each query sees, (B, Hq, Sq, Sk): where the formula's probabilities are not 0."""
+    """The keys that each query sees, (B, Hq, Sq, Sk): the formula's probabilities are not 0."""
     *_, options, _, _, _ = case.call()
     shape = (case.batch, case.heads, LENGTH, LENGTH)
     visible = np.broadcast_to(options.get("mask", True), shape).copy()
@@ -45,7 +45,7 @@ def seen(case):
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("hider", HIDERS)
 def test_reaches_no_row_that_does_not_see_it(hider, name, value, monkeypatch):
-    """Those are what they were, bit by bit; a row that sees it is NaN, unless dropout takes it away."""
+    """Rows that do not see the NaN do not change in any bit; a row that sees it is NaN, unless dropout drops it."""
     case = Case(LENGTH, LENGTH, batch=2, heads=2, kv_heads=1, head_dim=8, head_dim_v=8, **HIDERS[hider])
     tiles = dict(block_q=32, block_kv=64, threads=1)
     clean, call = run_planned(case, **tiles), case.call()
@@ -55,7 +55,7 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value, monkeypatch):
 
     sees = seen(case)
     of_heads = [0] if name in ("q", "dout") else [0, 1]  # one key/value head
-    # Queries whose row, and keys whose column of the scores holds the value or what comes of it.
+    # Queries with a row, and keys with a column, of the scores that contain the value or a result of it.
     if name in ("q", "dout"):
         queries = np.zeros(sees.shape[:3], bool)
         queries[1, of_heads, ROW] = True
@@ -75,7 +75,7 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value, monkeypatch):
     for field, reached in rows_of.items():
         now, before = getattr(touched, field), getattr(clean, field)
         hidden = np.broadcast_to(~reached if field == "lse" else ~reached[..., None], now.shape)
-        if value == np.inf and name in ("q", "k", "v"):  # the scores are not bounded any more: rounded in another way
+        if value == np.inf and name in ("q", "k", "v"):  # no bounded path: it rounds otherwise
             assert np.isfinite(now[hidden]).all() or field == "lse", field
         else:
             np.testing.assert_array_equal(now[hidden], before[hidden], err_msg=field)
@@ -85,7 +85,7 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value, monkeypatch):
 
 
 def test_a_value_reaches_its_column_alone():
-    """Infinities of both signs and NaN, each in another column."""
+    """Infinities of both signs and NaN, in three columns of V."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 48, 1, 8)).astype(np.float32)
     v[0, 20, 0, :3] = np.inf, -np.inf, np.nan
     v[0, 30, 0, :2] = np.inf
@@ -97,7 +97,7 @@ def test_a_value_reaches_its_column_alone():
 
 @pytest.mark.parametrize("score, value", [(19, 1e31), (-19, 1e-37), (-19, 0), (19.5, 3e38), (-19.5, 1e-30)])
 def test_values_at_the_ends_of_the_range(score, value):
-    """Scores of one sign, near the bound of those that need no maximum: an average of equal values is the value."""
+    """Scores of one sign near the bound below which no row max is needed: an average of equal values is the value."""
     q, k, v = (np.full((1, 40, 1, 4), x, np.float32) for x in (1, score / 4, value))
     k[0, 1:] -= np.linspace(0, 0.1, 39, dtype=np.float32)[:, None, None]
     out = cupy_flash.attention(q, k, v / 40, scale=1.0)

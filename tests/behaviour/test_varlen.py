@@ -1,4 +1,4 @@
-"""Packed sequences: the formula one by one, zero-length ones anywhere, tokens past the last, dropout's bits."""
+"""Packed sequences: the formula per sequence, zero-length sequences, tokens past the last one, dropout's bits."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_any_tiles_and_threads(case):
     "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle"]
 )
 def test_packed_equals_padded(name, backend):
-    """The same sequences as a padded batch: the same bits everywhere, dropout's included."""
+    """The same sequences in a padded batch give the same bits, also with dropout."""
     case = PACKED_OPTIONS[name]
     packed, padded = run(case, backend), run(replace(case, packed=False), backend)
 
@@ -56,7 +56,7 @@ def test_longer_maxima_change_nothing(backend):
 
 
 def test_the_longest_maxima():
-    """Planning takes no time or memory that grows with them."""
+    """The time and memory of planning do not grow with max_seqlen."""
     call = replace(PACKED, causal=True, window=(5, 0)).call()
     longest = call._replace(packed=call.packed._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))
     check(replace(PACKED, causal=True, window=(5, 0)), run(PACKED, "cpu", longest))

@@ -25,7 +25,7 @@ CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a run of everything leaves behind. FlexAttention has no time to compile, which takes a minute."""
+    """The output folder of a full run. FlexAttention gets no time to compile, which takes a minute."""
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def result(folder: Path) -> Any:
 
 @pytest.fixture
 def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where rich, matplotlib and torch are not installed."""
+    """Hide rich, matplotlib and torch."""
     find_spec = importlib.util.find_spec
     absent = ("rich", "matplotlib", "torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
@@ -149,7 +149,7 @@ def test_every_section_has_its_plot(folder: Path) -> None:
 
 def test_memory_of_a_point_is_that_of_its_own_process() -> None:
     case = replace(CASE, batch=1, heads=2, kv_heads=2, seqlen=1024)
-    ballast = np.ones(2**28, np.uint8)  # a peak of this process that a child must not inherit
+    ballast = np.ones(2**28, np.uint8)  # a peak of this process, which a child must not inherit
     forward, both = memory.measure("standard", case, threads=1)
     assert ballast[-1] == 1
     scores = model.scores_bytes(case)
@@ -177,7 +177,7 @@ def test_those_who_hold_the_scores_are_left_out_where_they_pass_the_limit(monkey
     assert small["seconds"].keys() == {"cupy_flash", "standard"} and not small["left_out"]
     assert large["seconds"].keys() == {"cupy_flash"} and large["left_out"].keys() == {"standard"}
     (alone,) = run.time_cases([CASE], False, 1, Ceilings(1.0, 1.0), lambda step: None)["cases"]
-    assert alone["seconds"].keys() == {"cupy_flash", "standard"}  # a forward holds half as much
+    assert alone["seconds"].keys() == {"cupy_flash", "standard"}  # a forward allocates half as much
 
 
 @pytest.mark.parametrize("command", ["forward", "backward", "memory"])
@@ -206,7 +206,7 @@ def test_says_that_a_gpu_is_not_used(
 def test_forward_and_backward_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--gpu measures the regimes of these words there; where there is none it says so."""
+    """--gpu measures the regimes of these options on a GPU; without one it reports that."""
     words = ["backward", "--gpu", "--dtype", "bfloat16", "--head-dim", "128", "--seqlens", "512,1024"]
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What bounds a kernel, of what Nsight Compute writes: its raw page by hand, and a tool in its place."""
+"""Bottlenecks of kernels from Nsight Compute's output: a hand-written raw page, and a stand-in for the tool."""
 
 import json
 import math
@@ -31,7 +31,7 @@ COUNTERS = {
 
 
 def page(*launches):
-    """The raw page of launches: ncu's own lines, names, units, values."""
+    """ncu's raw page of launches: names, units, values."""
     names = [*WORDS, *COUNTERS]
     rows = [[str(i), name, "(128, 16, 1)", "9.0", *values.values()] for i, (name, values) in enumerate(launches)]
     units = ["", "", "", "", *["%"] * len(COUNTERS)]
@@ -73,7 +73,7 @@ assert words[-3] == "bench.bounds" and words[-1] == "wgmma 1"
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """Puts a tool in the place of Nsight Compute."""
+    """A function that installs a stand-in for ncu."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def install(said):

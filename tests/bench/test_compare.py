@@ -1,4 +1,4 @@
-"""A run beside the one before it: planted regressions are named, another clock is none."""
+"""Comparison of a run with the previous one: it names planted regressions, and ignores a different clock rate."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ OLD = result(
 
 
 def changed(**new):
-    """The old run again with other speeds of a case."""
+    """A copy of the old run with other speeds of a case."""
     return result(
         *(
             case(each, *new[name]) if name in new else one
@@ -50,7 +50,7 @@ def run(tmp_path, capsys):
         (changed(full=({"wgmma 2": 600.0},)), ["0.86 of the old speed, wgmma 1 -> wgmma 2"]),
         (changed(full=({"wgmma 1": None},)), ["no longer measured"]),
         (changed(causal=({"mma 1": 280.0},)), ["0.93 of the old speed, mma 1 -> mma 1"]),
-        (result(OLD["cases"][0]), []),  # it did not come to the other
+        (result(OLD["cases"][0]), []),  # the run did not reach the other one
     ],
     ids=["equal", "slower", "another-tile", "slower-tile", "gone", "causal", "fewer"],
 )
@@ -85,7 +85,7 @@ def test_results_of_the_cpu_compare_too(run):
 
 
 def test_what_there_is_to_compare_with(tmp_path, monkeypatch):
-    """The stored file of the same name; of that file itself what was committed last; else an error says what to do."""
+    """The baseline is the stored file of the same name, or its last commit; else an error says what to do."""
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(compare, "ROOT", tmp_path)

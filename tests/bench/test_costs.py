@@ -1,4 +1,4 @@
-"""Written costs beside a sweep: what the plan's order loses, and constants that are found again."""
+"""The cost model against a sweep: the loss of the predicted order, and fitted constants."""
 
 import json
 
@@ -14,7 +14,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def predicted(its):
-    """A sweep of a regime in which every tile of wgmma takes as long as its cost says, by now."""
+    """A sweep in which every wgmma tile takes the time that the cost model predicts with its current constants."""
     words = dict(dtype=its.dtype, head_dim=its.head_dim, causal=its.causal, layout="bhsd", engine="wgmma")
     sizes = dict(batch=its.batch, heads=its.heads, kv_heads=its.heads, q_len=its.seqlen, kv_len=its.seqlen)
     problem = ahead.problems(**words, backward=False)[-1]._replace(**sizes)
@@ -26,7 +26,7 @@ def predicted(its):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Constants of the cost as they would be on a GPU on which a step waits three times as long."""
+    """A sweep of a GPU on which a step waits three times as long as the cost model's constants say."""
     sizes = [regime(dim, seqlen, causal) for dim in (64, 128) for seqlen in (1024, 16384) for causal in (False, True)]
     with monkeypatch.context() as patch:
         patch.setattr(forward, "STEP", 3.0 * forward.STEP)
@@ -37,7 +37,7 @@ def planted(monkeypatch):
 def test_planted_constants_are_found_again(planted):
     written = {name: getattr(forward, name) for name in ("STEP", "CLOCK", "BLOCK")}
     rows = {row[1]: row for row in costs.constants(planted["cases"], planted["device"]).rows}
-    assert {name: getattr(forward, name) for name in written} == written  # none is left changed
+    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants
     assert {row[0] for row in rows.values()} == {"wgmma forward"}
     step, clock, block = (float(rows[name][3]) for name in ("STEP", "CLOCK", "BLOCK"))
     assert step / clock == pytest.approx(3 / 1.2 * written["STEP"] / written["CLOCK"], rel=0.15)

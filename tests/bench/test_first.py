@@ -1,4 +1,4 @@
-"""First calls, as far as they go without a GPU: compiled in one process, found on disk by the next."""
+"""First calls without a GPU: one process compiles, the next one finds the kernels on disk."""
 
 import json
 import os
@@ -20,13 +20,13 @@ def workers_have_time(monkeypatch):
 
 
 def called(*arguments):
-    """first.first_call, in a process of its own, as slow as the machine."""
+    """Run first.first_call in its own process, without a time limit."""
     *arguments, announce = arguments
     return first.first_call(*arguments, patiently(announce))
 
 
 def compiled(*arguments):
-    """As `called`, but how many kernels the process compiled."""
+    """Run first.first_call as `called` does, and return the number of kernels that the process compiled."""
     compile, names = nvrtc.compile, []
 
     def counting(text, name, target):
@@ -53,7 +53,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path, monkeypatch,
 
 
 def test_a_call_that_fails_leaves_the_others(monkeypatch):
-    """Here for want of a GPU."""
+    """The call fails here because there is no GPU."""
     monkeypatch.setattr(first, "CALLS", {"a call": first.CALLS["mma forward, bf16 D 128"]})
     section = first.measure(on_gpu=True)
     assert re.match(r"the first call: (AssertionError|RuntimeError): ", section["a call"]["left_out"])

@@ -1,4 +1,4 @@
-"""Work in a process of its own: answers, and every way to lose the process."""
+"""bench.isolated: results of a separate process, and every way to lose the process."""
 
 import math
 import multiprocessing
@@ -18,7 +18,7 @@ from bench.results import ROOT
 
 
 def work(how, announce):
-    """Goes well or ends in one of the ways of a kernel, after having said what it begins; gives its process."""
+    """Announce two steps, then fail in the way that `how` names or return the process id."""
     announce("a first step", FOREVER)
     announce("the step", 0 if how == "hangs" else FOREVER)
     if how in ("hangs", "waits"):
@@ -47,7 +47,7 @@ def workers_have_time(monkeypatch):
 
 def is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:  # a killed process may yet wait to be heard of
+        with open(f"/proc/{pid}/stat") as file:  # a killed process stays a zombie until it is waited for
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -92,7 +92,7 @@ def test_what_it_begins_ends_with_it(how):
 
 
 def test_a_run_that_is_ended_ends_its_worker():
-    """As `timeout` ends it, whose signal goes to the run alone."""
+    """`timeout` sends its signal only to the run, not to its worker."""
     program = """
 import math
 import pytest

@@ -1,4 +1,4 @@
-"""What runs unattended on a GPU, as far as it goes without one."""
+"""Tests, without a GPU, of everything that runs unattended on a GPU."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ case "$*" in *{failing}*) exit 7 ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """Runs bench/on_gpu.sh where python3 and the tools of a GPU only write down how they are called."""
+    """A function that runs bench/on_gpu.sh with stand-ins for python and the GPU tools that record their arguments."""
     calls, tools = tmp_path / "calls", tmp_path / "tools"
     tools.mkdir()
 
@@ -93,7 +93,7 @@ def test_every_part_runs_once(machine):
     ]
     assert {step["status"] for step in steps} == {0}
     assert any("bench forward --sweep" in call for call in calls) and any("--tool synccheck" in call for call in calls)
-    # Four processes of pytest share their kernels, and none lets jax take the memory of the GPU.
+    # Four processes of pytest share their kernels, and jax does not preallocate GPU memory in any.
     tests = [call for call in calls if "timeout_method=thread" in call]
     assert len(tests) == 4 and all(f"-n {os.sysconf('SC_NPROCESSORS_ONLN')}" in call for call in tests)
     again, calls, steps = machine("all")
@@ -150,7 +150,7 @@ def test_regimes_by_hand(regime, flops, name):
 
 
 class Here:
-    """A worker that is this process; tests plant what gets lost."""
+    """A worker in this process; tests choose the calls that lose it."""
 
     def __init__(self, work):
         self.work = work
@@ -167,7 +167,7 @@ class Here:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of a machine with a GPU, on which a test works in this process."""
+    """A fake clock, on a pretended GPU machine with the worker in this process."""
     now = [0.0]
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -185,7 +185,7 @@ def record(regime, tflops, **left_out):
 
 
 def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
-    """No regime begins that would end later, were it as long as those before; what a file has is not measured again."""
+    """No regime starts that is expected to end too late; regimes already in the file are not measured again."""
     measured = []
 
     def measure(regime, lost, announce):
@@ -208,8 +208,8 @@ def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
 
 
 def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
-    """First of its regime, then, when it has done so in two, of the run, also of one that goes on; what loses it
-    before any call costs the regime alone."""
+    """A kind that loses its process is skipped for its regime, and after two regimes for the whole run, also a resumed
+    one; a loss before any call skips only the regime."""
     tried = []
 
     def measure(regime, lost, announce):
@@ -240,7 +240,7 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype, peer", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
 def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
-    """As often as they are asked, on the same numbers; here on a CPU."""
+    """Peers compute the same attention in every call on the same inputs; here on a CPU."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
     given = gpu.inputs(regime)
@@ -257,7 +257,7 @@ def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
-    """Here without its compiler."""
+    """FlexAttention computes the same attention; here without its compiler."""
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: compile(function, **options | {"backend": "eager"})
@@ -270,12 +270,12 @@ def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
 
 
 def measure_patiently(measure_one, regime, lost, announce):
-    """gpu.measure_with_matmul, as slow as the machine."""
+    """gpu.measure_with_matmul without time limits."""
     return gpu.measure_with_matmul(measure_one, regime, lost, patiently(announce))
 
 
 def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
-    """In a real process of its own, which here finds no GPU."""
+    """In a real worker process, which finds no GPU here."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(gpu, "measure_with_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)
@@ -292,8 +292,8 @@ def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
 
 
 def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):
-    """After a refusal the others go on; after a fault, which the next call of CUDA repeats, the process is lost in the
-    step of the call that made it."""
+    """After a refusal the other kinds continue; after a fault, which every later CUDA call repeats, the process is lost
+    in the step of the faulty call."""
     faulty, steps = [False], []
 
     def refuse():
@@ -331,7 +331,7 @@ def test_clock_and_power_of_the_samples():
 
 
 def test_sanitized_calls_start_every_kernel():
-    """And every kind of tile of Hopper's engine; the calls in fp8 are some of its tests."""
+    """And every kind of wgmma tile; the fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words in sanitize.calls(engine):
@@ -350,7 +350,7 @@ def test_sanitized_calls_start_every_kernel():
     assert set(sanitize.FP8) <= set(fp8_cases.OPTIONS)
 
 
-# Lines that only a GPU runs.
+# Files with lines that run only on a GPU.
 ONLY_ON_A_GPU = [
     *(ROOT / "tests" / "gpu").glob("*.py"),
     *(ROOT / "tests" / "helpers" / name for name in ("on_gpu.py", "fp8_on_gpu.py", "sanitize.py")),
@@ -360,7 +360,7 @@ ONLY_ON_A_GPU = [
 
 
 def names_of(library, text):
-    """Every dotted name of a library in a Python text: `torch.cuda.Stream` of torch.cuda.Stream().cuda_stream."""
+    """Every dotted name of a library in Python source: cuda.Stream for torch.cuda.Stream().cuda_stream."""
     for node in ast.walk(ast.parse(text)):
         words = []
         while isinstance(node, ast.Attribute):
@@ -391,7 +391,7 @@ def test_a_process_that_lost_its_gpu_leaves_the_tests_to_others(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    with pytest.raises(CUDARuntimeError):  # alone it has to go on
+    with pytest.raises(CUDARuntimeError):  # without xdist the error is raised
         gpu_backend.leave_a_lost_gpu()
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     with pytest.raises(CUDARuntimeError):

@@ -1,4 +1,4 @@
-"""python -m bench forward|backward --sweep, as far as it goes without a GPU: on the simulator, its clock apart."""
+"""python -m bench forward|backward --sweep on the simulator, with a fake clock."""
 
 import json
 from concurrent.futures import Future
@@ -20,8 +20,8 @@ HOPPER = device.named("sm_90a")
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """The sweep on an H100 that is simulated, two tiles of each engine; one peer, which refuses. Gives the kernels that
-    are compiled before."""
+    """A sweep on a simulated H100 with two tiles per engine and one peer, which refuses. The value is a list of the
+    kernels that are compiled in advance."""
     compiled = []
 
     def refuse():
@@ -53,7 +53,7 @@ def measured(regime, lost=None):
 
 
 def test_every_tile_of_every_engine_is_measured(simulated):
-    """Wgmma serves only who asks for it by name, and is asked."""
+    """wgmma, which runs only on request, is requested."""
     case = measured(tiny(backward=False))
     assert [launch.kernel for launch in simulated] == 2 * ["mma/forward"] + 2 * ["wgmma/forward"]
     assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
@@ -62,7 +62,7 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
-    # And what is made of records finds its tiles again.
+    # Tiles can be found again from the records.
     assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
     assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 
@@ -77,7 +77,7 @@ def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["full", "NaN"])
 def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
-    """A result without the mask, and one that is not a number."""
+    """A result without the mask, and one that is NaN."""
 
     def with_one_wrong(chosen, engine):
         first, (tile, its) = candidates(chosen, engine)[:2]
@@ -97,7 +97,7 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
-    """Where the first tile is wrong, it alone is left out."""
+    """If the first tile is wrong, only it is left out."""
 
     def with_first_wrong(chosen, engine):
         (tile, its), *others = candidates(chosen, engine)[:2]
@@ -125,7 +125,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
     monkeypatch.setattr(sweep, "peers", gpu.peers)
     case = measured(tiny(backward=True, deterministic=True))
     assert case["regime"].endswith("deterministic") and case["deterministic"]
-    assert not any("add_dq=True" in name for name in case["tflops"])  # which has no order
+    assert not any("add_dq=True" in name for name in case["tflops"])  # it has no fixed order
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
     case = measured(tiny(backward=False, dtype="float8_e4m3fn"))
     assert {tile["engine"] for tile in case["tiles"]} == {"wgmma"}
@@ -176,7 +176,7 @@ def test_published_figures(regime, tflops):
 
 
 def stored(causal, tflops):
-    """A record in which the second of two mma tiles, and the only one of wgmma, may have been the fastest."""
+    """A record in which the second of two mma tiles, or the only wgmma tile, may be the fastest."""
     tiles = [
         dict(name=f"{engine} {size}", engine=engine, size=size, predicted_ms=1.0)
         for engine, size in (("mma", "64x64/128"), ("mma", "128x64/256"), ("wgmma", "128x128/384"))
@@ -207,7 +207,7 @@ def test_table():
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """Its words are the regimes, its table that of the file; where there is no GPU it says so."""
+    """Options select the regimes, the printed table is that of the file; without a GPU it reports that."""
     assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
     monkeypatch.setattr("bench.__main__.plot_sweep", lambda result, path: False)

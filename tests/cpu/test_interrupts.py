@@ -1,4 +1,4 @@
-"""Exceptions that strike anywhere, Ctrl-C first of all, and forks: what a call changes for the process is undone."""
+"""Asynchronous exceptions such as Ctrl-C, and forks: a call restores all process-wide state."""
 
 import itertools
 import re
@@ -18,12 +18,12 @@ from cupy_flash.device import blas_controller
 from cupy_flash.problem import Saved
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60  # seconds after which a test has failed; nothing that passes waits for them
+PATIENCE = 60  # seconds until a test fails; a passing test never waits so long
 
 
 @pytest.fixture(autouse=True)
 def two_blas_threads():
-    """A limit of one thread shows on any machine, and an interrupt that was not repaired does not reach other tests."""
+    """Set BLAS to two threads: a limit of one is then visible on any machine, and a test cannot leak it to others."""
     libraries = blas_controller().lib_controllers
     assert libraries, "threadpoolctl knows NumPy's BLAS here"
     before = [library.num_threads for library in libraries]
@@ -39,14 +39,14 @@ def blas_limits():
 
 
 class Struck(BaseException):
-    """As PyThreadState_SetAsyncExc raises it, in the middle of anything."""
+    """An asynchronous exception, as raised by PyThreadState_SetAsyncExc."""
 
 
 def strike(error, moment, call):
-    """Call, with an exception at a moment of it; whether the call lasted so long.
+    """Call a function and raise an exception at the given event; False if the call had fewer events.
 
-    Python looks for signals, and for exceptions from other threads, where a function begins and where one of C has
-    ended: where it also calls a profiler.
+    Python checks for signals and asynchronous exceptions when a function starts and when a C function returns, which is
+    also when it calls a profiler.
     """
     moments = itertools.count()
 
@@ -99,7 +99,7 @@ def test_the_next_call_repairs_a_limit_that_was_left_behind(monkeypatch):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
-    """Both threads are inside a call when the caller's is interrupted: the other one begins no further tile."""
+    """Both threads compute when the caller's thread is interrupted: the other one starts no further tile."""
     case, small = Case(batch=1, heads=2, q_len=64, kv_len=64, dlse=False), dict(threads=2, block_q=16, block_kv=16)
     plan, operands = posed(case, **small)
     out, lse = (array.numpy() for array in cpu.forward(plan, operands))
@@ -154,7 +154,7 @@ def test_an_error_in_one_thread_stops_the_other():
         began.clear()
 
 
-# A process of its own, that has no threads but those of the test. A child that hangs is ended by its alarm.
+# Run in a separate process without other threads. An alarm ends a child that hangs.
 FORK = """
 import os, signal, threading, time
 import numpy as np
@@ -221,8 +221,8 @@ def test_a_fork_while_another_thread_is_in_a_call():
 
 
 def test_no_lock_without_a_hook_for_forks():
-    """A lock that another thread holds stays locked in a forked child. Before Python 3.12 a cached_property has one for
-    all instances, held while it computes."""
+    """A lock held by another thread stays locked in a forked child. Before Python 3.12 a cached_property has one lock
+    for all instances, held while it computes."""
     for path in (ROOT / "cupy_flash").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "cached_property" not in text, path

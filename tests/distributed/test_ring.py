@@ -1,4 +1,4 @@
-"""Attention over 2 and 4 processes is attention on one: ring and Ulysses, forward and backward, in fp64 to 1e-12."""
+"""Attention on 2 and 4 ranks equals attention on one: ring and Ulysses, forward and backward, in fp64 to 1e-12."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ from cupy_flash.distributed import (
 
 @dataclass(frozen=True)
 class Case:
-    """A call on a whole sequence, or with tuples of lengths on a packed batch, and how its rows are spread."""
+    """A call on a whole sequence, or on a packed batch if lengths are tuples, and the sharding of its rows."""
 
     sharding: str = "zigzag"
     q_len: int | tuple[int, ...] = 37
@@ -57,7 +57,7 @@ class Case:
         return 0 if self.packed else 2 if self.options.get("layout") == "bhsd" else 1
 
     def whole(self):
-        """NumPy arrays of the whole: q, k, v, dout, dlse, and the options."""
+        """Unsharded NumPy arrays q, k, v, dout, dlse, and the options."""
         rng = np.random.default_rng(0)
         options = dict(self.options)
         if self.sink:
@@ -84,7 +84,7 @@ def boundaries(lengths):
 
 
 def on_one(case, arrays):
-    """Everything that one process computes of the whole."""
+    """All results of one process on the unsharded arrays."""
     q, k, v, dout, dlse, options = arrays
     packed = [*map(boundaries, case.lengths), *map(max, case.lengths)] if case.packed else []
     forward, backward = (
@@ -93,13 +93,13 @@ def on_one(case, arrays):
         else (cupy_flash.attention, cupy_flash.attention_backward)
     )
     out, lse = forward(q, k, v, *packed, return_lse=True, **options)
-    # The gradient of an lse that is -inf is of no row.
+    # Rows with an lse of -inf have no gradient of it.
     dlse = np.where(np.isfinite(lse), dlse, 0).astype(dlse.dtype) if case.dlse else None
     return out, lse, dlse, backward(dout, q, k, v, out, lse, *packed, dlse=dlse, **options)
 
 
 def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
-    """(out, lse, dq, dk, dv, dsink) of this rank, and the rows of the queries and keys that it holds."""
+    """(out, lse, dq, dk, dv, dsink) of this rank, and the rows of its queries and keys."""
     q, k, v, dout, _, options = arrays
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if case.packed and scheme == "ring":
@@ -129,7 +129,7 @@ def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
 
 
 def compare(case, world, group=None, scheme="ring"):
-    """This rank's rows of every result are those of one process; the parts of a sink's gradient add up."""
+    """Compare this rank's rows of every result with those of one process, and the sum of dsink over ranks."""
     arrays = case.whole()
     out, lse, dlse, gradients = on_one(case, arrays)
     mine, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
@@ -174,7 +174,7 @@ CHECKS = {
     for sharding in ("contiguous", "zigzag", "striped")
     for name, case in CASES.items()
 }
-# Heads for 4 ranks; a rank's share of the rows is a piece, whatever it belongs to.
+# Enough heads for 4 ranks; each rank has one piece of the rows, across sequences.
 CHECKS |= {
     f"ulysses-{name}": partial(compare, replace(case, sharding="contiguous", heads=8, kv_heads=4), scheme="ulysses")
     for name, case in CASES.items()
@@ -189,7 +189,7 @@ def check(function):
 
 @check
 def low_precision(world):
-    """Of parts in bfloat16, merged and added up in float32, the error stays that of one process."""
+    """bfloat16 parts that are merged and added in float32 have the error of one process."""
     for dtype in ("bfloat16", "float32"):
         case = Case(q_len=64, dtype="float32", options=dict(causal=True), dlse=False)
         *arrays, dlse, options = case.whole()
@@ -233,7 +233,7 @@ def next_keys_travel_while_the_present_ones_are_computed_with(world):
         assert events == ["send", "compute", "wait"] * hops + ["compute"]
         events.clear()
         out.sum().backward()
-    # Keys leave before the step, gradients after it; both arrive during the next one.
+    # Keys are sent before the step, gradients after it; both arrive during the next one.
     first, middle, last = ["send", "compute", "send", "wait"], ["send", "compute", "wait", "send", "wait"], ["compute"]
     assert events == first + middle * (hops - 1) + last + ["wait", "send", "wait"]
 
@@ -274,7 +274,7 @@ def far_keys_of_a_window_do_not_travel(world):
         out = ring_attention(q, k, v, causal=True, window=(8, 0), sharding="contiguous")
         assert len(sent) == 1
         out.sum().backward()
-        assert len(sent) == 1 + 3  # the keys, their gradients, and those home
+        assert len(sent) == 1 + 3  # keys, their gradients, and the final return of the gradients
 
 
 @check
@@ -295,7 +295,7 @@ def only_the_own_shards_are_kept_for_the_backward(world):
 
 @check
 def ranks_that_ask_for_different_things_all_hear_of_it(world):
-    q = torch.randn(3, 8, 4, 4)  # of a shape that no other check has agreed on
+    q = torch.randn(3, 8, 4, 4)  # a shape that no other check uses, so that it is not cached
     odd = world.rank == world.size - 1
     with pytest.raises(ValueError, match="scale: None on rank 0.*0.5 on rank"):
         ring_attention(q, q, q, scale=0.5 if odd else None)
@@ -306,13 +306,13 @@ def ranks_that_ask_for_different_things_all_hear_of_it(world):
         ring_attention(q, *[q[:, :, :2] if odd else q] * 2)
     with pytest.raises(ValueError, match="  - causal: "):
         ulysses_attention(q, q, q, causal=odd)
-    # The group is as good as new.
+    # The group still works.
     compare(Case(), world)
 
 
 @check
 def a_rank_that_changes_alone_is_heard_of_by_all(world):
-    """Back to what all ranks have used before; they have no memory of it that could take the place of asking."""
+    """One rank returns to options that all ranks have used before: agreement on them must not have been cached."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     changes = {"causal": (False, True), "window": (None, (3, 0)), "sharding": ("zigzag", "contiguous"), "seed": (1, 2)}
     for attend, name in (*((ring_attention, name) for name in changes), (ulysses_attention, "causal")):
@@ -320,7 +320,7 @@ def a_rank_that_changes_alone_is_heard_of_by_all(world):
             attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: value})
         with pytest.raises(ValueError, match=rf"must make the same call, but differ\n  - {name}: .* on rank"):
             attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: changes[name][odd]})
-    # A seed is its value, wherever it is.
+    # Seeds are compared by value, on any device.
     ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-2]) if odd else 2**64 - 2)
     with pytest.raises(ValueError, match="  - seed: 3 on rank 0.* 18446744073709551615 on rank"):
         ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-1 if odd else 3]))
@@ -350,7 +350,7 @@ def a_wrong_call_of_one_rank_reaches_all(world):
     )  # fmt: skip
     with pytest.raises(ValueError, match="  - max_seqlen_q: 99 on rank 0, 100 on rank 1"):
         ulysses_attention_varlen(q[0], q[0], q[0], bounds, bounds, 99 + odd, 99)
-    compare(Case(), world)  # the group is as good as new
+    compare(Case(), world)  # the group still works
 
 
 @check
@@ -371,7 +371,7 @@ def agreeing_costs_8_bytes_of_each_rank_or_nothing(world):
             gathered.clear()
             with pytest.MonkeyPatch.context() as without:
                 without.delattr(distributed, "all_gather")
-                without.delattr(channel, "blake2b")  # nor is any digest computed
+                without.delattr(channel, "blake2b")  # and no digest is computed
                 assert torch.equal(out, attend(q, q, q, check_ranks=False))
                 with pytest.raises(ValueError, match="one length"):
                     attend(q, q, q[:, :7], check_ranks=False)
@@ -418,7 +418,7 @@ def bad_calls_say_what_is_wrong(world):
 
 
 class Layer(torch.nn.Module):
-    """Attention with a residual, on whatever rows of the sequence it is given."""
+    """Attention with a residual on a shard of the sequence."""
 
     def __init__(self, attend):
         super().__init__()
@@ -460,7 +460,7 @@ def on_4(function):
 
 @on_4
 def a_mesh_whose_ranks_are_not_0_to_n(world):
-    """Two rings at a time: processes 0 and 2, 1 and 3."""
+    """Two rings at once: ranks 0 and 2, 1 and 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
     here = replace(world, rank=world.rank // 2, size=2)
     for sharding in ("zigzag", "contiguous"):
@@ -485,7 +485,7 @@ def a_group_in_another_order(world):
 
 @on_4
 def a_rank_that_dies_is_an_error_for_the_others(world):
-    """Last: it leaves no group. Rank 2 dies in the middle of its first step."""
+    """Runs last, because it destroys the group. Rank 2 dies during its first step."""
     q = torch.randn(1, 8, 4, 4)
     ring_attention(q, q, q)
 
@@ -494,7 +494,7 @@ def a_rank_that_dies_is_an_error_for_the_others(world):
 
     if world.rank == 2:
         backends.forward = die
-    with pytest.raises(RuntimeError):  # torch's: the connection is closed
+    with pytest.raises(RuntimeError):  # an error of torch: the connection is closed
         for _ in range(3):
             ring_attention(q, q, q)
 
@@ -504,7 +504,7 @@ SIZES = {2: CHECKS, 4: CHECKS | ON_4}
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """What every process of a group of some size had to say about every check; they run once."""
+    """Errors by check and rank of a group of `size` processes, which runs once."""
     return cache(lambda size: ranks.run(SIZES[size], size, tmp_path_factory.mktemp("ranks")))
 
 

@@ -1,4 +1,4 @@
-"""python -m bench ring: memory per rank falls with the number of ranks, and is what the formula adds up."""
+"""python -m bench ring: memory per rank decreases with the number of ranks and matches the formula."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.model import Case
 from bench.tables import block
 
-# Long in the batch, so that bytes are many and products few; the positions of a sequence are what is spread.
+# A large batch of short sequences: many bytes, few products. The ring shards positions.
 ARGUMENTS = shlex.split(
     "--batch 16 --heads 4 --kv-heads 2 --head-dim 64 --seqlens 1024 --ranks 2,4 --repeats 1 --threads 1"
 )
@@ -31,7 +31,7 @@ def test_memory_per_rank(folder):
     assert four["held"] == two["held"] / 2
     assert 0.4 < four["peak"] / two["peak"] < 0.65
     for record in (two, four):
-        # What is held at the most need not be held at once; what the engine works with is not counted.
+        # The maxima need not occur at the same time; the engine's workspaces are not counted.
         assert 0.75 < record["peak"] / record["held"] < 1.35
         assert len(record["seconds"]) == 1 and record["seconds"][0] > 0
 

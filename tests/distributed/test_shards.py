@@ -1,4 +1,4 @@
-"""Who holds which positions: each is held once, by every rank's arithmetic alike; each visible pair computed once."""
+"""Shards: each position belongs to one rank, all ranks agree, and each visible pair is computed once."""
 
 from itertools import product
 
@@ -78,13 +78,13 @@ def test_every_visible_pair_is_computed_once(mask, sharding):
                     add_pair(computed, pair, mask, schedule.stride)
             for seen, count in zip(map(sees, [mask] * 3, q_lengths, kv_lengths), computed, strict=False):
                 np.testing.assert_array_equal(count, seen)
-            # No step in which no rank has anything to compute.
+            # In every step some rank computes.
             assert {len(schedule.pairs) for schedule in schedules} == {len(schedules[0].pairs)}
             assert len(schedules[0].pairs) == 1 or any(schedule.pairs[-1] for schedule in schedules)
 
 
 def add_pair(computed, pair, mask, stride):
-    """What the band of a pair shows, at the positions of its rows."""
+    """Count the visible pairs of a band of a (queries, keys) pair at the positions of its rows."""
     places = zip(pair.starts, pair.queries.lengths, pair.keys.lengths, strict=True)
     for count, ((q_first, kv_first, offset), q_len, kv_len) in zip(computed, places, strict=True):
         visible = mask.band(q_len, kv_len, offset, stride).visible(0, q_len, 0, kv_len)
@@ -93,7 +93,7 @@ def add_pair(computed, pair, mask, stride):
 
 
 def test_work_under_a_causal_mask():
-    """Pairs of the busiest rank over those of the mean: contiguous shards are uneven, the others are not."""
+    """Load of the busiest rank relative to the mean: contiguous shards are unbalanced, the others are not."""
     busiest = {}
     for sharding in shards.SHARDINGS:
         pairs = [0] * 8

@@ -1,4 +1,4 @@
-"""What only a GPU can run. Where CuPy finds none, nothing here is collected."""
+"""Tests that need a GPU. Without one nothing here is collected."""
 
 from __future__ import annotations
 

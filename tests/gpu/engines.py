@@ -1,4 +1,4 @@
-"""The engines of this GPU, each in its dtype: a forward and backward of each on CuPy's or torch's arrays; streams."""
+"""The engines of this GPU with a dtype each; a forward and backward on CuPy or torch arrays; streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS, HEAD_DIM = 4, 64
 
 
 def case(engine: str, seed: int = 0) -> Case:
-    """What `step` computes of `inputs`."""
+    """The case that `step` computes from `inputs`."""
     return Case(100, 100, 2, HEADS, HEADS, HEAD_DIM, HEAD_DIM, ENGINES[engine], causal=True, dlse=False, seed=seed)
 
 
@@ -38,7 +38,7 @@ def inputs(framework: str, engine: str, seed: int = 0) -> list[Any]:
 
 
 def on_gpu(framework: str, x: np.ndarray) -> Any:
-    """A NumPy array as one of CuPy or torch."""
+    """A CuPy or torch copy of a NumPy array."""
     if framework == "cupy":
         return cupy.asarray(x)
     if x.dtype == ml_dtypes.bfloat16:
@@ -47,7 +47,7 @@ def on_gpu(framework: str, x: np.ndarray) -> Any:
 
 
 def on_host(x: Any) -> np.ndarray:
-    """An array of CuPy or torch as one of NumPy, after what the current stream has been given to do."""
+    """A NumPy copy of a CuPy or torch array, ordered after the work on the current stream."""
     if isinstance(x, cupy.ndarray):
         return cupy.asnumpy(x)
     if x.dtype == torch.bfloat16:
@@ -56,7 +56,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def empty(framework: str, engine: str, length: int) -> list[Any]:
-    """q, k, v and dout of any contents and another length."""
+    """Uninitialised q, k, v and dout of the given length."""
     shape = 2, length, HEADS, HEAD_DIM
     if framework == "cupy":
         return [cupy.empty(shape, DTYPES[ENGINES[engine]]) for _ in range(4)]
@@ -69,18 +69,18 @@ def bits(x: Any) -> Any:
 
 
 def assign(arrays: list[Any], values: list[Any]) -> None:
-    """On the current stream."""
+    """Copy values into arrays on the current stream."""
     for array, value in zip(arrays, values, strict=True):
         bits(array)[...] = bits(value)
 
 
 def differ(actual: list[Any], expected: list[Any]) -> Any:
-    """How many of the arrays are not the same bit for bit, as an array on the GPU."""
+    """Number of arrays that are not bitwise equal, as a scalar array on the GPU."""
     return sum((bits(a) != bits(b)).any() for a, b in zip(actual, expected, strict=True))
 
 
 def step(arrays: list[Any], engine: str, **options: Any) -> list[Any]:
-    """out, dq, dk and dv of q, k, v and dout; torch's by its autograd."""
+    """out, dq, dk and dv from q, k, v and dout; for torch by autograd."""
     q, k, v, dout = arrays
     options |= dict(causal=True, engine=engine)
     if isinstance(q, cupy.ndarray):
@@ -92,23 +92,23 @@ def step(arrays: list[Any], engine: str, **options: Any) -> list[Any]:
 
 
 def assert_right(results: list[Any], engine: str, seed: int = 0) -> None:
-    """Holds what `step` gave for `inputs` against the formula."""
+    """Compare the results of `step` on `inputs` with the formula."""
     out, dq, dk, dv = map(on_host, results)
     check(case(engine, seed), Result(out, None, dq, dk, dv, None, None), only=("out", "dq", "dk", "dv"))
 
 
 def new_stream() -> Any:
-    """One that does not wait for the default stream."""
+    """A stream that does not wait for the default stream."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """CuPy and torch work on this stream."""
+    """Make this stream current for CuPy and torch."""
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield
 
 
 def keep_busy(milliseconds: float) -> None:
-    """Torch's current stream, so that what else it is given waits."""
+    """Occupy torch's current stream, so that later work on it waits."""
     torch.cuda._sleep(int(2e6 * milliseconds))

@@ -1,4 +1,4 @@
-"""Bytes of GPU memory that calls allocate: those of their results, while these live, and nothing that grows as S^2."""
+"""GPU memory of calls: only their results stay allocated, and nothing grows as S^2."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engines import ENGINES, HEAD_DIM, HEADS, empty, on_both_frameworks, on_ever
 
 import cupy_flash
 
-LENGTH = 512  # every array has a multiple of 512 bytes, to which allocators round
+LENGTH = 512  # array sizes are multiples of 512 bytes, to which allocators round
 
 
 class CupyMemory(cupy.cuda.MemoryHook):
-    """Bytes of CuPy's pool, and the most of them."""
+    """Current and peak bytes of CuPy's pool."""
 
     most = 0
 
@@ -36,7 +36,7 @@ class CupyMemory(cupy.cuda.MemoryHook):
 
 
 class TorchMemory:
-    """Bytes asked of torch's allocator: of large blocks it counts what it set aside as allocated, too."""
+    """Requested bytes of torch's allocator: its allocated bytes include the rounding of large blocks."""
 
     def held(self) -> int:
         gc.collect()
@@ -60,7 +60,7 @@ def nbytes(*arrays: Any) -> int:
 def test_cupy_holds_results_alone(engine: str) -> None:
     arrays, memory = empty("cupy", engine, LENGTH), MEMORY["cupy"]
     q, k, v, dout = arrays
-    step(arrays, engine)  # what is made once
+    step(arrays, engine)  # warm-up: one-time allocations
     before = memory.held()
     out, lse = cupy_flash.attention(q, k, v, causal=True, engine=engine, return_lse=True)
     assert memory.held() - before == nbytes(out, lse) == nbytes(q) + 4 * 2 * HEADS * LENGTH
@@ -74,7 +74,7 @@ def test_cupy_holds_results_alone(engine: str) -> None:
 
 @on_every_engine
 def test_torch_holds_results_alone(engine: str) -> None:
-    """And lse, which autograd keeps until the backward."""
+    """Results, and lse, which autograd saves until the backward."""
     arrays, memory = empty("torch", engine, LENGTH), MEMORY["torch"]
     step(arrays, engine)
     *inputs, dout = arrays
@@ -117,6 +117,6 @@ def test_peak_is_linear_in_the_length(engine: str, framework: str, deterministic
         step(arrays, **options)
         peaks.append(MEMORY[framework].peak(lambda arrays=arrays, options=options: step(arrays, **options)))
     assert peaks[1] <= 2 * peaks[0]
-    # Results, and a few numbers for each of a row: the scores alone would take ten times as many.
+    # Results and a few numbers per row; the scores would take ten times as much.
     rows = 2 * 4096 * HEADS
     assert peaks[1] <= rows * (4 * HEAD_DIM * (4 if ENGINES[engine] == "float32" else 2) + 4 * (HEAD_DIM + 16))

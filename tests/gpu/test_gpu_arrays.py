@@ -1,4 +1,4 @@
-"""Arrays on a real GPU, described in place."""
+"""as_array of arrays on a real GPU: no copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every engine on a real GPU: results right, in the caller's kind of array and on its device; a capture too early."""
+"""Every engine on a real GPU: results, their framework and device; a graph capture before compile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_runs_on_the_device_of_its_arrays(engine: str, framework: str, index: in
 
 
 def fused(library: Any, q: Any, k: Any, v: Any) -> Iterable[Any]:
-    """As one projection gives them: heads lie closer than rows."""
+    """q, k, v as slices of one fused projection."""
     together = library.stack([q, k, v], 2)
     return (together[:, :, index] for index in range(3))
 
@@ -59,7 +59,7 @@ def heads_first(library: Any, *arrays: Any) -> Iterable[Any]:
 
 
 def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
-    """For all: a stride of 0."""
+    """Broadcast one head with a stride of 0."""
     return (library.broadcast_to(x[:, :, :1], x.shape) for x in arrays)
 
 
@@ -91,7 +91,7 @@ def test_merge(framework: str) -> None:
 
 @on_every_engine
 def test_capture_without_compile_says_what_to_do(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_loaded", {})  # as if no kernel had been loaded
+    monkeypatch.setattr(cuda, "_loaded", {})  # unload all kernels
     q, k, v, _ = inputs("cupy", engine)
     cupy.cuda.Device().synchronize()
     stream = new_stream()

@@ -1,4 +1,4 @@
-"""fp8 on a real GPU, as torch tensors (CuPy has no dtype for it): every option, and head dimensions as planned."""
+"""fp8 on a real GPU, as torch tensors (CuPy has no dtype for it): every option, and each head dimension's tile."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from cupy_flash.backends import cuda
 
 @pytest.fixture
 def compiled(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel is loaded but those of `cupy_flash.compile`."""
+    """Load only the kernels of `cupy_flash.compile`."""
     monkeypatch.setattr(cuda, "_loaded", {})
     cupy_flash.compile(dtype=ENGINES[engine], head_dim=HEAD_DIM, causal=True, engine=engine)
 
 
 @on_every_engine
 def test_graph_of_cupy(engine: str, compiled: None) -> None:
-    """Captured in a memory pool of its own: what was freed in a capture is written to by every replay."""
+    """The graph has its own memory pool: every replay writes to memory that was freed during the capture."""
     arrays, stream = inputs("cupy", engine), new_stream()
     pool = cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()
@@ -83,7 +83,7 @@ assert torch.equal(out, expected) and bool(gradient.isfinite().all()) and float(
 
 @on_every_engine
 def test_the_first_backward_of_a_process_may_be_captured(engine: str) -> None:
-    """Torch runs it in a thread of its own, where CuPy has not been before."""
+    """Torch runs the backward in a thread in which CuPy has no context yet."""
     command = [sys.executable, "-c", FIRST_BACKWARD.format(dtype=ENGINES[engine], engine=engine)]
     ran = subprocess.run(command, env=os.environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -39,7 +39,7 @@ def test_mma_on_cuda(case: Case, deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_wgmma_on_cuda(case: Case, deterministic: bool) -> None:
-    """Like the formula, or refused with a reason that is not the architecture."""
+    """Results match the formula, or the refusal has a reason other than the architecture."""
     call = case.call()
     call.options.update(engine="wgmma", deterministic=deterministic)
     if device.gpu(0).arch != "sm_90a":

@@ -1,4 +1,4 @@
-"""The memory model on a real GPU, where torch's own dropout, norms and attention keep what the model says."""
+"""The memory model on a real GPU, against torch's own dropout, norms and attention."""
 
 from __future__ import annotations
 

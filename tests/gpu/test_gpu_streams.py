@@ -1,4 +1,4 @@
-"""Streams: what a call waits for, what waits for it, and memory that streams use one after the other."""
+"""Streams: dependencies of a call in both directions, and memory reused by several streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from cupy_flash import reference
 @on_both_frameworks
 @on_every_engine
 def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str) -> None:
-    """q, k, v and dout are zeros but while the producer's stream computes; what consumes waits for its event."""
+    """q, k, v and dout are zeros except while the producer's stream computes; the consumer waits for its event."""
     values = inputs(framework, engine)
     expected = step(values, engine, deterministic=True)
     assert_right(expected, engine)
@@ -60,7 +60,7 @@ def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str)
 @on_both_frameworks
 @on_every_engine
 def test_two_streams_never_have_the_same_memory(engine: str, framework: str) -> None:
-    """Each is given a step while the other's waits: workspaces and results that are freed now are written to later."""
+    """Each stream gets a step while the other one's step waits: memory freed by now is written later."""
     streams, values = (new_stream(), new_stream()), [inputs(framework, engine, seed) for seed in (0, 1)]
     expected = [step(arrays, engine, deterministic=True) for arrays in values]
     wrong = [on_gpu(framework, np.zeros((), np.int64)) for _ in streams]
@@ -82,7 +82,7 @@ class Interface:
 
 
 class Exporter:
-    """A CUDA array of a library that has DLPack alone, and makes the stream it is given wait for its own."""
+    """A CUDA array of a library with DLPack only, which makes the consumer's stream wait for its own."""
 
     def __init__(self, array: cupy.ndarray, stream: Any) -> None:
         self.array, self.stream = array, stream

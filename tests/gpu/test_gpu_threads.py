@@ -1,4 +1,4 @@
-"""Eight threads that call at the same time, forward and backward, on a stream each and on one."""
+"""Eight threads that call concurrently, forward and backward, on separate streams or on one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREADS, REPEATS = 8, 10
 
 
 def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) -> list[list[list[np.ndarray]]]:
-    """Of each thread the results of each of its repeats, on the host; a thread has inputs of its own."""
+    """Results by thread and repeat, on the host; each thread has its own inputs."""
     values = [inputs(framework, engine, seed) for seed in range(THREADS)]
     together = threading.Barrier(THREADS)
     torch.cuda.synchronize()

@@ -26,7 +26,7 @@ DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 
 class Result(NamedTuple):
-    """Everything a forward and a backward give."""
+    """The results of a forward and a backward; None where there is no such result."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arrays of a case in its layout, the options of the public functions, and the gradients that come back."""
+    """The arrays of a case in its layout, the options of the public functions, and the gradients dout and dlse."""
 
     q: np.ndarray
     k: np.ndarray
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a single number."""
+    """A problem with options. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a scalar."""
 
     q_len: int = 19
     kv_len: int = 23
@@ -69,14 +69,14 @@ class Case:
     softcap: float | None = None
     alibi: str | None = None  # "h" or "bh"
     bias: str | None = None
-    bias_dtype: str | None = None  # None: that of q
+    bias_dtype: str | None = None  # None: the dtype of q
     bias_size: float = 1.0
     bias_hides: bool = False  # some -inf, among them a whole row where the shape has rows
     mask: str | None = None
     sink: bool | tuple[float, ...] = False  # True: random
-    q_lengths: tuple[int, ...] | None = None  # what lies past the lengths is NaN
+    q_lengths: tuple[int, ...] | None = None  # rows past the lengths are NaN
     kv_lengths: tuple[int, ...] | None = None
-    packed: bool = False  # one row of tokens, sequences as long as the lengths, rows of NaN past the last
+    packed: bool = False  # a packed batch of sequences of these lengths, with rows of NaN past the last one
     dropout: float = 0.0
     dlse: bool = True
     seed: int = 0
@@ -152,19 +152,19 @@ def _pack(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _stretch(q: np.ndarray, k: np.ndarray, keys: np.ndarray) -> None:
-    """Products q.k that are the same for every query: keys[j], one per key."""
+    """Set q and k so that q.k is keys[j] for every query."""
     q[...], k[...] = 0, 0
     q[..., 0] = 1
     k[..., 0] = keys[:, None]
 
 
 def _integers(q: np.ndarray, k: np.ndarray, factor: float) -> None:
-    """Products that every order of summation gives exactly: what is seen at their size is not the rounding of q.k."""
+    """Round q and k so that q.k is exact in every order of summation: errors at large scores then have other causes."""
     q[...], k[...] = factor * np.rint(2 * q), np.rint(2 * k)
 
 
 def _signs(q: np.ndarray, k: np.ndarray) -> None:
-    """Products of exactly 1 and -1."""
+    """Set q and k so that every q.k is exactly 1 or -1."""
     for x in (q, k):
         x[..., 1:], x[..., 0] = 0, np.sign(x[..., 0])
 
@@ -183,7 +183,7 @@ SCORES = {
 
 
 def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """The case through the public functions; with `call` the same values in other arrays."""
+    """Results of the public functions on the case, or on `call`, which has the same values in other arrays."""
     q, k, v, options, dout, dlse, packed = call or case.call()
     options = options | dict(backend=backend)
     if packed is None:
@@ -196,19 +196,19 @@ def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
 
 @cache
 def outcome(case: Case, backend: str) -> Result:
-    """`run`, once for all tests that look at the same result."""
+    """`run`, cached for all tests that check the same result."""
     return run(case, backend)
 
 
 def posed(case: Case, saved: Saved | None = None, **changes) -> tuple[Plan, Operands]:
-    """The plan of the case, a backward with `saved`, after `changes` of its fields; and the operands."""
+    """The plan of the case with `changes` of its fields, and its operands; a backward if `saved` is given."""
     call = case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
     return backends.plan_for(problem)._replace(**changes), operands
 
 
 def run_planned(case: Case, **changes) -> Result:
-    """The case on the CPU with a plan changed by hand: other tiles, other threads."""
+    """Results of the CPU engine with a plan changed by hand: other tiles, other threads."""
     call = case.call()
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), **changes))
@@ -223,8 +223,8 @@ def planned(
     fewer_bytes: int = 0,
     **changes,
 ) -> tuple[Plan, Operands]:
-    """The plan of a case on a GPU, after `changes` of the problem, with its operands; by force with a tile of its
-    engine, or with less shared memory per kernel."""
+    """The plan of a case on a GPU, after `changes` of the problem, and its operands; optionally with a given tile of
+    its engine, or with less shared memory per kernel."""
     on_cpu, operands = posed(case, saved)
     chosen = plan(on_cpu.problem._replace(**changes), device.named(arch))
     if tile is not None:
@@ -235,7 +235,7 @@ def planned(
 
 
 def run_kernels(case: Case, **how) -> Result:
-    """The case on the simulator with a plan of its own: `how` as for `planned`."""
+    """Results of the simulator with the plan of `planned(case, **how)`."""
     call = case.call()
     out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
     saved = Saved(call.dout, out, lse, call.dlse)
@@ -245,18 +245,18 @@ def run_kernels(case: Case, **how) -> Result:
 
 @cache
 def references(case: Case, gradients: bool = True) -> tuple[Result, Result]:
-    """compute_references of the case's own arrays, once for all tests that ask."""
+    """compute_references of the case's own arrays, cached for all tests."""
     return compute_references(case, case.call(), gradients)
 
 
 def compute_references(case: Case, call: Call, gradients: bool = True, orders: int = 8) -> tuple[Result, Result]:
     """The formula in fp64 (longdouble for fp64), and in low precision: rounded wherever an engine may round.
 
-    Low precision is the worst of several runs, element by element. They differ in the order of the head dimensions
-    alone, so in the order of sums: a single run may be exact by luck in an array of few elements, as dsink is.
+    Low precision is the worst of several runs, element by element. They differ only in the order of the head
+    dimensions, that is, of the sums: a single run may be exact by chance in an array of few elements, such as dsink.
     """
     dtype = DTYPES[case.dtype]
-    with threadpool_limits(1, user_api="blas"):  # for small arrays on a busy machine two threads take ten times as long
+    with threadpool_limits(1, user_api="blas"):  # two threads take ten times as long for small arrays on a busy machine
         exact = _run_reference(case, call, gradients, None)
         worst = _run_reference(case, call, gradients, dtype)
         for order in range(1, orders):
@@ -298,7 +298,7 @@ def check(
     only: tuple[str, ...] = Result._fields,
     call: Call | None = None,
 ) -> None:
-    """Hold a result (by default that of the public functions) against the reference."""
+    """Compare a result (by default that of the public functions) with the reference."""
     result = run(case, backend, call) if result is None else result
     gradients = not {"out", "lse"}.issuperset(only)
     compare(
@@ -310,7 +310,7 @@ def check(
 
 
 def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[str, ...] = Result._fields) -> None:
-    """Dtypes, shapes, contiguity; values by the rule of tolerance.py."""
+    """Compare dtypes, shapes and contiguity exactly, and values by the rule of tolerance.py."""
     dtypes = dict.fromkeys(Result._fields, DTYPES[case.dtype])
     dtypes |= {"lse": case.accumulation, "dbias": DTYPES[case.bias_dtype or case.dtype]}
     for name in only:
@@ -322,7 +322,7 @@ def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[
 
 
 def assert_bitwise_equal(actual: Result, expected: Result, what: object) -> None:
-    """Every byte of two results, NaN and signed zero included."""
+    """Assert that all bytes of two results are equal, NaN and signed zero included."""
     for name, a, b in zip(Result._fields, actual, expected, strict=True):
         assert (a is None) == (b is None), f"{name} of {what}"
         if a is not None:
@@ -397,7 +397,7 @@ OPTIONS |= {f"dtype-{name}-dropout": Case(dtype=name, dropout=0.3, softcap=2.0) 
 OPTIONS |= {f"scores-{name}": Case(scores=name) for name in SCORES}
 OPTIONS |= {f"scores-{name}-causal-sink": Case(scores=name, causal=True, q_len=29, sink=True) for name in SCORES}
 OPTIONS |= {f"scores-{name}-bfloat16": Case(scores=name, dtype="bfloat16", dropout=0.2) for name in SCORES}
-# Each distribution of scores runs once by default; these are the same with other options or another dtype.
+# Each distribution of scores runs once by default; these rows repeat it with other options or another dtype.
 SCORES_AGAIN = [f"scores-{name}{rest}" for name in SCORES for rest in ("-causal-sink", "-bfloat16")]
 OPTIONS |= {
     "bias-huge": Case(bias="1hqk", bias_size=1e4),
@@ -438,14 +438,14 @@ PAIRS = {
 
 
 def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
-    """Rows of up to `size` features in which every pair of PAIRS occurs: what a slow backend runs in their place."""
+    """Rows of up to `size` features in which every pair of PAIRS occurs: a slow backend runs them instead of PAIRS."""
     pairs = (frozenset(name.split("+")) for name in PAIRS)
     left = dict.fromkeys(pair for pair in pairs if pair.isdisjoint(without))
     rows = []
     while left:
         row = sorted(next(iter(left)))
         while len(row) < size:
-            # The feature that goes with all of the row, and brings most pairs that no row has yet.
+            # The feature that is compatible with all of the row and adds the most pairs that no row has yet.
             gains = {
                 name: sum(frozenset((name, other)) in left for other in row)
                 for name in FEATURES
@@ -464,13 +464,13 @@ def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
     }
 
 
-# What the simulator runs, some thousand times slower than the CPU: every option once, but the head dimension that only
-# the CPU engine takes, in its place the largest of simt; and every pair of features, several in a row.
+# The simulator is some thousand times slower than the CPU: it runs every option once, with simt's largest head
+# dimension instead of the one that only the CPU engine supports, and every pair of features, several pairs per row.
 SIMULATED_OPTIONS = {name: case for name, case in OPTIONS.items() if name != "head-dim-320"}
 SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
 SIMULATED_PAIRS = covering(6)
 
-# Several tiles of both kinds, in tests that set the size of a plan's tiles.
+# Several tiles of queries and of keys, for tests that set the size of a plan's tiles.
 TILED = {
     name: replace(OPTIONS[name], q_len=min(OPTIONS[name].q_len + 45, 70), kv_len=61)
     for name in (
@@ -514,10 +514,10 @@ PACKED_OPTIONS = {
 
 
 def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: dict) -> pytest.MarkDecorator:
-    """parametrize over (backend, `names`) whose rows differ by backend: by_backend(cpu={id: row}, simulator=...).
-    Rows whose id is in `exhaustive` run with --exhaustive alone on any backend but the CPU.
+    """parametrize over (backend, `names`) with rows that differ by backend: by_backend(cpu={id: row}, simulator=...).
+    Rows with an id in `exhaustive` run only with --exhaustive on any backend but the CPU.
 
-    A GPU takes the simulator's rows, those of the same engine, unless it has its own.
+    A GPU runs the simulator's rows, which are for the same engines, unless `rows` has its own.
     """
     if has_gpu():
         rows.setdefault("cuda", rows["simulator"])

@@ -1,4 +1,4 @@
-"""Calls in fp8 (e4m3): what tests pass to Case, the calls quantised, and their references."""
+"""Calls in fp8 (e4m3): arguments of Case, quantised calls, and their references."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,7 @@ from cases import Result
 from cupy_flash import reference
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Several tiles of keys, at times of queries, the last in part. What a case has beside q, k, v is of the dtype of out.
+# Several tiles of keys, in some rows of queries too, the last one partial. dtype is that of out, bias and sink.
 LONG = dict(q_len=100, kv_len=150, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
 OPTIONS = {
     "plain": {},
@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def quantised(case, descales=True):
-    """The call of a case with q, k and v in e4m3, as multiples of random descales; those past a length are NaN."""
+    """The call of a case with q, k and v in e4m3 and random descales; rows past a length are NaN."""
     call = case.call()
     options = dict(call.options)
     if descales:
@@ -49,7 +49,7 @@ def quantised(case, descales=True):
 
 
 def references(call):
-    """The formula in fp64, and standard attention in fp8."""
+    """Results of the formula in fp64, and of standard attention in fp8."""
     results = []
     for dtype in (None, FP8):
         with np.errstate(invalid="ignore", over="ignore"):

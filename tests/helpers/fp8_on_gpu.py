@@ -12,7 +12,7 @@ import cupy_flash
 
 
 def on_gpu(x: Any) -> Any:
-    """A NumPy array as a tensor on the GPU; anything else as it is."""
+    """A NumPy array as a tensor on the GPU; anything else unchanged."""
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype.name in ("bfloat16", "float8_e4m3fn"):

@@ -1,6 +1,6 @@
 """Finds tensors that outlive a backward: what autograd saved, what Python still holds, what is allocated at all.
 
-What a graph holds cupy_flash.memory.find_retained finds.
+cupy_flash.memory.find_retained finds the tensors that a graph holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Box:
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Context that records all that autograd saves in it, without keeping any of it alive."""
+    """Context that records every tensor which autograd saves in it, without keeping any alive."""
 
     def __init__(self) -> None:
         self.boxes: list[weakref.ref[Box]] = []
@@ -44,17 +44,17 @@ class SavedTensors(saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        """Of all storages saved, each counted once."""
+        """Bytes of all storages saved, each counted once."""
         return sum(self.storages.values())
 
     @property
     def alive(self) -> int:
-        """How many saved tensors something still holds."""
+        """Number of saved tensors that are still alive."""
         return sum(box() is not None for box in self.boxes)
 
 
 class Kept:
-    """Tensors that came into being inside the context and are still held by Python; compared by storage."""
+    """Context that finds tensors made inside it which Python still holds; compared by storage."""
 
     def __enter__(self) -> Kept:
         gc.collect()
@@ -65,7 +65,7 @@ class Kept:
         self.before = []
 
     def beyond(self, *allowed: torch.Tensor) -> list[torch.Tensor]:
-        """Those that share no storage with `allowed` or with a tensor older than the context."""
+        """Tensors that share no storage with `allowed` or with a tensor older than the context."""
         gc.collect()
         older = [tensor for reference in self.before if (tensor := reference()) is not None]
         known = {_address(tensor) for tensor in (*older, *allowed)}
@@ -73,7 +73,7 @@ class Kept:
 
 
 class Allocated(TorchDispatchMode):
-    """Context that knows the memory of all tensors made in it, whoever holds them: Python, a graph, or C++."""
+    """Context that counts the memory of all tensors made in it, held by Python, by a graph or by C++."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(it, DTensor) for it in types):
-            return NotImplemented  # it comes back as operations on the shards
+            return NotImplemented  # it is dispatched again as operations on the shards
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if type(tensor) is torch.Tensor:
@@ -95,8 +95,8 @@ class Allocated(TorchDispatchMode):
 
 
 def _tensors_of_python() -> list[torch.Tensor]:
-    """All dense tensors with memory of their own."""
-    # type(), not isinstance(): that asks __class__ of every object there is, and lazy modules answer with an import.
+    """All dense tensors with their own storage."""
+    # type(), not isinstance(): isinstance reads __class__ of every object, which makes lazy modules import.
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     plain = [x for x in tensors if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
     return [x for x in plain if x.layout is torch.strided and not x.is_meta and not x.is_nested]

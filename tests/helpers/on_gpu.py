@@ -1,4 +1,4 @@
-"""The GPU as one more backend of the behaviour tests: their NumPy arrays go to CuPy, what comes back goes to NumPy."""
+"""The GPU as a backend of the behaviour tests: NumPy arguments are copied to CuPy, results back to NumPy."""
 
 import os
 from functools import cache, wraps
@@ -12,7 +12,7 @@ FUNCTIONS = ("attention", "attention_backward", "attention_varlen", "attention_v
 
 @cache
 def has_gpu():
-    """Whether CuPy finds a GPU."""
+    """True if CuPy finds a GPU."""
     try:
         import cupy
     except Exception:  # CuPy's import fails with any exception, for example where it cannot make its cache folder
@@ -21,8 +21,10 @@ def has_gpu():
 
 
 def leave_a_lost_gpu():
-    """After an access out of bounds every later call of a process fails. One that shares the tests with others (xdist)
-    ends here, and another takes its place: its test has been reported, and no other fails by it."""
+    """End this process if its CUDA context is lost.
+
+    After an out-of-bounds access every later CUDA call of a process fails. xdist replaces a worker that has ended, so
+    no other test fails; without xdist the error is raised."""
     import cupy
 
     try:
@@ -34,8 +36,8 @@ def leave_a_lost_gpu():
 
 
 def route(monkeypatch):
-    """Every public function that is called with backend="cuda" gets its NumPy arrays on the GPU, where outputs and
-    workspaces begin as NaN."""
+    """Make every public function move its NumPy arrays to the GPU if backend="cuda"; outputs and workspaces there start
+    as NaN."""
     import cupy
 
     empty = cupy.empty
@@ -51,7 +53,7 @@ def route(monkeypatch):
 
 
 def moving(function):
-    """`function` on CuPy copies of its NumPy arrays; CuPy arrays among its results as NumPy's."""
+    """`function` applied to CuPy copies of its NumPy arrays; CuPy arrays among its results become NumPy's."""
     import cupy
 
     def to_gpu(x):

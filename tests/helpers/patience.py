@@ -1,5 +1,5 @@
-"""Limits that no machine reaches, however slow: a test that waits for an event has all of the time that pytest gives it
-(setup.cfg), so that its verdict never says how busy the machine was."""
+"""Time limits that no machine reaches, however slow: a test that waits for an event may use the whole timeout of pytest
+(setup.cfg), so that its outcome does not depend on how busy the machine is."""
 
 import time
 
@@ -9,16 +9,16 @@ FOREVER = 7200.0  # seconds, longer than a test may take
 
 
 def hang():
-    """What never comes back is ended by who waits for it; if that is gone, it ends by itself."""
+    """Sleep until the waiting process ends this one; FOREVER bounds it if that process is gone."""
     time.sleep(FOREVER)
 
 
 def give_workers_time(monkeypatch):
-    """Processes of bench.isolated start and end as slowly as they have to."""
+    """Remove the time limits on starting and ending processes of bench.isolated."""
     monkeypatch.setattr(isolated, "START_SECONDS", FOREVER)
     monkeypatch.setattr(isolated, "ENDING_SECONDS", FOREVER)
 
 
 def patiently(announce):
-    """Each step that is announced may take for ever."""
+    """`announce` with the time limit of each step removed."""
     return lambda step, seconds: announce(step, FOREVER)

@@ -8,7 +8,7 @@ from cupy_flash.source import assemble
 
 @contextmanager
 def planted(monkeypatch, *changes):
-    """The kernels with other text in place of some, each of which stands once in one of them."""
+    """Compile the kernels with replaced texts; each replaced text occurs once in all kernels."""
     places = {good: set() for good, _ in changes}
 
     def assemble_planted(kernel, constants):

@@ -1,4 +1,4 @@
-"""Arrays of every framework from NumPy's, and producers of DLPack and of the array API that no library has."""
+"""Arrays of every framework made from NumPy's, and stand-ins for unknown libraries with DLPack or the array API."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from cupy_flash import arrays
 
 
 class Producer:
-    """What a library unknown to us shows: DLPack 1.x, made from a NumPy array or a torch tensor."""
+    """An array of an unknown library that exports DLPack 1.x, made from a NumPy array or a torch tensor."""
 
     def __init__(self, array, device=(1, 0), patch=lambda tensor: None):
         self.array, self.device_, self.patch = array, device, patch
@@ -34,7 +34,7 @@ class OldProducer(Producer):
 
 
 class NamespaceProducer(Producer):
-    """A producer with the array API's way to allocate: another array of its kind, on top of torch."""
+    """A producer with an array API namespace, whose `empty` allocates another one with torch."""
 
     dtype = property(lambda self: self.array.dtype)
     device = property(lambda self: self.array.device)
@@ -50,7 +50,7 @@ class NamespaceProducer(Producer):
 
 
 def to_torch(array):
-    """A torch tensor of the same values; torch takes no ml_dtypes array."""
+    """A torch tensor of the same values; torch.tensor refuses ml_dtypes arrays."""
     return torch.tensor(array.astype(np.float64)).to(getattr(torch, array.dtype.name))
 
 

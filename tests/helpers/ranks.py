@@ -1,5 +1,5 @@
-"""Checks that several processes make together: each runs all of them in turn, in one process group, and writes what it
-found. Starting a process costs seconds, so there is one group per size and one test per check."""
+"""Checks that run on several ranks: each process runs all of them in turn, in one process group, and writes its errors.
+Starting a process takes seconds, so there is one group per size and one test per check."""
 
 import json
 import time
@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import distributed
 
-# Less than pytest gives a test, so that it says which check hung: of a group, and of all processes.
+# Both are shorter than the timeout of pytest, so that the report names the check that hung.
 TIMEOUT = timedelta(seconds=1200)
 JOIN_SECONDS = 1500
 
 
 @dataclass(frozen=True)
 class World:
-    """What a check is called with: where this process stands."""
+    """The argument of a check: rank, number of ranks, and a folder that all ranks share."""
 
     rank: int
     size: int
@@ -28,7 +28,7 @@ class World:
 
 
 def run(checks: dict[str, Any], size: int, folder: Path) -> dict[str, dict[int, str]]:
-    """For each check the complaints by rank. A check that ends its process leaves the complaint of that rank out."""
+    """Tracebacks by check and rank, "" for success. A rank whose process ended during a check has no entry."""
     context = torch.multiprocessing.get_context("spawn")
     processes = [context.Process(target=_work, args=(checks, World(rank, size, folder))) for rank in range(size)]
     for process in processes:
@@ -58,7 +58,7 @@ def _work(checks: dict[str, Any], world: World) -> None:
             try:
                 check(world)
                 complaint = ""
-            except (Exception, pytest.fail.Exception):  # a check may fail in any way, and the others are still to run
+            except (Exception, pytest.fail.Exception):  # a check may fail in any way, and the others still have to run
                 complaint = traceback.format_exc()
             found.write(json.dumps([name, complaint]) + "\n")
     distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """Short calls, forward and backward, for compute-sanitizer: python -m sanitize simt | mma | wgmma | fp8.
 
-Memory comes from the driver array by array, as the tool sees no access that goes out of bounds inside of a pool.
-Without an engine all of them run, each in a process of its own, and what they give is held against the formula.
+Each array is allocated by the driver, because the tool does not detect out-of-bounds accesses inside a memory pool.
+Without an engine all of them run, each in its own process, and their results are compared with the formula.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupy_flash.engines import wgmma
 from cupy_flash.plan import plan
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
-# A few tiles each, the last in part; together every option, every kernel, and both orders of dQ.
+# A few tiles each, the last one partial; together they cover every option, every kernel, and both orders of dQ.
 LONG = dict(q_len=150, kv_len=170, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64)
 CASES = {
     "causal-sink": Case(**LONG, causal=True, sink=True),
@@ -32,19 +32,19 @@ CASES = {
     "packed": Case(**LONG | dict(batch=3), packed=True, causal=True, q_lengths=(70, 0, 150), kv_lengths=(80, 9, 170)),
     "wide": Case(**LONG | dict(q_len=70, kv_len=90, head_dim=192, head_dim_v=128)),
 }
-# Tiles of wgmma that a plan takes for larger problems, if at all: those that have the named property.
+# Properties of wgmma tiles that a plan chooses for larger problems only, if at all.
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
-    """Those that this GPU has."""
+    """The engines that this GPU supports."""
     return ["simt", "mma", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
 def calls(engine: str) -> Iterator[tuple[str, Case, dict]]:
-    """(name, case, its words beside those of the case); while one is used, plans take the tiles that it is about."""
+    """Yield (name, case, further options); until the next one, plans choose among the tiles that it tests."""
     for name, case in CASES.items():
         for deterministic in (False, True):
             order = "deterministic" if deterministic else "in any order"
@@ -60,7 +60,7 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict]]:
 def sanitize(engine: str, *, checked: bool) -> None:
     import cupy
 
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # which torch reads when it first allocates
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it at its first allocation
     cupy.cuda.set_allocator(None)
     if engine == "fp8":
         return _fp8(checked)

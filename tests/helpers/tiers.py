@@ -1,10 +1,10 @@
-"""Which rows of a table run by default, and which with --exhaustive alone."""
+"""Marks for the rows of a table: run by default, or only with --exhaustive."""
 
 import pytest
 
 
 def in_tiers(rows, default):
-    """The rows {id: value} for parametrize; those whose id is not in `default` are marked exhaustive."""
+    """The rows {id: value} for parametrize; ids that are not in `default` are marked exhaustive."""
     assert set(default) <= set(rows), set(default) - set(rows)
     return [
         pytest.param(value, id=name, marks=[] if name in default else pytest.mark.exhaustive)
@@ -13,5 +13,5 @@ def in_tiers(rows, default):
 
 
 def exhaustive(*values):
-    """One row for parametrize that runs with --exhaustive alone."""
+    """One row for parametrize that runs only with --exhaustive."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)

@@ -2,14 +2,14 @@
 
 from cupy_flash.engines import mma, simt
 
-# On the simulator most tests plan with these tiles alone: short sequences make several, and their kernels compile
-# fastest. test_kernels.py and test_mma.py take the others, and those that a plan chooses.
+# On the simulator most tests plan with only these tiles: short sequences have several of them, and their kernels
+# compile fastest. test_kernels.py and test_mma.py run other tiles, and those that a plan chooses.
 SMALL_TILE = simt.Tile(block_q=8, block_kv=16, threads=64)
 SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2, q_in_registers=True)
 
 
 def every_kernel_in(tile):
-    """In place of mma.legal_tiles: this one, as far as a kernel knows what it asks for."""
+    """A replacement of mma.legal_tiles that returns this tile, with the fields that a kernel has."""
 
     def legal_tiles(kernel, problem, device, *, add_dq=False):
         of_forward = dict(q_in_registers=tile.q_in_registers and kernel == "forward")

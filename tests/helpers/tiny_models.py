@@ -45,7 +45,7 @@ BATCH, LENGTH = 3, 12
 def formula(
     module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Attention as the textbook writes it, in the dtype of query: the reference in float64, and what sdpa refuses."""
+    """Textbook attention in the dtype of query: the reference in float64, also of models that sdpa refuses."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -64,7 +64,7 @@ def formula_mask(**arguments):
 
 @functools.cache
 def model_of(case):
-    """A random model that attends: far from the near-uniform attention of small initial weights."""
+    """A random model with large weights: small initial ones would make attention nearly uniform."""
     torch.manual_seed(0)
     config = DECODERS[case]
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
@@ -93,7 +93,7 @@ def token_mask(padding):
 
 
 def three_runs(model, case, get):
-    """What `get(model)` gives of cupy_fa, of the formula in float64, and of the worst of two others in float32."""
+    """`get(model)` with cupy_fa, with the formula in float64, and the worse of two other implementations in float32."""
     runs = []
     for implementation in ("cupy_fa", "formula", "eager" if case in REFUSED_BY_SDPA else "sdpa"):
         model.set_attn_implementation(implementation)

@@ -1,8 +1,8 @@
-"""The tolerance rule of every numerical test: what an independent run in the same precision gets wrong decides it.
+"""The tolerance rule of every numerical test: the error of an independent run in the same precision is the scale.
 
     max |actual - reference| <= 2 * max |low precision - reference| + band,   band = eps(dtype) * max |reference| + tiny
 
-after NaN and the infinities, signs included, have been found in the same places. No test sets a tolerance by hand.
+where NaN and infinities, signs included, must be in the same places. No test sets a tolerance by hand.
 """
 
 import ml_dtypes
@@ -10,9 +10,9 @@ import numpy as np
 
 
 def assert_matches_reference(actual, reference64, low_precision, dtype, what):
-    """Hold `actual`, of `dtype`, against the fp64 (or longdouble) reference by means of its run in low precision.
+    """Compare `actual`, of `dtype`, with the fp64 (or longdouble) reference; the low-precision run sets the tolerance.
 
-    Arrays are anything np.asarray takes, all of one shape; `what` names the quantity in the message.
+    Arrays are anything np.asarray accepts, all of one shape; `what` names the quantity in the message.
     """
     actual, reference64, low_precision = (np.asarray(x) for x in (actual, reference64, low_precision))
     shapes = (actual.shape, reference64.shape, low_precision.shape)
@@ -38,7 +38,7 @@ def assert_matches_reference(actual, reference64, low_precision, dtype, what):
 
 
 def assert_special_values_match(actual, expected, what):
-    """NaN, +inf and -inf stand in the same places."""
+    """Assert that NaN, +inf and -inf are in the same places."""
     for name, is_special in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = np.argwhere(is_special(actual) != is_special(expected))
         assert len(wrong) == 0, (

@@ -1,6 +1,6 @@
-"""What tests of the wgmma engine pass to Case: a shape, and each option beside it."""
+"""Arguments of Case for tests of the wgmma engine: a shape, and one set of options per row."""
 
-# Several tiles of both kinds, the last of each in part.
+# Several tiles of queries and of keys, the last of each partial.
 LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
 OPTIONS = {
     "plain": {},

@@ -1,5 +1,5 @@
 """The forward of fp8 (e4m3) on the simulator: every option, head dimensions, descales, orders of asynchronous work,
-planted bugs; V^T; sums over long rows; what is refused."""
+planted bugs; V^T; sums over long rows; refusals."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ def small_tile(monkeypatch):
 
 
 def forward(call, blocks=None):
-    """(out, lse) of a call; of `blocks` blocks in each head, else of one for each tile of queries."""
+    """(out, lse) of a call with `blocks` blocks per head; None: one block per tile of queries."""
     options = Options(**call.options | dict(backend="simulator"))
     problem, operands = pose("case", call[:3], options, call.packed)
     chosen = backends.plan_for(problem)
@@ -59,13 +59,13 @@ def test_option(options, small_tile):
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims):
-    """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
+    """The tile that a plan chooses for each head dimension, with partial last tiles."""
     dim, dim_v = dims
     check(Case(**LONG | dict(heads=1, kv_len=210, head_dim=dim, head_dim_v=dim_v, causal=True)))
 
 
 def test_descales():
-    """None is 1, 0 makes what it scales 0, and one of any size is what a scale is; by any strides."""
+    """None is 1, a descale of 0 makes its operand 0, and any others equal a change of scale; any strides."""
     case = Case(**LONG | dict(batch=2, kv_heads=2, head_dim=32, head_dim_v=32, q_len=20, kv_len=40))
     call = quantised(case, descales=False)
     of_one = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
@@ -82,7 +82,7 @@ def test_descales():
 
 
 def test_every_order_gives_the_same_bits(small_tile, monkeypatch):
-    """Copies and products land early, late, at any time; and one block computes all tiles, or each has its own."""
+    """Copies and wgmmas complete early, late or at random; one block computes all tiles, or each tile has a block."""
     call, results = quantised(LENGTHS), []
     for order, seed, blocks in (("early", 0, None), ("late", 0, 1), ("random", 0, 1), ("random", 1, 2)):
         how = functools.partial(launch, order=order, seed=seed)
@@ -94,7 +94,7 @@ def test_every_order_gives_the_same_bits(small_tile, monkeypatch):
 
 
 def counted(monkeypatch, call):
-    """What each launch of a call does."""
+    """The simulator's counters of each launch of a call."""
     counters = []
 
     def counting(*args, **kw):
@@ -107,7 +107,7 @@ def counted(monkeypatch, call):
 
 
 def test_bytes_and_conflicts(small_tile, monkeypatch):
-    """V is turned once; each tile of queries reads its keys once; no two lanes want one bank."""
+    """V is transposed once; each tile of queries reads its keys once; there are no bank conflicts."""
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=128, head_dim_v=128))
     turn, count = counted(monkeypatch, quantised(case, descales=False))
     row = case.head_dim
@@ -122,7 +122,7 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_turned_values(packed, small_tile):
-    """Of each tile of keys, 16 by 16, those of a product's lane side by side; zeros past the last key of a sequence."""
+    """V^T of each tile of keys: in groups of 16, the keys of a wgmma lane side by side; zeros past the last key."""
     lengths = (150, 30, 0)
     case = Case(
         **LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed)
@@ -164,9 +164,8 @@ PLAIN_SUMS = (
 
 
 def test_long_rows(monkeypatch):
-    """Sums over 2048 keys whose values have one sign: apart for each tile they are right to a unit in the last place of
-    bfloat16, where a running sum in the tensor core, of 14 bits, loses every small product, and so does the plain
-    baseline."""
+    """Sums over 2048 keys with values of one sign: separate accumulators per tile are right to 1 ulp of bfloat16; a
+    running sum in the tensor core, of 14 bits, loses every small product, and so does the plain baseline."""
     case = Case(**LONG | dict(q_len=64, kv_len=2048, heads=1))
     call = quantised(case, descales=False)
     call = call._replace(v=(1.5 + call.v.astype(np.float32) / 8).astype(FP8))
@@ -181,7 +180,7 @@ def test_long_rows(monkeypatch):
     assert error < band and min(error_of_baseline, error_of_plain) > 6 * error
 
 
-# name -> (what stands there, what is planted, errors; AssertionError where no check but the result's can see it)
+# name -> (original text, planted text, errors; AssertionError if only a wrong result reveals the bug)
 PLANTED = {
     "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
     "no fence of scores": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
@@ -212,7 +211,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, small_tile, monkeypatch):
-    """In one block for all tiles, so that every place is used again."""
+    """One block computes all tiles, so that every slot is reused."""
     good, bad, found = PLANTED[bug]
     call = quantised(LENGTHS)
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
@@ -242,7 +241,7 @@ def test_launches_hold_every_constant_that_their_kernels_name():
 
 
 def test_every_tile_compiles_without_spills():
-    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    """And without warnings of serialized wgmma or of an ignored setmaxnreg."""
     for words in (
         dict(head_dim=128),
         dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),
@@ -256,7 +255,7 @@ def test_every_tile_compiles_without_spills():
             assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step
 
 
-# What is refused
+# Refusals
 
 
 def zeros(heads, dim):
@@ -323,7 +322,7 @@ def test_no_gradient():
 
 
 def test_illegal_descales():
-    """All in one error."""
+    """One error lists all of them."""
     wrong = dict(
         q_descale=np.ones((2, 4), np.float32),
         k_descale=np.ones((2, 2)),
@@ -346,5 +345,5 @@ def test_illegal_descales():
     again = asked(k_descale=np.ones((2, 2), np.float32), backend="simulator")
     cupy_flash.explain(**again)
     again["k_descale"][0, 1] = np.inf
-    with pytest.raises(ValueError, match="k_descale must be finite"):  # though the call is known
+    with pytest.raises(ValueError, match="k_descale must be finite"):  # although the call is cached
         cupy_flash.explain(**again)

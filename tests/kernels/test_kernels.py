@@ -1,8 +1,8 @@
 """The simt kernels on the simulator beyond the behaviour tests: layouts, tiles, order, offsets, traffic, planted bugs.
 
-The behaviour tests hold the headers to their Python twins: mask.cuh by the rows causal*, top-left*, window*, lengths*
-and mask* of cases.OPTIONS, score.cuh by scale*, softcap, alibi* and bias*, softmax.cuh by sink*, scores* and huge,
-sequence.cuh by lengths* and test_varlen.py.
+The behaviour tests compare the headers with their Python twins: mask.cuh in the rows causal*, top-left*, window*,
+lengths* and mask* of cases.OPTIONS, score.cuh in scale*, softcap, alibi* and bias*, softmax.cuh in sink*, scores* and
+huge, sequence.cuh in lengths* and test_varlen.py.
 """
 
 import mmap
@@ -27,21 +27,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_the_simulator_knows_every_inline_instruction():
-    """Also of kernels that no test has compiled yet: the mnemonic of each line of inline PTX in kernels_cu."""
+    """The mnemonic of each line of inline PTX in kernels_cu, also of kernels that no test compiles."""
     texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
     inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(((?:[\s\\]*"[^"]*")+)', text)]
     lines = [re.sub(r'[\s\\"{}]+', " ", line).strip() for asm in inline for line in asm.split(";")]
-    # Without labels and guards; a declaration has no opcode.
+    # Labels and guards are removed; a declaration has no opcode.
     words = [re.sub(r"^(\w+: )?(@!?\S+ )?", "", line).split(" ")[0] for line in lines]
     opcodes = {word.split(".")[0] for word in words if word and not word.startswith(".") and not word.endswith(":")}
     assert opcodes and opcodes <= OPCODES
 
 
-# Layouts known on both sides
+# Layouts that C++ and Python share
 
 
 def layout_assertions(structs):
-    """C++ that compiles where every struct has the size, and every field the place, of its NumPy dtype."""
+    """static_asserts that every struct has the size, and every field the offset, of its NumPy dtype."""
     for name, dtype in structs.items():
         yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
         for member, (kind, offset, *_) in dtype.fields.items():
@@ -76,10 +76,10 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
+    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     call, result = case.call(), run_kernels(case, tile=tile)
-    padding = 8 * case.accumulation.itemsize  # behind the last row of P, which ends the forward's memory
+    padding = 8 * case.accumulation.itemsize  # padding after the last row of P, at the end of the forward's memory
     with pytest.raises(OutOfBounds, match="shared"):
         backends.run_forward(*planned(case, tile=tile, fewer_bytes=padding + 1))
     chosen, operands = planned(case, Saved(call.dout, result.out, result.lse, call.dlse), tile=tile)
@@ -99,7 +99,7 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     ("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90"), ("wgmma", "sm_90a")]
 )
 def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
-    """A plan leaves out what a kernel does not know, never what it does: the default would take its place."""
+    """A plan may leave out only constants that a kernel does not use, because the default would replace them."""
     case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11), dtype="float16")
     call = case.call()
     how = dict(engine=engine, arch=arch)
@@ -124,7 +124,7 @@ TILED = {
 @pytest.mark.parametrize(
     ("case", "tile"),
     [
-        # By default every case and every tile is there.
+        # The default tier has every case and every tile.
         pytest.param(
             case,
             tile,
@@ -136,7 +136,7 @@ TILED = {
     ],
 )
 def test_any_tiles(case, tile):
-    """Sizes of the plan's tiles decide nothing but rounding."""
+    """The size of the plan's tiles changes nothing but rounding."""
     check(case, run_kernels(case, tile=tile))
 
 
@@ -156,7 +156,7 @@ def test_the_tiles_of_a_plan(dtype, arch):
 
 
 def test_bitwise_equal_in_any_order(watch):
-    """Whichever warp and block goes first: no sum depends on it."""
+    """No sum depends on the order of warps and blocks."""
     case = replace(EVERYTHING, batch=2, dropout=0.0)
     first = run_kernels(case, tile=simt.Tile(8, 16, 64))
     for seed in range(3):
@@ -166,7 +166,7 @@ def test_bitwise_equal_in_any_order(watch):
 
 @pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
 def test_dropout_draws_the_bits_of_its_twin(tile):
-    """With v the identity out shows every probability: the places of the zeros are those of the bits."""
+    """If v is the identity, out is P: its zeros are where the bits drop a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, heads=2, dropout=0.5)
     q, k, v, options, *_ = case.call()
     on_cpu, operands = posed(case)
@@ -181,7 +181,7 @@ def test_dropout_draws_the_bits_of_its_twin(tile):
 
 
 def test_rows_that_are_not_aligned_change_no_bit(small_tile):
-    """Four elements at once where every row starts at a multiple of four, else one by one: the same values."""
+    """Vector loads of aligned rows and scalar loads of others give the same values."""
     case = Case(head_dim=20, head_dim_v=20)
     call = case.call()
 
@@ -195,7 +195,7 @@ def test_rows_that_are_not_aligned_change_no_bit(small_tile):
 
 
 def test_offsets_of_64_bits(small_tile, tmp_path):
-    """Rows further apart than 32 bits count elements, in a file without content between them."""
+    """Strides beyond 2**32 elements, in a sparse file."""
     case = Case(q_len=4, kv_len=4, batch=1, heads=1, kv_heads=1, dtype="float16")
     call = case.call()
     stride = 2**30
@@ -217,7 +217,7 @@ def test_offsets_of_64_bits(small_tile, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float32", 128), ("float64", 64)])
 def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
-    """Shared memory without conflicts. In global memory Q, O and lse once; K and V once for each tile of queries."""
+    """No bank conflicts. Q, O and lse are accessed once in global memory, K and V once per tile of queries."""
     case = Case(q_len=64, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=dtype)
     call = case.call()
     forward, _ = planned(case)
@@ -233,7 +233,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
     assert written == call.dout.nbytes + 64 * case.accumulation.itemsize
 
 
-# Planted bugs: a line of the kernels is changed, and a check of the simulator or a value shows it.
+# Planted bugs: a changed line of the kernels must fail a check of the simulator or give a wrong value.
 
 SYNC = "__syncthreads();\n"
 BUGS = {

@@ -1,5 +1,5 @@
-"""The mma kernels on the simulator: every option, sizes and tiles, the softmax's threshold, dropout's bits, orders,
-addresses, traffic, planted bugs. What they share with engine simt is held in test_kernels.py."""
+"""The mma kernels on the simulator: every option, sizes and tiles, the rescaling threshold, dropout's bits, orders,
+addresses, traffic, planted bugs. test_kernels.py tests the parts that they share with engine simt."""
 
 import math
 from dataclasses import replace
@@ -43,8 +43,8 @@ from cupy_flash.problem import Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-BUILDS = {"sm_75": "float16", "sm_80": "bfloat16", "sm_90": "bfloat16"}  # each by the dtype that most will use there
-DQ = {"sm_75": "own", "sm_80": "own", "sm_90": "added"}  # the fast way; the other is the same text as on sm_80
+BUILDS = {"sm_75": "float16", "sm_80": "bfloat16", "sm_90": "bfloat16"}  # the dtype that is most common on each
+DQ = {"sm_75": "own", "sm_80": "own", "sm_90": "added"}  # the faster way of each; the other is as on sm_80
 
 
 def run_mma(case, arch="sm_80", **how):
@@ -53,7 +53,7 @@ def run_mma(case, arch="sm_80", **how):
 
 @pytest.fixture
 def take(monkeypatch):
-    """Every plan takes this tile for every kernel; dQ by a kernel of its "own", or "added" up by that of dK and dV."""
+    """Plan every kernel with this tile; dQ by its "own" kernel, or "added" atomically by that of dK and dV."""
 
     def take(tile, dq="own"):
         legal = every_kernel_in(tile)
@@ -71,7 +71,7 @@ def take(monkeypatch):
 
 # Every option and all pairs of options
 
-# In half precision: without the rows whose point is that q is float32 or float64.
+# Half precision: without the rows that test float32 or float64.
 HALF_OPTIONS = {
     name: case
     for name, case in OPTIONS.items()
@@ -81,12 +81,12 @@ HALF_OPTIONS = {
 
 def half_rows(rows, *archs, default=None, **dtypes):
     """(case, arch) of every distinct case, in the dtype of the build or in another. `default` maps an architecture to
-    the rows that run by default; those of an architecture that it does not name all do."""
+    the rows that run by default; all rows of other architectures do."""
     parameters = {}
     for arch in archs:
         for name, case in rows.items():
             case = replace(case, dtype=dtypes.get(arch, BUILDS[arch]))
-            if case.dtype == "float16":  # where the gradients of the formula itself overflow
+            if case.dtype == "float16":  # the formula's own gradients overflow
                 if name == "scale-large":
                     continue
                 if case.scores == "huge" and case.scale is not None:
@@ -96,7 +96,7 @@ def half_rows(rows, *archs, default=None, **dtypes):
     return pytest.mark.parametrize(("case", "arch"), parameters.values())
 
 
-# sm_75 differs in its products, copies and dtype, not in what options do.
+# sm_75 differs in its mma instructions, copies and dtype, not in the code of options.
 OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
 
 
@@ -153,7 +153,7 @@ TILES = {
     "tile", in_tiers(TILES, default=["three-stages", "eight-warps", "four-columns-of-warps", "columns-and-two-rows"])
 )
 def test_any_tiles(tile, take):
-    """Sizes of tiles, warps and pipelines decide nothing but rounding."""
+    """Sizes of tiles, numbers of warps and of stages change nothing but rounding."""
     take(tile)
     check(EVERYTHING, run_mma(EVERYTHING))
 
@@ -167,7 +167,7 @@ def test_any_tiles_add_up_dq(tile, take):
 
 @pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
 def test_tiles_on_the_edge_of_a_window(left, right, small_tile):
-    """Tiles that all queries see by one key, or do not by one, from either side: the mask is left out of the first."""
+    """Tiles that the window just covers, or misses by one key, on either side: only covered tiles skip the mask."""
     case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
     check(case, run_mma(case))
 
@@ -187,7 +187,7 @@ def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
 
 
 def test_shared_memory_is_what_the_kernels_use(take):
-    """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
+    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
     found = []
     case = replace(EVERYTHING, q_len=70, kv_len=70, head_dim_v=40)
     call = case.call()
@@ -208,11 +208,11 @@ def test_shared_memory_is_what_the_kernels_use(take):
     assert found == ["forward", "backward_kv", "backward_q", "backward_bias", "forward", "backward_kv", "backward_bias"]
 
 
-# The threshold of the softmax's reference
+# The threshold of lazy rescaling
 
 
 def creeping(powers):
-    """Scores in powers of two, the same step from each tile of 16 keys to the one before, which is visited after it."""
+    """Scores in log2 units that grow by `powers` from each tile of 16 keys to the tile visited after it."""
 
     def scores(q, k):
         q[...], k[...] = 0, 0
@@ -229,7 +229,7 @@ STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
 
 @pytest.fixture
 def forward(monkeypatch, small_tile):
-    """out and lse of a case with another threshold."""
+    """A function that runs a case with another threshold."""
 
     def forward(case, rescale_above=RESCALE_ABOVE):
         monkeypatch.setattr("cupy_flash.engines.fragments.RESCALE_ABOVE", rescale_above)
@@ -243,7 +243,7 @@ def forward(monkeypatch, small_tile):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "hidden-first"])
 @pytest.mark.parametrize("name", CREEPING)
 def test_the_threshold_at_its_extremes(name, causal, dtype, forward, monkeypatch):
-    """A maximum that grows by less than the threshold moves no reference, and P, O and l stand what it comes to."""
+    """A row max that grows by less than the threshold causes no rescaling, and P, O and l do not overflow."""
     monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
     case = replace(STEEP, scores=f"creeping-{name}", causal=causal, dtype=dtype)
     check(case, forward(case))
@@ -258,7 +258,7 @@ def test_any_threshold_that_fp16_holds(rescale_above, forward, monkeypatch):
 
 
 def test_a_threshold_that_fp16_does_not_hold(forward, monkeypatch):
-    """The tests above do reach the threshold: with one past the largest fp16 they fail."""
+    """The tests above reach the threshold: they fail if 2**threshold exceeds the largest fp16."""
     monkeypatch.setitem(SCORES, "creeping-past", creeping(16.5))
     case = replace(STEEP, scores="creeping-past", dtype="float16")
     check(case, forward(case))
@@ -271,8 +271,8 @@ def test_a_threshold_that_fp16_does_not_hold(forward, monkeypatch):
 
 @pytest.mark.parametrize("dq", ["own", "added"])
 def test_dropout_draws_the_bits_of_its_twin(dq, take):
-    """Operands that show the bits of each product: with v the identity out is P. With q, k and dout the identity and v
-    ones dv is P, and dq and dk are dS, of another sign where a probability was dropped: dP is 1 everywhere."""
+    """If v is the identity, out is P. If q, k and dout are the identity and v is ones, dv is P, and dq and dk are dS,
+    which changes sign where a probability was dropped, because dP is 1 everywhere."""
     take(SMALL_FRAGMENTS, dq)
     case = Case(40, 48, heads=2, head_dim=48, head_dim_v=48, dropout=0.5, dtype="bfloat16", dlse=False)
     seed = case.call().options["seed"]
@@ -302,7 +302,7 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
 
 @pytest.mark.parametrize("orders", [6, exhaustive(30)])
 def test_bitwise_equal_in_any_order(orders, watch, take):
-    """Whichever warp and block goes first, whenever a copy lands: the same bits."""
+    """The order of warps and blocks and the completion of copies change no bit."""
     take(SMALL_FRAGMENTS, "own")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=37, dropout=0.0)
     first = run_mma(case, "sm_90", deterministic=True)
@@ -313,7 +313,7 @@ def test_bitwise_equal_in_any_order(orders, watch, take):
 
 
 def test_added_up_in_any_order(watch, take):
-    """dQ may round differently, nothing else."""
+    """Only the rounding of dQ depends on the order."""
     take(SMALL_FRAGMENTS, "added")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
     first = run_mma(case, "sm_90")
@@ -328,14 +328,14 @@ def test_added_up_in_any_order(watch, take):
 
 
 def shifted(x, by, extra):
-    """The same values, rows `extra` elements further apart and `by` elements further on."""
+    """The same values with a row stride larger by `extra` elements, at an offset of `by` elements."""
     wide = np.full((*x.shape[:-1], x.shape[-1] + extra), np.nan, x.dtype)
     wide[..., by : by + x.shape[-1]] = x
     return wide[..., by : by + x.shape[-1]]
 
 
 def run_public(case, arch, monkeypatch, **arrays):
-    """Through the public functions, with other arrays in place of the case's."""
+    """Run the public functions with some of the case's arrays replaced."""
     monkeypatch.setattr(backends, "SIMULATED", arch)
     call = case.call()
     return run(case, "simulator", call._replace(options=call.options | dict(engine="mma"), **arrays))
@@ -344,7 +344,7 @@ def run_public(case, arch, monkeypatch, **arrays):
 @pytest.mark.parametrize(("by", "extra"), [(1, 8), (0, 1), (4, 8), (0, 4)], ids=["pointer", "row", "by-8", "row-by-8"])
 @pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
 def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra, small_tile, monkeypatch):
-    """16 bytes at once where every row starts at a multiple of them, else number by number: the same values."""
+    """16-byte loads of aligned rows and scalar loads of others give the same values."""
     case = Case(head_dim=24, head_dim_v=16, dtype=BUILDS[arch])
     call = case.call()
     arrays = {name: shifted(getattr(call, name), by, extra) for name in ("q", "k", "v", "dout")}
@@ -353,7 +353,7 @@ def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra, small_tile, mo
 
 
 def test_layouts_and_steps_backwards(small_tile, monkeypatch):
-    """Any stride, negative ones among them."""
+    """Any strides, also negative ones."""
     case = Case(dtype="bfloat16", causal=True)
     call = case.call()
     arrays = {}
@@ -363,7 +363,7 @@ def test_layouts_and_steps_backwards(small_tile, monkeypatch):
     assert_bitwise_equal(run_public(case, "sm_80", monkeypatch, **arrays), run_public(case, "sm_80", monkeypatch), case)
 
 
-# What is not read, and what is 0
+# Hidden inputs and exact zeros
 
 
 @pytest.mark.parametrize("dq", ["own", exhaustive("added")])
@@ -378,7 +378,7 @@ def test_layouts_and_steps_backwards(small_tile, monkeypatch):
     ],
 )
 def test_rows_that_see_nothing_pass_no_gradient(case, dq, take):
-    """Not even where dout and dlse hold NaN there, as a loss of the -inf in lse gives."""
+    """Even if dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
     take(SMALL_FRAGMENTS, dq)
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma")
@@ -395,7 +395,7 @@ def test_rows_that_see_nothing_pass_no_gradient(case, dq, take):
 
 
 def test_keys_outside_every_window_are_never_read(small_tile, monkeypatch):
-    """60 keys of NaN before those that any query sees change nothing: the window counts from the end."""
+    """60 leading keys of NaN that no query sees change nothing: the window is aligned to the end."""
     case = Case(q_len=20, kv_len=40, window=(19, 0), dtype="bfloat16")
     call = case.call()
     k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (call.k, call.v))
@@ -408,8 +408,7 @@ def test_keys_outside_every_window_are_never_read(small_tile, monkeypatch):
 @pytest.mark.parametrize("arch", BUILDS)
 @pytest.mark.parametrize("dim", [exhaustive(64), exhaustive(96), 128])
 def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
-    """Shared memory without conflicts. In global memory what a block has for itself once, what it walks over once for
-    each block."""
+    """No bank conflicts. A block reads its own tile once from global memory, and the tiles that it loops over once."""
     case = Case(128, 128, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=BUILDS[arch])
     call = case.call()
     run_mma(case, arch)
@@ -429,7 +428,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
             "backward_q": (2 * tensor + 2 * numbers + blocks * 2 * tensor, tensor),
             "dq": (sums, tensor),
         }
-        if launch.function in expected:  # delta reads a number by all lanes of a warp, which counts as many times
+        if launch.function in expected:  # all lanes of a warp read the same number, which is counted once per lane
             read, written = expected[launch.function]
             assert counters.global_bytes_written == written, launch.function
             assert read <= counters.global_bytes_read <= 1.1 * read, launch.function
@@ -437,7 +436,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
 
 
 def test_a_planted_slip_of_the_twist_has_bank_conflicts(changed_kernels, watch, take):
-    """The same place for reads and writes, so that every value is right."""
+    """Reads and writes use the same wrong swizzle, so every value is right."""
     changed_kernels("mma/tile.cuh", "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;")
     take(SMALL_FRAGMENTS)
     case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
@@ -445,7 +444,7 @@ def test_a_planted_slip_of_the_twist_has_bank_conflicts(changed_kernels, watch, 
     assert watch.counters["forward"].bank_conflicts > 100
 
 
-# Planted bugs: a line of the kernels is changed, and a check of the simulator or a value shows it.
+# Planted bugs: a changed line of the kernels must fail a check of the simulator or give a wrong value.
 
 
 class Bug(NamedTuple):
@@ -462,7 +461,7 @@ class Bug(NamedTuple):
 SYNC = "__syncthreads();\n"
 ONE_STAGE = SMALL_FRAGMENTS._replace(stages=1)
 LONG = Case(70, 70, batch=1, heads=2, kv_heads=1, dtype="bfloat16")
-DIAGONAL = replace(LONG, q_len=110, causal=True)  # its first rows see nothing, and so the first tile
+DIAGONAL = replace(LONG, q_len=110, causal=True)  # its first rows, and so its first tile, see no key
 DROPPED = replace(LONG, dropout=0.3)
 BUGS = {
     # Barriers and copies
@@ -609,7 +608,7 @@ def test_planted_bugs_are_found(bug, changed_kernels, take):
     take(bug.tile, bug.dq)
     changed_kernels(bug.file, bug.old, bug.new)
     with pytest.raises(bug.error):
-        # No backward is compiled after a forward that is wrong.
+        # The backward is not compiled after a wrong forward.
         out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, arch=bug.arch, engine="mma")))
         check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
         check(bug.case, run_mma(bug.case, bug.arch))

@@ -1,4 +1,4 @@
-"""The static gate: no spill, no warning, no wasted bank or byte in the kernels that plans choose; what they execute."""
+"""The static gate: no spills, warnings or bank conflicts in the kernels that plans choose; instruction counts."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ def unseen(_):
 
 @pytest.fixture(scope="module")
 def problems(pytestconfig):
-    """Problems where registers are scarce; python -m bench static has them all."""
+    """Problems with high register pressure; python -m bench static has all problems."""
     return ["fp16 D 128", *(["fp64 D 64"] if pytestconfig.option.exhaustive else [])]
 
 
@@ -31,7 +31,7 @@ def compiled(problems):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Of kernels as a call compiles them: conftest's cheaper PTX unrolls less."""
+    """Counts of kernels as a call compiles them: conftest's cheaper PTX unrolls less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
         cache.compiled.cache_clear()
@@ -54,15 +54,15 @@ def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
 
 
 def test_a_tile_step_is_its_products(steps):
-    """D products and D for the values; the backward of keys has twice two, that of queries one less."""
+    """FMA per score: 2 D in the forward, 4 D in the dK/dV kernel, 3 D in the dQ kernel."""
     fma = {step.kernel: step.per_score["fma"] for step in steps if step.sass is None}
     for kernel, products in {"simt/forward": 2, "simt/backward_kv": 4, "simt/backward_q": 3}.items():
         assert 64 * products <= fma[kernel] < 64 * products * 1.05
 
 
 def test_the_steady_loop_is_its_products(steps):
-    """Of 16 x 8 x 16: D products of a score and D for the values are D / 32 instructions of a warp for 32 scores. One
-    exponential for each score, and at D 64 no more beside the products than the marks say."""
+    """mma.m16n8k16: 2 D multiplications per score are D / 32 instructions of a warp for 32 scores. One exponential per
+    score, and at D 64 a bounded number of other instructions."""
     sass = {step.kernel: step.sass for step in steps if step.sass is not None}
     for kernel, products, most in (("mma/forward", 2, 9.0), ("mma/backward_kv", 4, 16.0), ("mma/backward_q", 3, 13.0)):
         assert sass[kernel]["products"] == 64 * products / 64
@@ -71,9 +71,9 @@ def test_the_steady_loop_is_its_products(steps):
 
 
 def test_hoppers_own_instructions():
-    """On sm_90a alone. One instruction multiplies 64 x N x 16: at D 128 each warpgroup of the forward needs 8 for the
-    scores of a tile and one for 16 keys of it; in the steady loop alone, though the first tile stands before it. In the
-    backward 8 for each of two products, and one for 16 queries of dV and dK or 16 keys of dQ."""
+    """sm_90a only. wgmma is 64 x N x 16: at D 128 a warpgroup of the forward's mainloop needs 8 for S of a tile and one
+    per 16 keys for P V; the prologue's are not counted. The backward needs 8 each for S and dP, one per 16 queries for
+    dV and dK, and one per 16 keys for dQ."""
     name = "Hopper bf16 D 128"
     assert [static.is_served(name, arch) for arch in static.ARCHS] == [False, False, True]
     assert static.count_steps([name], "sm_80", unseen) == []
@@ -90,7 +90,7 @@ def test_hoppers_own_instructions():
 
 
 def fences_of_all_memory(kernel, **constants):
-    """Fences that wait for a thread's accesses to the whole GPU's memory, after the first product of a kernel."""
+    """Number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
     on = device.named("sm_90a", "cuda")
     launches = ahead.launches(on, dtype="bfloat16", head_dim=128, engine="wgmma")
     launch = next(each for each in launches if each.kernel == kernel)
@@ -101,8 +101,8 @@ def fences_of_all_memory(kernel, **constants):
 
 
 def test_who_waits_for_all_memory():
-    """Such a fence takes as long as a read from there. Of a pair, blocks wait for each other's end, but tell each other
-    at every step that a place is empty, without; where blocks add in one order, one releases each turn."""
+    """A GPU-scope fence takes as long as a read of global memory. A KV-multicast pair has one, before it exits, and
+    releases its slots without; blocks that add dQ in order have one, which releases each turn."""
     assert fences_of_all_memory("wgmma/forward", KV_MULTICAST=True, PERSISTENT=False, PINGPONG=False) == 1
     assert fences_of_all_memory("wgmma/backward", DQ_IN_ORDER=True, DQ_IN_BULK=False) == 1
 
@@ -126,7 +126,7 @@ LISTING = """
 
 
 def test_the_way_round_a_loop():
-    """With the copy, which costs an instruction, and without the rescaling, which is optional."""
+    """The shortest round includes the predicated copy and skips the rescaling."""
     instructions, labels = sass.parse(LISTING)
     assert sass.loops(instructions, labels) == [(1, 9)]
     executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 9)]
@@ -158,7 +158,7 @@ def test_gate_shuts_for_a_step(steps, change, words):
 
 
 def test_command(tmp_path, capsys, monkeypatch):
-    """Its JSON has what the tables show; a complaint is its exit status."""
+    """The JSON has the contents of the tables; the exit status is 1 if the gate fails."""
     monkeypatch.setattr(static, "PROBLEMS", {"tiny": dict(dtype="float32", head_dim=8, backward=False)})
     monkeypatch.setattr(static, "compile_all", lambda *_: [static._compile_launch("tiny", launch, "sm_75")])
     monkeypatch.setattr(static, "count_steps", lambda *_: [])
@@ -176,7 +176,7 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 def test_stored_result_has_no_spill():
-    """What bench/results holds of --all: every architecture, NVRTC 12 and 13, no spill, no warning."""
+    """bench/results has the result of --all: every architecture, NVRTC 12 and 13, no spill, no warning."""
     section = json.loads((ROOT / "bench" / "results" / "static.json").read_text())["static"]
     compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
     assert {it["arch"] for it in compiled} == set(static.EVERY_ARCH)

@@ -1,5 +1,5 @@
 """The wgmma engine's forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work,
-planted bugs; what it refuses; the tensor maps that it is launched with."""
+planted bugs, refusals, and the tensor maps of its launches."""
 
 import functools
 from itertools import product
@@ -42,7 +42,7 @@ def small_tile(monkeypatch):
 
 
 def forward(case, tile=None, blocks=None, **asked):
-    """(out, lse) of a case as its plan has it, or in a tile; of so many blocks, if they draw tiles."""
+    """(out, lse) of a case as planned, or with `tile`; a persistent grid has `blocks` blocks."""
     call = case.call()
     options = call.options | dict(backend="simulator", engine="wgmma") | asked
     chosen, operands = posed_as(case, call._replace(options=options))
@@ -68,7 +68,7 @@ def test_option(options, small_tile):
     check_forward(Case(**LONG | options))
 
 
-# What a block does of one tile must not show in its next: lengths, options of a head, turns.
+# The state of one tile must not leak into the next tile of a block: lengths, options of a head, phases.
 DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
     "bias": dict(bias="bhqk", batch=2),
     "heads-of-a-cache": dict(heads=5, kv_heads=5, causal=True),
@@ -77,7 +77,7 @@ DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-caus
 
 @pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
 def test_blocks_draw_tiles(options, small_tile, monkeypatch):
-    """Each tile once, in any order of them. The cache holds the keys of two heads: the last of five is alone."""
+    """The tile scheduler gives out each tile once. L2 holds the keys of two heads here: the last of five is alone."""
     case = Case(**LONG | options)
     with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
         result = forward(case, DRAWING, blocks=3)
@@ -87,15 +87,15 @@ def test_blocks_draw_tiles(options, small_tile, monkeypatch):
 @pytest.mark.parametrize("dtype", [exhaustive("float16"), "bfloat16"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims, dtype):
-    """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
+    """The tile that a plan chooses for each head dimension, with partial last tiles."""
     dim, dim_v = dims
     check_forward(Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True)))
 
 
 @pytest.mark.parametrize(("case", "other"), [(PLAIN, PAIRED), (LENGTHS, DRAWING)], ids=["plain", "lengths"])
 def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
-    """Copies and products land early, late, at any time; and a block draws all tiles or some, two bring keys for both,
-    or each has its own tile and keys."""
+    """Copies and wgmmas complete early, late or at random; one block, several, a multicast pair or a block per
+    tile."""
     results = []
     for order, seed, *how in (
         ("early", 0),
@@ -115,7 +115,7 @@ def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
 
 @pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
 def test_bytes_and_conflicts(how, small_tile, monkeypatch):
-    """Each tile of queries gets its keys once, drawn, brought by two blocks or neither; no two lanes want one bank."""
+    """Each tile of queries loads its keys once, in a grid, persistent or with KV multicast; no bank conflicts."""
     counters = []
 
     def counting(*args, **kw):
@@ -131,7 +131,7 @@ def test_bytes_and_conflicts(how, small_tile, monkeypatch):
     assert count.bank_conflicts == 0
 
 
-# name -> (what stands there, what is planted, errors), of a padded batch
+# name -> (original text, planted text, errors), in a padded batch
 PLANTED = {
     "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
     "no wait for K": ("  K.wait();\n", "", errors.PendingCopy),
@@ -211,7 +211,7 @@ PLANTED = {
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
     "past the keys": ("kv_start + BLOCK_KV > unmasked_keys.end)", "false)", AssertionError),
 }  # fmt: skip
-# And of a packed one.
+# The same in a packed batch.
 PLANTED_IN_ROWS = {
     "no fence before Q is copied": (
         "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence,
@@ -224,7 +224,7 @@ PLANTED_IN_ROWS = {
     "where a sequence begins": ("first_slot(p, middle) <= slot", "first_slot(p, middle) < slot", AssertionError),
     "rows of the next sequence": ("first + r >= end || ", "", (AssertionError, errors.SimulationError)),
 }  # fmt: skip
-# And of two blocks that bring keys for both.
+# The same with KV multicast.
 PLANTED_IN_PAIRS = {
     "the other block not told": ("lane_id() < CLUSTER_SIZE)", "lane_id() < 1)", errors.Deadlock),
     "the other block not waited for": (
@@ -250,7 +250,7 @@ BUGS = {
 
 @pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
 def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypatch):
-    """In one block that draws all tiles, so that every place is used again, or in a pair."""
+    """One persistent block computes all tiles, so that every slot is reused; or a pair of blocks."""
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
         check_forward(case, forward(case, *how))
 
@@ -268,7 +268,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def asked(**words):
-    """The problem of a call on a GPU with these words of `cupy_flash.compile`."""
+    """The problem of a call on a GPU with these options of `cupy_flash.compile`."""
     (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
     return problem
 
@@ -277,8 +277,8 @@ def asked(**words):
     "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
 )
 def test_the_largest_tiles_compile_without_spills(words):
-    """And without what the compiler says where it does one product after the other, or ignores a count of registers.
-    python -m bench static has every tile that a plan may choose."""
+    """And without warnings of serialized wgmma or of an ignored setmaxnreg. python -m bench static compiles every tile
+    that a plan may choose."""
     largest_of = {
         (tile.block_q, tile.persistent): tile
         for tile in sorted(wgmma.tiles(asked(**words), HOPPER))
@@ -294,8 +294,8 @@ def test_the_largest_tiles_compile_without_spills(words):
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_what_a_plan_may_choose(dims):
-    """Every head dimension has tiles with and without each switch, pairs where neighbours visit the same keys; blocks
-    draw where there are many unequal tiles."""
+    """Every head dimension has tiles with and without each switch; KV multicast only if neighbours visit the same keys,
+    a persistent grid if there are many unequal tiles."""
     problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
     ways = {(*way, False) for way in product((False, True), repeat=2)}
     pairs = {(False, True, True), (False, False, True)}
@@ -310,11 +310,11 @@ def test_what_a_plan_may_choose(dims):
     assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
 
 
-# What it does not serve
+# Refusals
 
 
 def refused(case=None, arch="sm_90a", call=None, **changes):
-    """Its reasons."""
+    """The reasons for which wgmma refuses a problem."""
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     chosen, _ = posed_as(case, call._replace(options=call.options | dict(backend="simulator")))
@@ -343,7 +343,7 @@ def test_refusal(how, words):
 
 
 def test_rows_that_no_box_can_take():
-    """Found in the arrays; a call without a choice of engine goes to another, and its plan says why."""
+    """Strides and addresses that TMA refuses; without a choice of engine another one runs, and explain says why."""
     case = Case(**LONG)
     call = case.call()
 
@@ -353,7 +353,7 @@ def test_rows_that_no_box_can_take():
         return wide[..., by : by + x.shape[-1]]
 
     repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
-    columns = np.asfortranarray(call.v)  # copied before the kernel: contiguous rows
+    columns = np.asfortranarray(call.v)  # copied to contiguous rows before the kernel
     for arrays, aligned in (
         (dict(q=shifted(call.q, 8)), True),
         (dict(q=shifted(call.q, 1)), False),
@@ -374,7 +374,7 @@ def test_rows_that_no_box_can_take():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("q_rows", "kv_rows"), [(0, 5), (5, 0)])
 def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
-    """Where the longest sequence may have rows, and none has: refused before any box is asked for."""
+    """max_seqlen allows rows, but there are none: refused before any tensor map is encoded."""
     q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
     bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
     how = dict(backend="simulator", engine="wgmma")
@@ -388,7 +388,7 @@ def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
 
 @pytest.mark.parametrize("head_dim_v", [64, 60])
 def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
-    """Rows of 60 of 64 numbers, which no box of O can write; columns that are copied first."""
+    """Rows of 60 elements with a stride of 64, which TMA cannot store; column-major V, which is copied first."""
     case = Case(**LONG | dict(head_dim=60, head_dim_v=head_dim_v, kv_heads=2))
     call = case.call()
 
@@ -408,7 +408,7 @@ def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
 
 
 def test_maps_of_every_layout():
-    """(column, row, head, batch) of an array, strides in bytes."""
+    """Dimensions (column, row, head, batch) of an array, strides in bytes."""
     expected = {"bshd": (2 * 6 * 64, 2 * 64, 2 * 6 * 64 * 50), "bhsd": (2 * 64, 2 * 64 * 50, 2 * 6 * 64 * 50)}
     for layout in ("bshd", "bhsd"):
         case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
@@ -420,7 +420,7 @@ def test_maps_of_every_layout():
 
 
 def test_map_of_a_packed_batch():
-    """Rows of all sequences, one batch; where there is one head, its stride is anything that a map takes."""
+    """All sequences are one batch entry; with one head, its stride is any legal value."""
     _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
     boxes = [Box("q", 128, 64), Box("k", 64, 64)]
     maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()

@@ -21,7 +21,7 @@ from cupy_flash.source import assemble
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# One warpgroup for 64 keys, two for the same, and each way to dQ.
+# 64 keys per warpgroup, or two warpgroups that share 64 keys; and each way to accumulate dQ.
 TILES = {
     "keys": Tile(block_q=64, block_kv=128, stages=2, dq_in_bulk=False),
     "shared keys": Tile(block_q=64, block_kv=64, stages=2, dq_in_bulk=True),
@@ -32,7 +32,7 @@ LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)
 
 @pytest.fixture
 def take(monkeypatch):
-    """Every plan takes this tile."""
+    """A function that makes every plan use a tile."""
 
     def take(tile):
         monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
@@ -53,7 +53,7 @@ def check_gradients(case, result):
 BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
 
 
-# Those that may go another way where keys are shared.
+# Options with other code paths if warpgroups share keys.
 OF_SHARES = ("causal", "window-empty-tiles", "softcap", "dropout", "all", "packed-causal", "grouped", "wide-values")
 
 
@@ -75,7 +75,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
 def posed_backwards(dims, **words):
-    """Problems of gradients with these head dimensions."""
+    """Backward problems with these head dimensions."""
     words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
     return [problem for problem in ahead.problems(**words) if problem.backward]
 
@@ -84,7 +84,7 @@ def posed_backwards(dims, **words):
     "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
 )
 def test_every_tile(dims, take):
-    """Each that a plan may choose for these head dimensions, the last tiles of both kinds in part."""
+    """Every tile that a plan may choose for these head dimensions, with partial last tiles of queries and of keys."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")
@@ -98,12 +98,12 @@ def test_every_tile(dims, take):
 
 ORDERS = [dict(order="early"), dict(order="late"), *(dict(order="random", seed=seed) for seed in range(2))]
 IN_ORDER = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, window=(200, 100)))
-ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # of two blocks, for one tile of queries
+ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # two blocks, one tile of queries
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_bitwise_equal_in_any_order(tile, take, watch):
-    """Whichever block and warp goes first, whenever copies and products land; dQ where its sum has one order."""
+    """The order of blocks, warps, copies and wgmmas changes no bit; dQ is added in order."""
     take(TILES[tile]._replace(dq_in_bulk=False))
     first = run(IN_ORDER, deterministic=True)
     check_gradients(IN_ORDER, first)
@@ -111,7 +111,7 @@ def test_bitwise_equal_in_any_order(tile, take, watch):
         assert_bitwise_equal(run(IN_ORDER, deterministic=True), first, IN_ORDER)
 
 
-# name -> (what stands there, in a header that other kernels have too, what is planted, what the error says)
+# name -> (original text, in a header of several kernels, planted text, error message)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
 WAITED = "while (ld_acquire(of(row, half)) != before) {}"
@@ -132,8 +132,8 @@ TURNS_PLANTED = {
 
 @pytest.mark.parametrize("bug", TURNS_PLANTED)
 def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
-    """Whatever the order of the sums was: the simulator's is not that of a GPU, whose blocks do not see each other's
-    additions in the order of their turns but by release and acquire."""
+    """The race is found even if the sums were in order: on a GPU only release and acquire order the additions of
+    different blocks."""
     good, bad, message = TURNS_PLANTED[bug]
     take(TILES["keys"])
     planted_in = []
@@ -152,7 +152,7 @@ def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_added_up_in_any_order(tile, take, watch):
-    """dQ may round differently, nothing else."""
+    """Only the rounding of dQ depends on the order."""
     take(TILES[tile])
     case = replace(LENGTHS, heads=1)
     first = run(case)
@@ -164,7 +164,7 @@ def test_added_up_in_any_order(tile, take, watch):
 
 @pytest.mark.parametrize(("tile", "dim"), [("keys", 64), ("keys", 96), ("shared keys", 64)])
 def test_bytes_and_conflicts(tile, dim, take, watch):
-    """A block reads its keys once, and Q and dO as often as there are blocks; no two lanes want one bank."""
+    """K and V are read once, Q and dO once per block; no bank conflicts."""
     take(TILES[tile])
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=dim, head_dim_v=dim))
     run(case)
@@ -176,7 +176,7 @@ def test_bytes_and_conflicts(tile, dim, take, watch):
 
 
 def test_a_gradient_that_no_box_can_take(take):
-    """One number for all, as of a sum, or numbers that are contiguous from an odd address on: it is copied first."""
+    """dout with strides of 0, as from a sum, or at an unaligned address is copied first."""
     take(TILES["keys"])
     case = Case(**LONG)
     call = case.call()
@@ -195,7 +195,7 @@ def test_a_gradient_that_no_box_can_take(take):
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
 
-# name -> (the tile, what stands there, what is planted, errors; AssertionError where no check but the result sees it)
+# name -> (tile, original text, planted text, errors; AssertionError if only a wrong result reveals the bug)
 PLANTED = {
     "no wait for K": ("keys", "rings.K.wait(), rings.V.wait();", "rings.V.wait();", errors.PendingCopy),
     "no wait for V": ("keys", "rings.K.wait(), rings.V.wait();", "rings.K.wait();", errors.PendingCopy),
@@ -303,7 +303,7 @@ def test_planted_bug_is_found(bug, take, monkeypatch):
     ids=str,
 )
 def test_every_tile_compiles_without_spills(dims, words):
-    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    """And without warnings of serialized wgmma or of an ignored setmaxnreg."""
     (problem,) = posed_backwards(dims, **words)
     hopper = device.named("sm_90a", "cuda")
     for tile in wgmma.backward.tiles(problem, hopper):

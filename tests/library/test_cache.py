@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again, never torn, never trusted when damaged or open to others."""
+"""Compiled kernels on disk: reused, never torn, never trusted if damaged or writable by others."""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ ENTRY_FILES = ["entry.json", "kernel.cubin", "log.txt", "source.cu"]
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As after the start of a process: nothing in memory, nobody warned."""
+    """Clear the caches in memory and the warnings already given, as in a new process."""
     monkeypatch.setattr(cache, "failures", itertools.count())
     cache.compiled.cache_clear()
     yield
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what NVRTC compiled, in order."""
+    """The names of the kernels that NVRTC compiled, in order."""
     names: list[str] = []
     compile = nvrtc.compile
 
@@ -56,18 +56,18 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return compile(text, name, target)
 
-    nvrtc.identity()  # itself compiled, once in a process
+    nvrtc.identity()  # also a kernel, compiled once per process
     monkeypatch.setattr(nvrtc, "compile", counted)
     return names
 
 
 def forget() -> None:
-    """What is in memory, as a new process has none of it."""
+    """Clear the caches in memory, as in a new process."""
     cache.compiled.cache_clear()
 
 
 def store(text: str = TEXT) -> Path:
-    """Compiles into the cache folder; the folder of the entry."""
+    """Compile into the cache folder and return the folder of the entry."""
     path = cache.compiled(text, NAME, TARGET).path
     assert path is not None
     forget()
@@ -75,7 +75,7 @@ def store(text: str = TEXT) -> Path:
 
 
 def assert_unstored(count: int = 1) -> str:
-    """Compiles `count` kernels that cannot be stored; the text of the one warning."""
+    """Compile `count` kernels that cannot be stored, and return the text of the only warning."""
     with pytest.warns(RuntimeWarning) as caught:
         for number in range(count):
             compiled = cache.compiled(TEXT.replace("1; }", f"{7 + number}; }}"), NAME, TARGET)
@@ -87,7 +87,7 @@ def assert_unstored(count: int = 1) -> str:
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
-    """os.lstat says that `path` belongs to `user`; we are user 4242."""
+    """Patch os.lstat so that `path` belongs to `user`; this process is user 4242."""
     lstat = os.lstat
 
     def changed(name: os.PathLike[str] | str, **options: int) -> os.stat_result:
@@ -171,7 +171,7 @@ def test_text_flags_and_compiler_are_the_key(folder: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of the compiler itself: one entry for each time that somebody loads it."""
+    """A list of the loads of the compiler library, one entry per load."""
     calls: list[str] = []
     library = nvrtc.library
 
@@ -194,16 +194,16 @@ def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, asked: list[str]
 def test_another_compiler_compiles_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
 ) -> None:
-    """In place of the one before, or found by another environment; and the first one's kernels are still there."""
+    """An upgraded compiler, or one of another environment; the kernels of the first one stay in the cache."""
     first, said = store(), nvrtc.identity()
     libraries = [tmp_path / name for name in ("libnvrtc.so.13", "libnvrtc.so.14")]
     for library in libraries:
         library.write_text("a library")
     monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
     monkeypatch.setattr(cache.environment, "libraries", lambda: ("another",))
-    assert store() == first and compiles == [NAME]  # of another environment, but the same compiler
+    assert store() == first and compiles == [NAME]  # the same compiler in another environment
     monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
-    assert store() == first and compiles == [NAME]  # nothing says that it is another
+    assert store() == first and compiles == [NAME]  # no sign that it is another compiler
     libraries[0].write_text("the next release")
     second = store()
     assert second != first and compiles == [NAME] * 2
@@ -270,7 +270,7 @@ def test_a_folder_that_others_can_write_is_not_used(folder: Path, compiles: list
     contents = sorted(folder.iterdir())
     message = assert_unstored(3)
     assert f"{folder} can be written by other users (chmod go-w would close it)" in message
-    assert compiles == [NAME] * 4  # the hit was not taken either
+    assert compiles == [NAME] * 4  # the entry was not used either
     assert sorted(folder.iterdir()) == contents
 
 
@@ -343,7 +343,7 @@ def test_without_a_home_kernels_stay_in_memory(
 
 
 def test_a_relative_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It would be another one in every working directory.
+    # A relative folder would be another one in every working directory.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", "cache")
     assert "cache is not an absolute path" in assert_unstored()
@@ -486,7 +486,7 @@ def test_a_damaged_note_of_a_compiler_is_ignored(
     assert cache.noted_compiler(folder) is None
     cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME]
-    assert cache.noted_compiler(folder) == nvrtc.identity()  # noted again
+    assert cache.noted_compiler(folder) == nvrtc.identity()  # the note was written again
 
 
 def test_the_next_publisher_removes_what_a_killed_one_left(folder: Path) -> None:
@@ -564,7 +564,7 @@ PAYLOAD = 1 << 18  # large enough that a write takes several steps
 
 
 def hammer(rank: int, folder: Path, start: Barrier) -> None:
-    """One of many processes that publish and read the same entries at once, every second over a damaged one."""
+    """One of many processes that publish and read the same entries at once, every second time over a damaged one."""
     os.environ["CUPY_FLASH_CACHE_DIR"] = str(folder)
     warnings.simplefilter("error")
     try:
@@ -582,7 +582,7 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
             entry.publish(files)
             after = entry.load()
             assert {None if found is None else found.code for found in (before, after)} <= {None, result.code}
-            # Where there was a damaged entry another process may take the new one for it, and be about to replace it.
+            # After a damaged entry, another process may mistake the new one for it and be about to replace it.
             assert after is not None or damaged
     except BaseException:
         start.abort()
@@ -606,12 +606,12 @@ def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
     assert [entry and entry.code[:1] for entry in loaded] == [bytes([kernel + 1]) for kernel in range(KERNELS)]
 
 
-# -- what a person does with it --------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def full_folder(folder: Path) -> Path:
-    """Two entries, what a killed process left, and files that are not ours."""
+    """Two entries, leftovers of a killed process, and foreign files."""
     entry = store()
     store(OTHER)
     shutil.copytree(entry, folder / "publishing-k1lled" / "entry")
@@ -664,7 +664,7 @@ def test_clear_says_why_a_folder_cannot_be_cleared(
     def denied(path: Path, *_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    for method in ("iterdir", "unlink"):  # root may read and write all the same
+    for method in ("iterdir", "unlink"):  # root may read and write anyway
         with monkeypatch.context() as patch:
             patch.setattr(Path, method, denied)
             assert main(["cache", "clear"]) == 1

@@ -1,4 +1,4 @@
-"""The backend on a GPU up to the launch, without one: a stand-in for CuPy whose every name the real CuPy has."""
+"""The CUDA backend up to the launch, without a GPU: on a stand-in for CuPy with only names that CuPy has."""
 
 import importlib.util
 import sys
@@ -22,7 +22,7 @@ STREAM = 0xABC0
 
 
 class Array:
-    """cupy.ndarray, in host memory."""
+    """Stand-in for cupy.ndarray, in host memory."""
 
     def __init__(self, x):
         self.x, self.shape, self.strides, self.dtype = x, x.shape, x.strides, x.dtype
@@ -30,7 +30,7 @@ class Array:
 
 
 class Card:
-    """cupy.cuda.Device."""
+    """Stand-in for cupy.cuda.Device."""
 
     compute_capability = "90"
     attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
@@ -52,7 +52,7 @@ class Card:
 
 @pytest.fixture
 def cupy(monkeypatch, tmp_path):
-    """The stand-in as `cupy`; what was loaded and launched is in `loaded` and `launches`."""
+    """Install the stand-in as `cupy`; it records modules in `loaded` and launches in `launches`."""
     launches, loaded, attributes, waits = [], [], [], []
 
     def function(name):
@@ -127,7 +127,7 @@ def cupy(monkeypatch, tmp_path):
     cache.compiled.cache_clear()
 
 
-# What the stand-in, and the code that calls it, take to be there.
+# The names of CuPy that the stand-in and the backend use.
 CUPY_NAMES = [
     "ndarray", "empty", "asarray", "array", "from_dlpack", "RawModule",
     "RawKernel.max_dynamic_shared_size_bytes", "ndarray.device", "cuda.Event.record", "cuda.runtime.streamWaitEvent",
@@ -136,12 +136,12 @@ CUPY_NAMES = [
     "cuda.Module.get_function", "cuda.get_current_stream", "cuda.driver.funcSetAttribute",
     "cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "cuda.runtime.getDevice",
     "cuda.runtime.streamIsCapturing", "cuda.runtime.pointerGetAttributes",
-    # The keys of Device.attributes are these names without their prefix.
+    # Device.attributes has these names without their prefix as keys.
     "cuda.runtime.cudaDevAttrMultiProcessorCount", "cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin",
 ]  # fmt: skip
 
 
-if importlib.util.find_spec("cupy"):  # there is none for macOS
+if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
 
     @pytest.mark.parametrize("name", CUPY_NAMES)
     def test_cupy_has_the_name(name):
@@ -151,7 +151,7 @@ if importlib.util.find_spec("cupy"):  # there is none for macOS
 
 
 def problem():
-    """What `call` asks for."""
+    """The problem of `call`."""
     return ahead.problems(dtype="float32", head_dim=8, causal=True, backward=False)[0]
 
 
@@ -168,17 +168,17 @@ def test_forward_launches_one_kernel_on_the_callers_stream_and_device(cupy):
     assert (launch.name, launch.stream, launch.block[1:]) == ("forward", STREAM, (1, 1))
     assert launch.grid[1:] == (2, 1) and launch.shared > 0
     assert launch.params["q"]["data"] == q.data.ptr and launch.params["out"]["data"] == out.data.ptr
-    assert (out.x == 7).all()  # nothing else wrote or copied
+    assert (out.x == 7).all()  # no other writes or copies
     (path,) = cupy.loaded
     assert "cubin" in path
 
 
 def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
-    """One array of 128 bytes for each box; what the driver encodes is kept, but a new address is a new map."""
+    """128 bytes per tensor map; encoded maps are cached by address, among other fields."""
     encoded = []
 
     def encode(tensor_map):
-        assert Card.used  # or the driver finds no context in a new thread
+        assert Card.used  # else the driver has no context in a new thread
         encoded.append(tensor_map)
         return encode_for_simulator(tensor_map)
 
@@ -196,15 +196,15 @@ def test_tensor_maps_are_the_second_argument(cupy, monkeypatch):
 
 
 class Interface:
-    """A CUDA array of an unknown library, ready on a stream of its own."""
+    """A CUDA array of an unknown library, ready on its own stream."""
 
     def __init__(self, x, stream):
         self.x, self.__cuda_array_interface__ = x, x.__array_interface__ | {"stream": stream}
 
 
 def test_outputs_of_cupy_are_written_on_its_stream_after_the_producers(cupy):
-    """CuPy hands out the memory of its outputs and workspaces by its own stream: on another kernels would write to
-    memory that is in use. So that one waits, once for each stream on which an input is ready."""
+    """CuPy's pool allocates outputs and workspaces in the order of its current stream: kernels on another stream would
+    write to memory in use. So the current stream waits, once for each stream on which an input is ready."""
     x = np.ones((1, 40, 2, 8), np.float32)
     arrays = [Interface(x.copy(), stream) for stream in (77, None, STREAM)]
     out, lse = cupy_flash.attention(*arrays, return_lse=True)
@@ -214,11 +214,11 @@ def test_outputs_of_cupy_are_written_on_its_stream_after_the_producers(cupy):
     assert (other, event, waits, launched) == (77, waited, STREAM, 0)
     cupy.waits.clear()
     call()
-    assert not cupy.waits  # what CuPy's own arrays wait for is their owner's
+    assert not cupy.waits  # the caller orders streams of CuPy's own arrays
 
 
 def test_a_copy_is_made_on_its_arrays_device(cupy):
-    """Current may be another. The default stream is that of DLPack's hand-over, so it need not wait."""
+    """The current device may be another one. DLPack hands over on the default stream, so it need not wait."""
     taken = []
 
     def from_dlpack(x):
@@ -248,7 +248,7 @@ def test_a_kernel_is_loaded_once_for_all_lengths(cupy):
 
 
 def test_threads_that_begin_together_load_a_kernel_once(cupy, monkeypatch):
-    """A thread that waits for another's compilation takes its kernel; it does not compile the same."""
+    """A thread that waits for another one to compile a kernel uses that kernel and does not compile it again."""
     together, compile_launch = threading.Barrier(4), cuda.compile_launch
     compiled = []
 
@@ -272,7 +272,7 @@ def test_without_a_folder_the_bytes_are_loaded(cupy, monkeypatch, tmp_path):
     closed = tmp_path / "file"
     closed.write_text("no folder")
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(closed))
-    monkeypatch.setattr(cache, "failures", iter([1, 2, 3]))  # the warning is tested with the cache
+    monkeypatch.setattr(cache, "failures", iter([1, 2, 3]))  # test_cache.py tests the warning
     call()
     (code,), ((name, attribute, shared),) = cupy.loaded, cupy.attributes
     assert code[:4] == b"\x7fELF" and (name, attribute, shared) == ("forward", 8, cupy.launches[0].shared)

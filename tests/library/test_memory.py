@@ -1,4 +1,4 @@
-"""The memory model: public counts, the paper's formulas, measured beside modelled, what fits, and its command."""
+"""The memory model: published counts, the paper's formulas, measurements, the largest sizes that fit, its command."""
 
 import contextlib
 import functools
@@ -74,7 +74,7 @@ def paper(training, a, s, h, t):
 @pytest.mark.parametrize("t", [1, 8])
 @pytest.mark.parametrize("name", ["gpt2", "mt-530b"])
 def test_paper(name, t, sequence_parallel, checkpoint):
-    # GPT-2's 12 heads cannot be shared by 8 GPUs; its formula is that of 16 heads of another size as well.
+    # 8 GPUs cannot share GPT-2's 12 heads; the formula also holds for 16 heads of another size.
     model = replace(PRESETS[name], heads=16, kv_heads=16, head_dim=48) if name == "gpt2" else PRESETS[name]
     training = Training(4, 2048, "standard", checkpoint, tensor=t, sequence_parallel=sequence_parallel)
     a, s, h = model.heads, training.seqlen, model.embed_dim
@@ -123,7 +123,7 @@ def test_float32_doubles_all_but_masks_and_statistics():
 
 
 def test_statistics():
-    """Two of every layer norm and one of every rms norm, and flash attention's lse, in fp32 whatever the precision."""
+    """Two per row of a layer norm, one of an rms norm, and flash attention's lse, in fp32 in every precision."""
     for precision in memory.ITEMSIZE:
         gammas = [coefficients(PRESETS[it], Training(1, 64, precision=precision)).gamma for it in ("gpt2", "llama2-7b")]
         assert gammas == [16 + 4 * 12, 8 + 4 * 32]
@@ -174,7 +174,7 @@ def test_block_is_measured_as_modelled(family, attention, precision):
     modelled = [sum(it.bytes for it in memory.saved_by_block(sizes, training)) for training in trainings]
     assert measured == pytest.approx(modelled, rel=WITHIN)
 
-    # What grows with the square of the length: the second difference of two lengths, one twice the other.
+    # The quadratic term in the length, from the difference of a length and its double.
     beta = (measured[1] - 2 * measured[0]) / (batch * sizes.heads * 2 * lengths[0] ** 2)
     assert beta == pytest.approx(coefficients(sizes, trainings[0]).beta, rel=WITHIN, abs=0.01)
     assert (abs(beta) < 0.01) == (attention == "flash")
@@ -240,7 +240,7 @@ def test_measure_names_the_module_that_saves_first():
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_measure_needs_no_contents(attention):
-    """A model too large for this machine, on the meta device, is measured as well."""
+    """A model too large for this machine is measured on the meta device."""
     sizes = replace(SMALL_GPT, embed_dim=8192, heads=64, kv_heads=64, head_dim=128, mlp_dim=32768)
     with torch.device("meta"):
         block = GPTBlock(sizes, attention).bfloat16()
@@ -452,7 +452,7 @@ def test_nothing_fits():
 
 
 def run(*words):
-    """What the command prints."""
+    """Output of the command."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["memory", *words]) == 0

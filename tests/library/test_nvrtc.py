@@ -1,4 +1,4 @@
-"""The compiler: every target without a GPU, what its log says, and results that depend on the text alone."""
+"""NVRTC: every target without a GPU, its log, and results that depend only on the source text."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_targets_are_checked(target: str) -> None:
 
 
 def test_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What stood in the working directory would be part of the kernel and not of its key.
+    # A header in the working directory would be part of the kernel but not of its cache key.
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, tmp_path / "simt"):
         folder.mkdir(exist_ok=True)

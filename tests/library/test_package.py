@@ -31,7 +31,7 @@ PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 
 
 def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
-    """Its standard output. PYTHONPATH is dropped: it could lead to the checkout that holds these tests."""
+    """Standard output of a command without PYTHONPATH, which could contain the checkout of these tests."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -51,12 +51,12 @@ def copy_checkout(folder: Path, sources: Sequence[str] = SOURCES) -> Path:
 
 
 def make_environment(folder: Path) -> Path:
-    """The Python of a fresh virtual environment without cupy_flash that sees the libraries of this one."""
+    """Python of a new virtual environment with the libraries of this one, but without cupy_flash."""
     builder = venv.EnvBuilder(symlinks=True)
     builder.create(folder / "environment")
     python = Path(builder.ensure_directories(folder / "environment").env_exe)
     own = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], cwd=folder).strip()
-    # A folder that a .pth file adds does not have its own .pth files read: an editable install in it stays unseen.
+    # Python ignores .pth files in folders that a .pth file adds, so an editable install there has no effect.
     Path(own, "libraries.pth").write_text("\n".join(site.getsitepackages()))
     return python
 

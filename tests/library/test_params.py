@@ -1,4 +1,4 @@
-"""The argument of the kernels: what one call packs is what NumPy's assignments, field by field, would give."""
+"""The kernels' argument: pack equals NumPy's assignments field by field."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def address(array):
 @pytest.mark.parametrize("name", ["Params", "Partials"])
 @given(data=st.data())
 def test_every_number_lands_in_its_field(name, data):
-    """Whichever members are given: those and no others, with the compiler's padding between them."""
+    """Any subset of the members is packed, with the compiler's padding and nothing else."""
     dtype = dtypes()[name]
     members = {}
     for member in data.draw(st.sets(st.sampled_from(dtype.names))):
@@ -39,7 +39,7 @@ def test_every_number_lands_in_its_field(name, data):
 
 
 def expected_params(problem, operands, results):
-    """As the struct's comments say, one field at a time."""
+    """The struct, filled field by field as its comments specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results
@@ -135,7 +135,7 @@ def test_partials():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the start and every stride; where the array lies for the kernel."""
+    """The largest of 8, 4 and 1 that divides the kernel's start address and every stride, in elements."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)

@@ -1,4 +1,4 @@
-"""Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
+"""Plans: pure, printable, cached by problem and device; refusals with every engine's reasons; explain."""
 
 from dataclasses import FrozenInstanceError
 from itertools import product
@@ -20,7 +20,7 @@ PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0
 
 
 def test_same_question_same_answer():
-    """Memoised by value; asked anew it is equal: nothing but problem and device decides."""
+    """Plans are cached by value, and equal after clearing the cache: they depend only on problem and device."""
     first = plan(PROBLEM, DEVICE)
     assert plan(PROBLEM._replace(), Device("cpu", "x86_64", 8)) is first
     plan.cache_clear()
@@ -44,7 +44,7 @@ def test_backend_names_the_simulated_gpu():
 
 
 def test_equal_calls_are_one_problem():
-    """Two calls of the same shapes pose equal problems, whatever is in the arrays."""
+    """Two calls of the same shapes have equal problems, whatever the arrays contain."""
     one, other, different = (
         posed(case)[0].problem
         for case in (Case(causal=True, seed=1), Case(causal=True, seed=2), Case(causal="top_left"))
@@ -57,7 +57,7 @@ def test_equal_calls_are_one_problem():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("length", [0, 1, 100, 1000, 100_000, 1_000_000])
 def test_any_size_has_a_plan(length, backward, units):
-    """No array is needed, so no length is too long. Nothing to do wakes no thread, much to do all."""
+    """Planning needs no array, so lengths are unlimited. An empty problem uses one thread, a large one all."""
     problem = PROBLEM._replace(q_len=length, kv_len=length, backward=backward, bias=None)
     chosen = plan(problem, DEVICE._replace(units=units))
     assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
@@ -72,7 +72,7 @@ def test_any_size_has_a_plan(length, backward, units):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_tiles_do_not_follow_the_threads(backward):
-    """Their sizes decide how results are rounded, and results are those of any number of threads."""
+    """Tile sizes affect rounding, and results must not depend on the number of threads."""
     for batch, heads, length, head_dim in product((1, 3), (1, 4, 32), (1, 100, 300, 512, 1500, 4096), (64, 128)):
         sizes = dict(batch=batch, heads=heads, kv_heads=1, q_len=length, kv_len=length, head_dim=head_dim, bias=None)
         problem = PROBLEM._replace(backward=backward, head_dim_v=head_dim, **sizes)
@@ -139,7 +139,7 @@ def test_an_explicit_choice_is_kept():
 
 
 def test_explain():
-    """Engine, tiles, why, and a line per reason for each other engine; nothing is computed."""
+    """The engine, its tiles, the reason, and a line per reason against each other engine; nothing is computed."""
     case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
     q, k, v, options, *_ = case.call()
     text = cupy_flash.explain(q, k, v, **options)
@@ -157,7 +157,7 @@ def test_explain():
     assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in MODULES if engine != "cpu")
 
 
-# Plans for a GPU, which need none
+# Plans for a GPU, made without one
 
 
 def on_gpu(arch="sm_80", **changes):
@@ -165,7 +165,7 @@ def on_gpu(arch="sm_80", **changes):
 
 
 def test_a_gpu_needs_no_gpu_to_plan_for():
-    """Any length, any architecture: within its shared memory, and every tile of the output in one block at most."""
+    """Any length and architecture: shared memory fits, and at most one block computes each output tile."""
     for arch in GPUS:
         for backward in (False, True):
             chosen = on_gpu(arch, backward=backward, q_len=5000, head_dim=256, head_dim_v=256)
@@ -189,7 +189,7 @@ def test_what_a_grid_has_no_room_for_is_refused():
 
 
 def test_nothing_is_launched_on_no_block():
-    """CUDA refuses a grid of none. What is not empty is written: the zeros of a broadcast bias's gradient."""
+    """CUDA refuses an empty grid. Non-empty outputs are still written: a broadcast bias's gradient is zeros."""
     assert on_gpu(batch=0).launches == ()
     kernels = [launch.function for launch in on_gpu(batch=0, backward=True, bias_gradient=True).launches]
     assert kernels == ["backward_bias", "dsink"]
@@ -235,7 +235,7 @@ def test_what_tensor_cores_do_not_serve_is_refused(arch, changes, words):
 
 
 def test_deterministic_adds_nothing_up_in_any_order():
-    """Of all tiles that may be chosen, none adds dQ up; without it, only on GPUs that add four numbers at once."""
+    """No candidate tile adds dQ atomically; without `deterministic` only GPUs with vector atomics have such tiles."""
     for arch in GPUS:
         problem = PROBLEM._replace(dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
         adds = [tile.q_tile is None for tile in mma.tiles(problem, named(arch))]
@@ -248,7 +248,7 @@ def test_deterministic_adds_nothing_up_in_any_order():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
-    """lse and delta of every row, and where dQ is added up its sums in fp32; a packed sequence has 16 rows more."""
+    """lse and delta of every row, and fp32 sums of dQ if it is added; a packed sequence has 16 more rows."""
     monkeypatch.setattr(mma, "legal_tiles", lambda *_, add_dq=False: [mma.Tile(64, 64, 128, 1, 1)] if add_dq else [])
     plan.cache_clear()
     for length in (1, 100, 1000, 2000):
@@ -271,8 +271,8 @@ def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
     ("factor", "chosen", "other"), [(0.5, "mma", "simt"), (2, "simt", "mma")], ids=["less", "more"]
 )
 def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monkeypatch):
-    """An engine that serves the problem and is not chosen says what it would cost; its kernels may be another's choice
-    at another length."""
+    """explain gives the cost of an engine that serves the problem and is not chosen; at another length it may be the
+    cheapest."""
 
     def seconds(problem, pairs, device, tile):
         return factor * simt.seconds(problem, pairs, device, tile)

@@ -1,4 +1,4 @@
-"""A call like an earlier one is not checked again, and that shows in nothing: not in its problem, not in its error."""
+"""A call like an earlier one skips the checks; its problem or error is still that of a checked call."""
 
 import weakref
 
@@ -28,7 +28,7 @@ BF16 = dict(zip("qkv", (x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)), strict
 FP8 = {name: x.astype(ml_dtypes.float8_e4m3fn) for name, x in zip("qkv", (Q, K, V), strict=True)}
 PACKED = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
 
-# Legal and not, each near another: equal in shapes, in values of another type, in all but what stands in an array.
+# Legal and illegal calls that differ little: equal shapes, equal values of another type, other array contents.
 CALLS = {
     "plain": {},
     "strides": dict(q=FORTRAN),
@@ -102,7 +102,7 @@ CALLS = {
 
 
 def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
-    """What a call is posed as, or its error; as text, in which 1 is not True."""
+    """The problem of a call or its error, as text, so that 1 and True differ."""
     try:
         stated, operands = pose("case", (q, k, v), Options(**options), packed, saved)
     except (TypeError, ValueError) as error:
@@ -153,7 +153,7 @@ def test_a_legal_call_is_checked_once(monkeypatch):
 
 
 def test_values_are_checked_at_every_call():
-    """Of the same array: what stood in it at the first call says nothing about the second."""
+    """The contents of an array are checked in every call, because they may change between calls."""
     lengths, bounds = int32(5, 5), int32(0, 4, 6)
     pose("case", (Q, K, V), Options(kv_lengths=lengths))
     packed = tuple(PACKED.values()), Options(), Packed(bounds, int32(0, 0, 9), 4, 9)
@@ -166,7 +166,7 @@ def test_values_are_checked_at_every_call():
 
 
 class Changing:
-    """A number that may be another at every look, and hashes as itself."""
+    """A number that may change at every read, hashed by identity."""
 
     def __float__(self):
         return self.value

@@ -1,4 +1,4 @@
-"""One text out of many files: what is inlined, what is replaced, and what is refused."""
+"""assemble: includes, constants, and refused sources."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ using element = float;
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Makes the folder of kernels from texts by path; config.cuh is CONFIG unless given."""
+    """A function that writes a kernel folder from {path: text}; config.cuh is CONFIG by default."""
     folder = tmp_path / "kernels_cu"
     monkeypatch.setattr(source, "kernel_folder", lambda: folder)
 
@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 def without_config(text: str) -> str:
-    """What follows the lines of config.cuh."""
+    """The assembled text after the lines of config.cuh."""
     return text.split("#define BIAS", 1)[1].split("\n", 1)[1]
 
 

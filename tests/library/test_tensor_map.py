@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver refuses is refused here, with every reason; both encodings say everything."""
+"""Tensor maps: maps that the driver refuses raise an error with every reason; both encodings are complete."""
 
 import ctypes
 from types import SimpleNamespace

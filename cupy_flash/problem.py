@@ -256,7 +256,7 @@ def pose(
         _check_packed(check, call, packed)
     if shape.known:
         _check_lengths(check, call, shape)
-    _check_descale_values(check, call)
+    _check_descale_values(check, call, shape)
     check.raise_if_unmet(call)
     if known is None:
         problem = _state(call, options, packed, saved, shard, shape, words)
@@ -786,11 +786,14 @@ def _check_lengths(check: _Check, call: dict[str, Array], shape: _Shape) -> None
             check.require(bool(inside), f"{name} must be in [0, {longest}], not {values.min()} to {values.max()}")
 
 
-def _check_descale_values(check: _Check, call: dict[str, Array]) -> None:
-    """Where the CPU has them."""
+def _check_descale_values(check: _Check, call: dict[str, Array], shape: _Shape) -> None:
+    """Values of the descales in host memory. Those of a wrong shape, which may be huge, are refused unread."""
     for name in DESCALES:
-        if name in call and call[name].device == "cpu" and call[name].dtype == np.float32:
-            values = call[name].numpy()
+        descale = call.get(name)
+        if descale is None or descale.shape != (shape.batch, shape.kv_heads):
+            continue
+        if descale.device == "cpu" and descale.dtype == np.float32:
+            values = descale.numpy()
             legal = bool((np.isfinite(values) & (values >= 0)).all())
             check.require(legal, f"{name} must be finite and not negative")
 

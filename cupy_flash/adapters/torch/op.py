@@ -140,7 +140,7 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
     for word in (options.layout, *(word for word in (options.backend, options.engine) if word is not None)):
         if not isinstance(word, str):
             raise TypeError(f"layout, backend and engine must be strings, not {word!r}")
-    left, right = (None, None) if options.window is None else options.window
+    left, right = _sides(options.window)
     dropout = _number(options.dropout)
     q, k, v = _autocast(arrays)
     if fp8:
@@ -167,6 +167,16 @@ def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
         engine=options.engine,
         fp8=bool(fp8),
     )  # fmt: skip
+
+
+def _sides(window: Any) -> tuple[Any, Any]:
+    if window is None:
+        return None, None
+    try:
+        left, right = window
+    except Exception as error:  # objects of others raise what they like
+        raise TypeError("window must be None or (left, right)") from error
+    return left, right
 
 
 def _causal(causal: Any) -> str:
@@ -205,7 +215,7 @@ def _seed(seed: Any, dropout: float, device: Any) -> Any:
     """A seed as the operator takes it: a tensor that CUDA graphs, checkpointing and the backward see."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
-    if isinstance(seed, torch.Tensor):
+    if isinstance(seed, torch.Tensor) and not seed.is_nested:
         return seed
     if isinstance(seed, (bool, np.timedelta64)) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "bounds":
         return _bounds(options, arguments)
     if options.command == "tables":
-        return _tables(options.readme, options.results, options.check)
+        return _tables(options.page, options.results, options.check)
     if getattr(options, "sweep", False):
         return _sweep(options, arguments)
     options.head_dim, options.dtype = options.head_dim or 64, options.dtype or "float32"
@@ -232,22 +232,22 @@ def _cases(options: argparse.Namespace, section: str) -> list[Case]:
     ]
 
 
-def _tables(readme: Path, results: Path, check: bool) -> int:
-    text = readme.read_text(encoding="utf-8")
+def _tables(page: Path, results: Path, check: bool) -> int:
+    text = page.read_text(encoding="utf-8")
     missing = without_block(text, results)
     for name in missing:
         stem = name.removesuffix(".json")
         print(
-            f"{readme.name} has no table from {name}: add the two marker lines "
+            f"{page.name} has no table from {name}: add the two marker lines "
             f"<!-- bench:{stem} --> and <!-- /bench:{stem} --> (see bench/tables.py)",
             file=sys.stderr,
         )
     generated = regenerate(text, results)
     if generated != text and check:
-        print(f"{readme.name} is out of date: run python -m bench tables", file=sys.stderr)
+        print(f"{page.name} is out of date: run python -m bench tables", file=sys.stderr)
         return 1
     if generated != text:
-        readme.write_text(generated, encoding="utf-8")
+        page.write_text(generated, encoding="utf-8")
     return 1 if missing else 0
 
 
@@ -327,11 +327,11 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=400, help="time budget; no profile starts that would exceed it"
     )
     profile.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
-    generate = commands.add_parser("tables", help="regenerate the README's tables from bench/results")
+    generate = commands.add_parser("tables", help="regenerate the tables of docs/benchmarks.md from bench/results")
     generate.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 if the README is out of date"
+        "--check", action="store_true", help="write nothing; exit status 1 if the page is out of date"
     )
-    generate.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    generate.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
     generate.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     return parser
 

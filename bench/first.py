@@ -63,13 +63,14 @@ def first_call(on_gpu: bool, folder: str, config: dict[str, Any], announce: Anno
 def prepare_seconds(config: dict[str, Any]) -> float:
     """Return the seconds to plan a call and compile its kernels for ARCH."""
     from cupy_flash import ahead, device, plan
+    from cupy_flash.backends.kernels import compile_launch
 
     options = dict(config)
     backward = options.pop("backward", False)
     begin = time.perf_counter()
     problem = ahead.problems(**options, backward=backward)[-1]
     for launch in plan.plan(problem, device.named(ARCH, "cuda")).launches:
-        ahead.compile_launch(launch, ARCH)
+        compile_launch(launch, ARCH)
     return time.perf_counter() - begin
 
 

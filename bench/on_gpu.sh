@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-python3}
 SWEEP=${SWEEP:-410} # seconds per sweep, which starts with the regimes of bench/marks.py
 CONFORMANCE=${CONFORMANCE:-tests/conformance/gpu} # GPU results against which the simulator is tested
 mkdir -p "$RESULTS"
-export PYTHONPATH="$PWD:$PWD/tests" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
+export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/helpers" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
 
 if ! nvidia-smi -L >"$RESULTS/gpu.txt" 2>&1; then
   echo "on_gpu.sh: found no GPU (nvidia-smi -L: $(head -n 1 "$RESULTS/gpu.txt"))" >&2
@@ -45,7 +45,7 @@ part_1() { # host time of a call, and of first calls with a cold and a warm cach
 part_2() { # instruction conformance: record the GPU's results, then test the simulator against them
   step conformance 250 "$PYTHON" -m conformance.on_gpu "$RESULTS/conformance"
   mkdir -p "$CONFORMANCE" && cp "$RESULTS"/conformance/*.npz "$CONFORMANCE"/
-  step simulator 200 "$PYTHON" -m pytest -q -W default tests/test_simulator_conformance_gpu.py
+  step simulator 200 "$PYTHON" -m pytest -q -W default tests/simulator/test_simulator_conformance_gpu.py
 }
 
 part_3() { # tests on the GPU; compiled kernels stay in the cache, so that a second run is faster
@@ -57,7 +57,7 @@ part_3() { # tests on the GPU; compiled kernels stay in the cache, so that a sec
   set -- "$@" "$PYTHON" -m pytest -q -W default -o timeout=100 -o timeout_method=thread $parallel
   step gpu-tests 160 "$@" tests/gpu --ignore tests/gpu/test_gpu_half.py --ignore tests/gpu/test_gpu_adapters.py
   step half 170 "$@" tests/gpu/test_gpu_half.py
-  step behaviour 80 "$@" -k cuda tests/test_attention.py tests/test_backward.py tests/test_varlen.py
+  step behaviour 80 "$@" -k cuda tests/behaviour/test_attention.py tests/behaviour/test_backward.py tests/behaviour/test_varlen.py
   step adapters 60 "$@" tests/gpu/test_gpu_adapters.py # needs transformers
 }
 

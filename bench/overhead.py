@@ -12,7 +12,8 @@ import numpy as np
 from cupy_flash import backends, device
 from cupy_flash.backends import kernels
 from cupy_flash.plan import Plan, plan
-from cupy_flash.problem import Options, Problem, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Problem
 
 from .report import Table
 

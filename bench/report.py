@@ -1,4 +1,4 @@
-"""Format results as tables, for the terminal and for the README."""
+"""Format results as tables, for the terminal and for docs/benchmarks.md."""
 
 from __future__ import annotations
 

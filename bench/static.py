@@ -28,7 +28,8 @@ from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
-from cupy_flash.problem import Operands, Options, Saved, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import Operands, Options, Saved
 from cupy_flash.source import assemble
 
 from . import sass

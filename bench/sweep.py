@@ -14,10 +14,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cupy_flash import backends
-from cupy_flash.ahead import compile_launch
+from cupy_flash.backends.kernels import compile_launch
 from cupy_flash.launch import Launch
 from cupy_flash.plan import candidates
-from cupy_flash.problem import FP8, Operands, Options, Problem, Saved, UnsupportedError, pose
+from cupy_flash.pose import pose
+from cupy_flash.problem import FP8, Operands, Options, Problem, Saved, UnsupportedError
 
 from .gpu import (
     SECONDS_OF_COMPILING,

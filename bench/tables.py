@@ -1,4 +1,4 @@
-"""Generate the README's tables from bench/results.
+"""Generate the tables of docs/benchmarks.md from bench/results.
 
 The text between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is generated. NAME is a file stem and a section:
 cpu-forward is the section "forward" of bench/results/cpu.json. Files with a single section are named by the stem alone
@@ -78,7 +78,7 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
 
 
 def regenerate(text: str, results: Path) -> str:
-    """Return the text of a README with every block regenerated."""
+    """Return the text of a page with every block regenerated."""
     blocks = list(MARKED.finditer(text))
     if 2 * len(blocks) != len(ANY_MARKER.findall(text)):
         raise ValueError("a bench marker has no matching start or end")
@@ -86,6 +86,6 @@ def regenerate(text: str, results: Path) -> str:
 
 
 def without_block(text: str, results: Path) -> list[str]:
-    """Return the result files without a block in the README."""
+    """Return the result files without a block in a page."""
     stems = {stem(match["name"]) for match in MARKED.finditer(text)}
     return [path.name for path in sorted(results.glob("*.json")) if path.stem not in stems]

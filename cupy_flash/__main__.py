@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from . import __version__, ahead, cache, device, environment, memory, nvrtc, source
+from .backends.kernels import compile_launch
+from .features import FEATURES, NUMBER, Feature
 from .problem import DTYPES, FP8
 
 # Versions are read from package metadata, without an import.
@@ -50,12 +52,22 @@ def add_compile(commands: Any) -> None:
         "--causal", nargs="?", const=True, default=False, choices=(True, "top_left"), metavar="top_left"
     )
     command.add_argument("--window", nargs=2, type=int, metavar=("LEFT", "RIGHT"), help="-1: unbounded")
-    command.add_argument("--softcap", action="store_const", const=1.0, help="with a softcap, of any value")
-    command.add_argument("--dropout", action="store_const", const=0.5, default=0.0, help="with dropout, of any value")
-    for name in ("bias", "sink"):
-        command.add_argument(f"--{name}", nargs="?", const=True, choices=DTYPES, metavar="DTYPE")
-    for name in ("alibi-slopes", "mask", "q-lengths", "kv-lengths", "return-lse"):
-        command.add_argument(f"--{name}", action="store_true")
+    command.add_argument("--return-lse", action="store_true")
+    for feature in FEATURES:
+        if feature.constant:  # the others change no kernel
+            add_feature(command, feature)
+
+
+def add_feature(command: argparse.ArgumentParser, feature: Feature) -> None:
+    """An option of attention: a number and an array count by presence, an array of several dtypes by its dtype."""
+    flag = f"--{feature.name.replace('_', '-')}"
+    if feature.kind == NUMBER:
+        text = f"with {feature.name}, of any value"
+        command.add_argument(flag, action="store_const", const=feature.example, default=feature.default, help=text)
+    elif feature.element:
+        command.add_argument(flag, nargs="?", const=True, choices=feature.dtypes, metavar="DTYPE")
+    else:
+        command.add_argument(flag, action="store_true")
 
 
 def compile_kernels(arch: str | None, **arguments: Any) -> int:
@@ -69,7 +81,7 @@ def compile_kernels(arch: str | None, **arguments: Any) -> int:
     for number, launch in enumerate(launches, 1):
         begin = time.perf_counter()
         try:
-            registers = ahead.compile_launch(launch, on.arch).resources[launch.function].registers
+            registers = compile_launch(launch, on.arch).resources[launch.function].registers
         except (ImportError, OSError, RuntimeError) as error:  # no NVRTC, no kernels_cu, or a compile error
             print(error, file=sys.stderr)
             return 1

@@ -10,13 +10,12 @@ import numpy as np
 
 from . import device
 from .arrays import named_dtype
-from .cache import compiled
 from .device import Device
+from .features import ARRAYS, Feature
 from .launch import Launch
-from .nvrtc import Compiled
 from .plan import launches_at_any_length
-from .problem import DESCALES, DTYPES, FP8, Options, Packed, Problem, pose
-from .source import assemble
+from .pose import pose
+from .problem import DTYPES, FP8, Options, Packed, Problem
 
 
 def device_for(arch: str | None) -> Device:
@@ -78,11 +77,6 @@ def problems(
     ]
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
-    """Compile the kernel of a launch for a target ("sm_90a"), through the cache."""
-    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
-
-
 def _problem(
     settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
 ) -> Problem:
@@ -91,26 +85,20 @@ def _problem(
     def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
         return np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
 
-    def given(name: str, dtype: Any, *shape: int) -> np.ndarray[Any, Any] | None:
+    usual = element if element.name in DTYPES else named_dtype("bfloat16")
+    sizes = {"b": 1, "h": group, "g": 1}
+
+    def given(feature: Feature) -> np.ndarray[Any, Any] | None:
         """A placeholder for an array option: True means its usual dtype, anything else names the dtype."""
-        value = getattr(settings, name)
+        value = getattr(settings, feature.name)
         if value is None or value is False:
             return None
+        dtype = usual if feature.element else np.dtype(feature.dtypes[0])
+        shape = [1] if feature.broadcast else [sizes[axis] for axis in feature.axes[0]]
         return array(dtype if value is True else element_dtype(value), *shape)
 
     batch = () if packed else (1,)
-    wide = element if element.name in DTYPES else named_dtype("bfloat16")
-    call = replace(
-        settings,
-        alibi_slopes=given("alibi_slopes", np.float32, group),
-        bias=given("bias", wide, 1),
-        mask=given("mask", np.bool_, 1),
-        sink=given("sink", wide, group),
-        q_lengths=given("q_lengths", np.int32, 1),
-        kv_lengths=given("kv_lengths", np.int32, 1),
-        seed=0,
-        **{name: given(name, np.float32, 1, 1) for name in DESCALES},
-    )
+    call = replace(settings, seed=0, **{feature.name: given(feature) for feature in ARRAYS})
     q, k, v = (
         array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
     )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import backends
 from .arrays import Array
-from .problem import Gradients, Options, Packed, Saved, pose, pose_merge
+from .partials import pose_merge
+from .pose import pose
+from .problem import Gradients, Options, Packed, Saved
 
 if TYPE_CHECKING:
     from .nvrtc import Compiled
@@ -75,33 +77,36 @@ def attention(
         bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.
         sink: floating (Hq,): a score without a key that joins every row's denominator, neither scaled nor capped.
-        q_lengths, kv_lengths: int32 (B,): valid rows of a padded batch; what lies past them is never read, o uses them,
-        and
-            rows of out past them are 0 (lse -inf).
-        dropout: probability p in [0, 1) of dropping a probability; rounded to 65536ths, kept values scaled by 1 / (1 -
-        p). seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
-        drops
-            the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires one.
-        q_descale, k_descale, v_descale: of float8_e4m3fn alone, float32 (B, Hk), finite and not negative: q, k and v
-            stand for their numbers times the descale of their sequence and key/value head (of q: that of its group).
-            None is 1.
+        q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch. Rows past it are never
+            read, the offset o uses it, and rows of out past it are 0 (lse -inf).
+        kv_lengths: int32 (B,): likewise for the keys.
+        dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
+            scaled by 1 / (1 - p).
+        seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
+            drops the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires
+            one.
+        q_descale: for float8_e4m3fn alone, float32 (B, Hk), finite and not negative: q stands for its numbers times
+            the descale of their sequence and of the key/value head that they attend to. None is 1.
+        k_descale: float32 (B, Hk), likewise for k.
+        v_descale: float32 (B, Hk), likewise for v.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, sink included, dropout not.
         deterministic: gradients bitwise equal from run to run. The results of the CPU engine always are, for
             any number of threads.
-        backend: "cpu", "cuda" or "simulator"; None follows the arrays. Never replaced by another.
-        engine: an engine of the backend by name; None chooses.
+        backend: "cpu", "cuda" or "simulator"; None follows the arrays. It is never replaced by another.
+            "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
+        engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
 
     Returns:
         out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0,
         its lse -inf (the sink with one).
 
     Raises:
-        TypeError, ValueError: one error that lists every requirement that is not met, with all shapes and dtypes;
-        TypeError
-            when one is about a type.
-        UnsupportedError: a legal problem that no engine of this version serves, with each engine's reasons.
+        TypeError: at least one requirement about a type is not met. Like ValueError, it is one error that lists every
+            requirement that is not met, with all shapes and dtypes.
+        ValueError: only requirements about values are not met.
+        UnsupportedError: no engine of this version serves the problem, which is legal; lists each engine's reasons.
 
     The definition, for one head (`cupy_flash.reference` has all of it)::
 
@@ -133,13 +138,13 @@ def attention_varlen(
 
     Args:
         q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv).
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1]; lengths
-        of 0
-            are legal, and rows past cu_seqlens[-1] belong to no sequence: their out is 0, their lse -inf.
-        max_seqlen_q, max_seqlen_k: at least the longest lengths, at most 2**31 - 1.
+        cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Lengths of 0
+            are legal. Rows past cu_seqlens_q[-1] belong to no sequence: their out is 0, their lse -inf.
+        cu_seqlens_k: likewise for the rows of k and v.
+        max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
+        max_seqlen_k: likewise for keys.
         options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
-        and
-            dropout count within each sequence.
+            and dropout count within each sequence.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
@@ -263,14 +268,15 @@ def compile(
         TypeError, ValueError: as the call would. UnsupportedError: no engine serves it. CompileError. ImportError:
         NVRTC is missing. RuntimeError: neither `arch` nor a GPU.
     """
-    from . import ahead  # with the compiler and the cache, which other calls may never need
+    from . import ahead
+    from .backends.kernels import compile_launch  # with the compiler and the cache, which other calls may never need
 
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
         **options,
     )  # fmt: skip
-    results = tuple(ahead.compile_launch(launch, on.arch) for launch in launches)
+    results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
         backends.load(launches, on)
     return results

@@ -12,8 +12,14 @@ An element is kept where its half is at least t = round(65536 p), and then multi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt  # its import takes milliseconds
+
+    UInt32Array = npt.NDArray[np.uint32]
 
 TILE = 16  # rows and columns of the block whose elements share counter words 0 and 1
 ROUNDS = 10
@@ -21,8 +27,6 @@ MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK32 = np.uint64(0xFFFFFFFF)
 SHIFT32 = np.uint64(32)
-
-UInt32Array = npt.NDArray[np.uint32]
 
 
 def philox(
@@ -47,7 +51,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which problem.py checks."""
+    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which requirements.py checks."""
     return 65536 / (65536 - threshold(p))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from . import dropout
 from .arrays import Array
-from .problem import DESCALES, FP8, Operands, Problem
+from .features import ARRAYS, NUMBERS
+from .problem import FP8, Operands, Problem
 from .source import kernel_folder
 from .tensor_map import DATA_TYPES, Box, TensorMap
 
@@ -36,6 +37,7 @@ CODES = {
 
 Address = Callable[[Array], int]  # where an array lies in the eyes of the kernel
 Encode = Callable[[TensorMap], bytes]
+Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
 
 BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
 BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
@@ -58,28 +60,45 @@ def dtypes() -> dict[str, np.dtype[Any]]:
     return structs
 
 
+class Workspace(NamedTuple):
+    """Memory that kernels need beside operands and results; the engine says of which shape."""
+
+    name: str  # its member of Params
+    shape: tuple[int, ...]  # contiguous
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...]  # the member's other numbers: batch, head, row, aligned of an Operand; none of a pointer
+
+
 def pack(
-    problem: Problem, operands: Operands, results: dict[str, Array | None], address: Address
+    problem: Problem,
+    operands: Operands,
+    results: dict[str, Array | None],
+    workspaces: Iterable[Workspace],
+    address: Address,
 ) -> np.ndarray[Any, Any]:
     """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
+    forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     for name, array in zip(Operands._fields, operands, strict=True):
         if isinstance(array, Array):
-            members[name] = _member(name, array, problem.layout, address)
+            members[name] = forms[name](array, layout, address)
+    strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
         if array is not None:
-            members[name] = _member(name, array, problem.layout, address)
-    if operands.alibi_slopes is not None and len(operands.alibi_slopes.shape) == 2:
-        members["alibi_batch"] = (operands.alibi_slopes.strides[0],)
+            members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
+    for feature in BATCH_STRIDED:
+        array = getattr(operands, feature.name)
+        if array is not None and len(array.shape) == max(map(len, feature.axes)):
+            members[feature.batch_stride] = (array.strides[0],)
     if isinstance(operands.seed, Array):
         members["seed_array"] = members.pop("seed")
     else:
         members["seed"] = (operands.seed or 0,)
-    packed = problem.layout == "thd"
+    for feature in SCALARS_OF_FEATURES:
+        members[feature.member] = (getattr(problem, feature.field) or 0,)
+    packed = layout == "thd"
     left, right = problem.mask.left, problem.mask.right
     members |= {
-        "scale": (problem.scale,),
-        "softcap": (problem.softcap or 0,),
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
         "step": (problem.step,),
@@ -96,11 +115,33 @@ def pack(
     return _filled("Params", members)
 
 
+BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
+SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
+
+
+def has_strides(name: str) -> bool:
+    """Whether the member of an array among the options holds the strides of all its axes."""
+    return dtypes()["Params"][name].names is not None
+
+
+@lru_cache(maxsize=1)
+def _forms() -> dict[str, Form]:
+    """How each array but a workspace becomes the numbers of its member; a gradient as its input."""
+    forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
+    forms |= dict.fromkeys(("lse", "dlse"), _rows)
+    forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
+    for feature in ARRAYS:
+        form = _pointer
+        if has_strides(feature.name):
+            form = _dense if feature.broadcast else _per_head
+        forms[feature.name] = forms[f"d{feature.name}"] = form
+    return forms
+
+
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
     """One `Partials`: out_a, out_b, out in `layout`, lse_a, lse_b, lse."""
     members: dict[str, tuple[float, ...]] = {
-        name: _rows(array, address) if name.startswith("lse") else _tensor(array, layout, address)
-        for name, array in arrays.items()
+        name: (_rows if name.startswith("lse") else _tensor)(array, layout, address) for name, array in arrays.items()
     }
     return _filled("Partials", members | {"rows": (arrays["lse"].shape[-1],)})
 
@@ -110,9 +151,8 @@ def pack_maps(
 ) -> np.ndarray[Any, Any]:
     """Tensor maps of these boxes in their order, in an array without dimensions."""
     encoded = bytearray()
-    for operand, rows, columns in boxes:
-        array = arrays[operand]
-        own_layout = "bhsd" if operand == "vt" else layout
+    for box in boxes:
+        array, own_layout = arrays[box.operand], box.layout or layout
         start, *strides, _ = _tensor(array, own_layout, address)
         shape = array.shape
         if own_layout == "bshd":
@@ -123,7 +163,9 @@ def pack_maps(
             batch, (length, heads, dim) = 1, shape
         sizes = (dim, length, heads, batch)
         kind = BOX_TYPES[array.dtype.name]
-        encoded += _encoded(encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (columns, rows))
+        encoded += _encoded(
+            encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (box.columns, box.rows)
+        )
     return np.ndarray((), f"V{len(encoded)}", encoded)
 
 
@@ -147,7 +189,7 @@ def _encoded(
     return encode(TensorMap(kind, start, shape, in_bytes, (*box, 1, 1), swizzle=itemsize * box[0]))
 
 
-class _Form(NamedTuple):
+class _Struct(NamedTuple):
     """How the numbers of a struct become its bytes, and which of them are a member's."""
 
     dtype: np.dtype[Any]
@@ -157,7 +199,7 @@ class _Form(NamedTuple):
 
 
 @lru_cache
-def _form(name: str) -> _Form:
+def _struct(name: str) -> _Struct:
     dtype = dtypes()[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
@@ -169,33 +211,16 @@ def _form(name: str) -> _Form:
             end = offset + within + number.itemsize
         places[member] = slice(begin, begin + len(inside))
         begin += len(inside)
-    return _Form(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
+    return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
 def _filled(name: str, members: dict[str, tuple[float, ...]]) -> np.ndarray[Any, Any]:
     """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    form = _form(name)
-    numbers = form.zeros.copy()
+    layout = _struct(name)
+    numbers = layout.zeros.copy()
     for member, values in members.items():
-        numbers[form.places[member]] = values
-    return np.ndarray((), form.dtype, bytearray(form.packer.pack(*numbers)))
-
-
-def _member(name: str, array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The numbers of an array's member of `Params`."""
-    if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
-        return _tensor(array, layout, address)
-    if name in ("lse", "dlse", "delta", "lse2", "dq_turns"):
-        return _rows(array, address)
-    if name == "vt":
-        return _tensor(array, "bhsd", address)
-    if name in DESCALES:
-        return (address(array), *array.strides, 0, 1)
-    if name == "dq_sums":
-        return (address(array), *(0, *array.strides)[-4:-1], 8)
-    if name in ("bias", "mask", "dbias"):
-        return (address(array), *_broadcast_strides(array))
-    return (address(array),)
+        numbers[layout.places[member]] = values
+    return np.ndarray((), layout.dtype, bytearray(layout.packer.pack(*numbers)))
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
@@ -213,12 +238,21 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     return (start, batch, head, row, aligned)
 
 
-def _rows(array: Array, address: Address) -> tuple[int, ...]:
+def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     """An Operand of one column: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
-def _broadcast_strides(dense: Array) -> tuple[int, ...]:
-    """Strides over (B, Hq, Sq, Sk); 0 where a dimension is missing or of size 1."""
-    strides = [0 if size == 1 else stride for size, stride in zip(dense.shape, dense.strides, strict=True)]
-    return tuple([0] * (4 - len(strides)) + strides)
+def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """An Operand of one number: (B, H)."""
+    return (address(array), *array.strides, 0, 1)
+
+
+def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """A Dense: what broadcasts to (B, Hq, Sq, Sk) has stride 0 where a dimension is missing or of size 1."""
+    strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return (address(array), *[0] * (4 - len(strides)), *strides)
+
+
+def _pointer(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    return (address(array),)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from .device import Device
 from .engines import Engine, cpu, mma, simt, wgmma
 from .launch import Launch
-from .problem import ENGINES, Problem, UnsupportedError
+from .params import Workspace
+from .problem import Problem, UnsupportedError
 
-# Those of problem.ENGINES that this version has.
-MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}
+MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}  # the engines by name
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # of the CPU; of one block on a GPU
     launches: tuple[Launch, ...]  # none on the CPU
-    workspaces: tuple[str, ...]  # beside operands and results, by the names of params.cuh
+    tile: Any  # the engine's
     cost: float  # predicted seconds; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
 
@@ -33,6 +33,11 @@ class Plan(NamedTuple):
     def tiles(self) -> str:
         each = "" if self.device.backend == "cpu" else " a block"
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
+
+    def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """The memory that the kernels need beside operands and results, for arrays of so many rows: of one sequence, or
+        of the whole packed batch."""
+        return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:
         return f"{self.problem} -> {self.engine} on {self.device}: tiles of {self.tiles}"
@@ -57,11 +62,18 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
+def engine_reason(engine: Any) -> str | None:
+    """Why `engine=` names no engine; None where it does, or leaves the choice to the plan."""
+    if engine is None or (isinstance(engine, str) and engine in MODULES):
+        return None
+    return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
+
+
 @lru_cache(maxsize=1024)
 def plan(problem: Problem, device: Device) -> Plan:
     """The plan of a problem on a device; UnsupportedError with every engine's reasons where none serves it."""
-    refused = {engine: reasons for engine in ENGINES if (reasons := _refusals(engine, problem, device))}
-    serving = [engine for engine in ENGINES if engine not in refused]
+    refused = {engine: reasons for engine in MODULES if (reasons := _refusals(engine, problem, device))}
+    serving = [engine for engine in MODULES if engine not in refused]
     if not serving:
         lines = [f"no engine of this version serves this problem: {problem}"]
         lines += [f"  - {engine}: {reason}" for engine, reasons in refused.items() for reason in reasons]
@@ -111,7 +123,7 @@ def _planned(problem: Problem, device: Device, engine: str, cost: float, tile: A
         tile.block_kv,
         module.threads(device, tile, cost),
         module.launches(problem, device, tile),
-        module.workspaces(problem, tile),
+        tile,
         cost,
         refused,
     )
@@ -135,9 +147,7 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
-    if engine not in MODULES:
-        return (*reasons, "not part of this version")
-    if problem.backend not in (None, device.backend):
+    if problem.backend is not None and problem.backend.partition(":")[0] != device.backend:
         reasons.append(f'backend="{problem.backend}" was asked for')
     if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")

@@ -1,11 +1,12 @@
 """Dense reference implementation of attention and its gradients: the specification that every engine is tested against.
 
-It shares nothing with the engines except the dropout bits. Arrays are NumPy (bf16 and fp8 through ml_dtypes).
+It shares nothing with the engines except the dropout bits and the names of options. Arrays are NumPy (bf16 and fp8
+through ml_dtypes).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
+from cupy_flash.features import FEATURES
 
 Array = npt.NDArray[Any]
 FP8 = "float8_e4m3fn"
@@ -29,8 +31,11 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-@dataclass(frozen=True)
-class Options:
+_names = [(feature.name, Any, field(default=feature.default)) for feature in FEATURES if feature.definition]
+_Options: Any = make_dataclass("Options", [*_names, ("dtype", Any, field(default=None))], frozen=True)
+
+
+class Options(_Options):
     """Keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
 
     `dtype` is the precision of the run:
@@ -41,24 +46,6 @@ class Options:
     float8_e4m3fn (forward only): P is rounded unnormalised, with row maximum 256; matmuls truncate the accumulator to
         14 bits after every 32 products, as Hopper's wgmma does; out is rounded to bf16.
     """
-
-    causal: bool | str = False
-    window: tuple[int | None, int | None] | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    alibi_slopes: npt.ArrayLike | None = None  # (Hq,) or (B, Hq)
-    bias: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk)
-    mask: npt.ArrayLike | None = None  # broadcastable to (B, Hq, Sq, Sk), True = attend
-    sink: npt.ArrayLike | None = None  # (Hq,)
-    q_lengths: npt.ArrayLike | None = None  # (B,)
-    kv_lengths: npt.ArrayLike | None = None  # (B,)
-    dropout: float = 0.0
-    seed: int | None = None
-    q_descale: npt.ArrayLike | None = None  # (B, Hk)
-    k_descale: npt.ArrayLike | None = None  # (B, Hk)
-    v_descale: npt.ArrayLike | None = None  # (B, Hk)
-    layout: str = "bshd"
-    dtype: npt.DTypeLike | None = None
 
 
 class Forward(NamedTuple):

@@ -59,13 +59,38 @@ class ScoreTile(NamedTuple):
 class ScoreStep(Protocol):
     """One score modification and its gradient; S and dS are (queries, keys) of the tile."""
 
+    bounded: bool  # |score| never exceeds |product|
+
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None: ...
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None: ...
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The gradients of its own arrays, by the name of the option."""
+
+
+def steps(problem: Any, operands: Any) -> list[ScoreStep]:
+    """The score modifications of a call, in the order of the formula."""
+    applied: list[ScoreStep] = []
+    if problem.softcap is not None:
+        applied.append(Softcap(problem.softcap))
+    if operands.alibi_slopes is not None:
+        applied.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
+    if operands.bias is not None:
+        bias = four_dimensional(operands.bias.numpy())
+        applied.append(Bias(bias, np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None))
+    return applied
+
+
+def four_dimensional(array: np.ndarray) -> np.ndarray:
+    """Prepend dimensions of size 1 up to four: (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
 
 class Softcap:
     """s <- c tanh(s / c), which keeps scores inside (-c, c) (Gemma 2)."""
+
+    bounded = True
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
@@ -80,9 +105,14 @@ class Softcap:
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
         dS *= saved
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {}
+
 
 class Alibi:
     """s <- s - slope |i + o - j|, one slope per head (Press et al., Train Short, Test Long). Slopes get no gradient."""
+
+    bounded = False
 
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)
@@ -96,9 +126,14 @@ class Alibi:
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
         pass
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {}
+
 
 class Bias:
     """s <- s + bias; -inf masks a key. dbias sums dS over the dimensions of size 1."""
+
+    bounded = False
 
     def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
@@ -112,3 +147,6 @@ class Bias:
             target = tile.cut(self.dbias)
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {} if self.dbias is None else {"bias": self.dbias}

@@ -92,6 +92,7 @@ class Box(NamedTuple):
     operand: str  # name in params.cuh
     rows: int
     columns: int
+    layout: str | None = None  # None: that of the call
 
 
 @lru_cache(maxsize=1)

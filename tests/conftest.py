@@ -172,3 +172,20 @@ def changed_kernels(monkeypatch, tmp_path):
         monkeypatch.setattr("cupy_flash.source.kernel_folder", lambda: folder)
 
     return change
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What ran in our backends, in order."""
+    seen = []
+
+    def recorded(name, function):
+        def record(*arguments):
+            seen.append(name)
+            return function(*arguments)
+
+        return record
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(backends, name, recorded(name, getattr(backends, name)))
+    return seen

@@ -8,32 +8,26 @@ the host's work, and so only in programs for a CPU.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import backends
-from ..problem import DESCALES, Gradients, Operands, Options, Problem, Saved, pose
+from .. import backends, features
+from ..pose import pose
+from ..problem import Gradients, Operands, Options, Problem, Saved
 
-ARRAYS = ("alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", *DESCALES)  # among the options
+ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 
 
-class Words(NamedTuple):
+_Words: Any = features.record(*(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY))
+
+
+class Words(_Words):
     """The options that are not arrays, part of what jax compiles for; the seed is one where it is an int."""
 
-    causal: Any
-    window: Any
-    scale: Any
-    softcap: Any
-    dropout: Any
-    seed: Any
-    layout: Any
-    return_lse: Any
-    deterministic: Any
-    backend: Any
-    engine: Any
+    __slots__ = ()
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -95,7 +89,7 @@ def _differentiate(words: Words, saved: Any, cotangents: tuple[Any, Any]) -> tup
     dout, dlse = _of_jax(cotangents)
     arguments = (operands, dout, out, lse, dlse)
     if _is_traced(arguments):
-        like = {name: operands[name] for name in ("q", "k", "v", "bias", "sink") if name in operands}
+        like = {name: operands[name] for name in features.DIFFERENTIATED if name in operands}
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in like.items()}
         gradients = _on_host(functools.partial(_backward, words), shapes, *arguments)
     else:
@@ -132,8 +126,7 @@ def _on_host(function: Any, results: Any, *arguments: Any) -> Any:
 
 
 def _pose(words: Words, operands: dict[str, Any], saved: Saved | None = None) -> tuple[Problem, Operands]:
-    features = {name: operands.get(name) for name in ARRAYS}
-    asked = Options(**words._asdict() | features)
+    asked = Options(**words._asdict() | {name: operands.get(name) for name in ARRAYS})
     if "seed" in operands:
         asked.seed = int(np.asarray(operands["seed"]).item()) % 2**64
     return pose("attention", (operands["q"], operands["k"], operands["v"]), asked, saved=saved)
@@ -146,5 +139,5 @@ def _forward(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 def _backward(words: Words, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
     gradients: Gradients = backends.backward(*_pose(words, operands, Saved(dout, out, lse, dlse)))
-    named = zip(("q", "k", "v", "bias", "sink"), gradients, strict=True)
+    named = zip(features.DIFFERENTIATED, gradients, strict=True)
     return {name: gradient.result() for name, gradient in named if gradient is not None}

@@ -15,7 +15,7 @@ from ..problem import Gradients, Operands, Problem, UnsupportedError
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # architecture of backend="simulator"
+SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" names another
 
 
 def device_of(problem: Problem) -> Device:
@@ -23,9 +23,9 @@ def device_of(problem: Problem) -> Device:
 
     Raises UnsupportedError for a GPU that CuPy cannot use.
     """
-    backend = problem.backend or problem.device.partition(":")[0]
+    backend, _, arch = (problem.backend or problem.device).partition(":")
     if backend == "simulator":
-        return device.named(SIMULATED)
+        return device.named(arch or SIMULATED)
     if backend == "cpu" or problem.device == "cpu":  # `plan` refuses a backend that does not match the arrays
         return device.cpu()
     return _gpu(problem.device)

@@ -35,7 +35,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Alibi, Bias, Positions, ScoreStep, ScoreTile, Softcap
+from ..score import Bias, Positions, ScoreTile, four_dimensional, steps
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -71,9 +71,9 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         buffer = np.empty(plan.block_q * plan.block_kv, problem.accumulation)
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            Q = _load(q_rows[queries], problem.accumulation) * problem.accumulation.type(problem.scale)
+            Q = _load(q_rows[queries], problem.accumulation) * call.q_scale
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
-            bounded = boundable and _largest_norm(Q) * K_norm <= BOUND
+            bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
             for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
                 call.stop.poll()
@@ -81,6 +81,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                     sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions
                 )
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
+                call.scale(S)
                 for step in call.score_steps:
                     step.apply(S, tile, save=False)
                 call.hide(S, sequence.band, tile)
@@ -141,18 +142,20 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
             dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
                 dsink[sequence.batch, head] = rows.dsink(call.sink[head])
+        call.scale(dK)
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
     _run(plan.threads, call.gradient_tasks(differentiate), call.stop)
-    dbias_out = dsink_out = None
-    if call.dbias is not None and operands.bias is not None:
-        dbias_out = empty(operands.bias.shape, operands.bias.dtype, q)
-        dbias_out.numpy()[...] = call.dbias.reshape(operands.bias.shape)
+    sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
-        dsink_out = empty(operands.sink.shape, operands.sink.dtype, q)
-        dsink_out.numpy()[...] = dsink.sum(axis=0)
-    return Gradients(dq, dk, dv, dbias_out, dsink_out)
+        sums["sink"] = dsink.sum(axis=0)
+    others: dict[str, Array] = {}
+    for name, total in sums.items():
+        operand: Array = getattr(operands, name)
+        others[f"d{name}"] = empty(operand.shape, operand.dtype, q)
+        others[f"d{name}"].numpy()[...] = total.reshape(operand.shape)
+    return Gradients(dq, dk, dv, **others)
 
 
 class Softmax:
@@ -223,26 +226,28 @@ class _Call:
         self.lse, self.dlse = (
             None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
         )
-        self.mask = None if operands.mask is None else _four_dimensional(operands.mask.numpy())
-        self.bias = None if operands.bias is None else _four_dimensional(operands.bias.numpy())
+        self.mask = None if operands.mask is None else four_dimensional(operands.mask.numpy())
+        self.bias = None if operands.bias is None else four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
         self.sequences = _sequences(problem, operands)
-        self.dbias: np.ndarray | None = None
-        self.score_steps: list[ScoreStep] = []
-        if problem.softcap is not None:
-            self.score_steps.append(Softcap(problem.softcap))
-        if operands.alibi_slopes is not None:
-            self.score_steps.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
-        if self.bias is not None:
-            self.dbias = np.zeros(self.bias.shape, problem.accumulation) if problem.bias_gradient else None
-            self.score_steps.append(Bias(self.bias, self.dbias))
+        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
+        self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
+        self.score_steps = steps(problem, operands)
+        # Tasks that add to one slice of it run in turn.
+        self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
+
+    def scale(self, product: np.ndarray) -> None:
+        """Apply the part of the scale that is not in Q."""
+        if self.product_scale != 1:
+            product *= self.product_scale
 
     @property
     def additive(self) -> bool:
-        """Whether ALiBi or a bias is added to the scores, so that |q| |k| does not bound them."""
-        return self.problem.alibi or self.problem.bias is not None
+        """Whether |q| |k| does not bound the scores."""
+        return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:
         view = array.numpy()
@@ -316,13 +321,14 @@ class _QueryRows:
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
-        self.Q *= problem.accumulation.type(problem.scale)
+        self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
         self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
         self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
-        self.folded = problem.softcap is None and not call.additive and _largest_norm(self.Q) * K_norm <= BOUND
+        unmodified = not call.score_steps and call.product_scale == 1
+        self.folded = unmodified and _largest_norm(self.Q) * K_norm <= BOUND
         if self.folded:
             self.Q[:, -1] = -self.lse
         if not problem.dropout:
@@ -333,6 +339,7 @@ class _QueryRows:
         """Recompute P (after dropout) and dS (before the scale) of a tile; K and V carry a column of ones."""
         problem, rows = self.call.problem, slice(*tile.queries)
         S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
+        self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
             S -= self.lse[rows, None]
@@ -455,11 +462,6 @@ def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
     if not np.isfinite(_square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
-
-
-def _four_dimensional(array: np.ndarray) -> np.ndarray:
-    """Prepend dimensions of size 1 up to four: (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _in_turn(tasks: list[Callable[[], None]]) -> None:
@@ -614,7 +616,7 @@ class _BlasLimit:
             disown(force=True)
 
     def _reset(self) -> None:
-        """Drop the other threads' users and lock in a forked child, which does not have those threads."""
+        """In a forked child, which has none of the other threads, drop their users and lock and restore the limits."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

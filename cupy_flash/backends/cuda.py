@@ -8,13 +8,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from ..ahead import compile_launch
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..launch import Constant, Launch
 from ..plan import Plan
 from ..problem import Gradients, Operands
 from ..tensor_map import encode_for_gpu
 from . import kernels
+from .kernels import compile_launch
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:

@@ -6,16 +6,22 @@ What starts a kernel is the backend's: a GPU, or the simulator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, contiguous, empty
-from ..launch import Launch, partials_launch
-from ..params import Address, Encode, pack, pack_maps, pack_partials
+from ..cache import compiled
+from ..engines.shared import ELEMENTS
+from ..features import ARRAYS
+from ..launch import Launch
+from ..nvrtc import Compiled
+from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
-from ..problem import DESCALES, Gradients, Operands, has_boxes
+from ..pose import has_boxes
+from ..problem import Gradients, Operands
+from ..source import assemble
 
 Results = dict[str, Array | None]
 
@@ -41,65 +47,26 @@ class Work(NamedTuple):
 Start = Callable[[Work], object]
 
 
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """The kernel of a launch, compiled for a target; from the cache where it is there."""
+    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
+
+
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
     """(out, lse) of the call."""
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    results: Results = {"out": out, "lse": lse}
-    start(_work(plan, operands, results | _workspaces(plan, operands)))
+    start(_work(plan, operands, {"out": out, "lse": lse}))
     return out, lse
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     """Gradients of the call, from its result (out, lse) and the gradients of that."""
-    problem, q = plan.problem, operands.q
-    results: Results = {"dbias": None, "dsink": None}
-    for name in ("q", "k", "v", "bias", "sink"):
-        operand = getattr(operands, name)
-        if operand is not None and (name != "bias" or problem.bias_gradient):
-            results[f"d{name}"] = empty(operand.shape, operand.dtype, q)
-    start(_work(plan, operands, results | _workspaces(plan, operands)))
-    return Gradients(**results)
-
-
-# Of workspaces that do not hold numbers as they are accumulated: vt in bytes, as not every library has a dtype of
-# 8-bit floats.
-_WORKSPACE_DTYPES: dict[str, np.dtype[Any]] = {
-    "vt": np.dtype(np.uint8),
-    "drawn": np.dtype(np.int32),
-    "dq_turns": np.dtype(np.int32),
-}
-
-
-def _workspaces(plan: Plan, operands: Operands) -> Results:
-    return {
-        name: empty(
-            _workspace_shape(name, plan, operands),
-            _WORKSPACE_DTYPES.get(name, plan.problem.accumulation),
-            operands.q,
-        )
-        for name in plan.workspaces
-    }
-
-
-def _workspace_shape(name: str, plan: Plan, operands: Operands) -> tuple[int, ...]:
-    problem, q = plan.problem, operands.q
-    if name == "drawn":
-        return (1,)
-    if name == "vt":
-        # Whole tiles of keys along its rows, one more for each packed sequence: it begins with one of its own (vt.cuh).
-        packed = problem.layout == "thd"
-        tiles = operands.k.shape[0] // plan.block_kv + problem.batch if packed else -(-problem.kv_len // plan.block_kv)
-        return (1 if packed else problem.batch, problem.kv_heads, problem.head_dim_v, tiles * plan.block_kv)
-    rows = problem.lse_shape(q)
-    if name not in ("dq_sums", "dq_turns"):
-        return rows
-    # Squares of 16 x 16, one more for each packed sequence: it begins with one of its own (dq_sums.cuh).
-    squares = rows[-1] // 16 + problem.batch if problem.layout == "thd" else -(-rows[-1] // 16)
-    if name == "dq_turns":
-        return (*rows[:-1], 2 * squares)
-    return (*rows[:-1], 16 * squares, -(-problem.head_dim // 16) * 16)
+    inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
+    gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
+    start(_work(plan, operands, gradients))
+    return Gradients(**gradients)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
@@ -110,16 +77,35 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
     }
     out_a, lse_a = inputs["out_a"], inputs["lse_a"]
     results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
-    launch = partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
+    launch = _partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
     params = partial(pack_partials, inputs | results, layout)
     start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, layout, params))
     return results["out"], results["lse"]
 
 
+def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
+    """The launch that merges two partial results with this lse, (B, H, S) or (H, T), one warp a row."""
+    batch, heads, rows = (1, *lse.shape)[-3:]
+    constants = (
+        ("element", ELEMENTS[dtype.name]),
+        ("other_element", ELEMENTS[other.name]),
+        ("real", ELEMENTS[lse.dtype.name]),
+        ("THREADS", 128),
+        ("HEAD_DIM_V", head_dim_v),
+    )
+    return Launch("partials", constants, (-(-rows // (128 // 32)), heads, batch), 128)
+
+
+# Arrays that kernels read by the strides of all axes; of the others they read the last dimension as contiguous.
+@lru_cache(maxsize=1)
+def _by_any_stride() -> frozenset[str]:
+    return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
+
+
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan; operands whose rows are not contiguous are copied, by their own framework, and a gradient of
-    the result that is to be copied in boxes and cannot."""
-    by_any_stride = ("bias", "mask", "lse", "dlse", "seed", *DESCALES)
+    """The work of a plan on these outputs, and on workspaces from the caller's framework. Operands whose rows are not
+    contiguous are copied, by their own framework, and a gradient of the result that TMA copies and cannot."""
+    by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
     rows = {
@@ -129,8 +115,12 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     }
     if rows:
         operands, inputs = operands._replace(**rows), inputs | rows
-    params = partial(pack, plan.problem, operands, results)
-    return Work(plan.launches, plan.device.arch, inputs, results, plan.problem.layout, params)
+    problem = plan.problem
+    tokens = (operands.q.shape[0], operands.k.shape[0])
+    workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
+    results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
+    params = partial(pack, problem, operands, results, workspaces)
+    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
 
 
 def given(operands: Operands) -> dict[str, Array]:

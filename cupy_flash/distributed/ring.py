@@ -17,12 +17,16 @@ import torch
 
 from .. import backends
 from ..api import merge
-from ..problem import DESCALES, Options, Packed, Saved, Shard, pose
+from ..features import ARRAYS, FEATURES, SEED
+from ..pose import pose
+from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
-UNSERVED = ("bias", "mask", "q_lengths", "kv_lengths", *DESCALES)  # options not supported over several ranks
-TENSORS = ("sink", "alibi_slopes", "seed")  # options that may be tensors
+UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)  # options not supported over several ranks
+SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
+TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
+ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)
 
 
 def ring_attention(
@@ -137,10 +141,9 @@ def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
         request[name] = f"{x.dtype} ({sizes})"
-    for name in Options.__slots__:
+    for name in ALIKE:
         value = getattr(settings, name)
-        if name not in ("seed", "return_lse"):
-            request[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        request[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     request["seed"] = settings.seed if settings.dropout else None
     return request
 
@@ -253,11 +256,12 @@ class _Call(NamedTuple):
     ) -> Any:
         """(problem, operands) of a pair of chunks; only the local pair includes the sink, which must count once."""
         q, k, v = arrays
-        sink, alibi_slopes, seed = tensors
-        options = replace(
-            self.options, alibi_slopes=alibi_slopes, sink=sink if pair.local else None,
-            seed=self.options.seed if seed is None else seed,
-        )  # fmt: skip
+        *features, seed = tensors
+        given = {
+            feature.name: x if pair.local or not feature.once else None
+            for feature, x in zip(SERVED, features, strict=True)
+        }
+        options = replace(self.options, seed=self.options.seed if seed is None else seed, **given)
         packed = _packed(pair.queries, pair.keys, q.device) if self.layout == "thd" else None
         shard = Shard(_on_device(pair.starts * self.batch, q.device), self.schedule.stride)
         arrays = (self.rows(q, pair.queries), self.rows(k, pair.keys), self.rows(v, pair.keys))
@@ -285,16 +289,14 @@ class _Call(NamedTuple):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sink: Any, alibi_slopes: Any, seed: Any, call: _Call
-    ) -> tuple[Any, Any]:
-        tensors = (sink, alibi_slopes, seed)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+        *tensors, call = rest
         parts: dict[Chunk, tuple[Any, Any]] = {}
         kv = [k.contiguous(), v.contiguous()]
         for step, pairs in enumerate(call.schedule.pairs):
             arrival = call.next_keys(step, kv)
             for pair in pairs:
-                out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tensors)))
+                out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
                 if pair.queries in parts:
                     layout = "bhsd" if call.layout == "bhsd" else "bshd"
                     parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
@@ -312,15 +314,19 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         refuse_second_derivative()
-        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), None, None, None
+        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), None
 
 
 def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv, dsink) of this rank's shards."""
+    """(dq, dk, dv) of this rank's shards, and the gradients of TENSORS."""
     q, k, v, out, lse, *tensors = saved
     dout = torch.zeros_like(out) if dout is None else dout  # None: only lse was used
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    dsink = None if tensors[0] is None else torch.zeros_like(tensors[0], dtype=lse.dtype)
+    totals = [
+        torch.zeros_like(x, dtype=lse.dtype) if feature.gradient and x is not None else None
+        for feature, x in zip(SERVED, tensors[:-1], strict=True)
+    ]
+    named = {f"d{feature.name}": total for feature, total in zip(SERVED, totals, strict=True)}
     kv = [k.contiguous(), v.contiguous()]
     partial_dkv: Arrival | None = None  # sums of the ranks before this one
     for step, pairs in enumerate(call.schedule.pairs):
@@ -329,8 +335,9 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
         for pair in pairs:
             posed = call.pose(pair, (q, *kv), tuple(tensors), call.saved(pair.queries, dout, out, lse, dlse))
             gradients = backends.backward(*posed)
-            totals = (call.rows(dq, pair.queries), *(call.rows(x, pair.keys) for x in dkv), None, dsink)
-            for total, part in zip(totals, gradients, strict=True):
+            dk, dv = (call.rows(x, pair.keys) for x in dkv)
+            for name, total in {"dq": call.rows(dq, pair.queries), "dk": dk, "dv": dv, **named}.items():
+                part = getattr(gradients, name, None)  # alibi_slopes have none
                 if total is not None and part is not None:
                     total += part.result()
         if partial_dkv is not None:
@@ -341,8 +348,8 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
             kv = arrival.wait()
     assert partial_dkv is not None  # a schedule has at least one step
     dk, dv = partial_dkv.wait()
-    dsink = None if dsink is None else dsink.to(tensors[0].dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+    others = [None if total is None else total.to(x.dtype) for total, x in zip([*totals, None], tensors, strict=True)]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *others
 
 
 def _packed(queries: Chunk, keys: Chunk, device: Any) -> Packed:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import backends
-from ..problem import Options, Packed, Saved, Shard, pose
+from ..pose import pose
+from ..problem import Options, Packed, Saved, Shard
 from .channel import Channel
 from .ring import (
+    SERVED,
     describe,
     read_options,
     refuse_second_derivative,
@@ -172,11 +174,9 @@ class _Call(NamedTuple):
         saved: Saved | None = None,
     ) -> Any:
         """(problem, operands) of the whole sequence and this rank's heads; dropout uses the global head indices."""
-        sink, alibi_slopes, seed = tensors
-        options = replace(
-            self.options, sink=self.heads_of(sink), alibi_slopes=self.heads_of(alibi_slopes),
-            seed=self.options.seed if seed is None else seed,
-        )  # fmt: skip
+        *features, seed = tensors
+        given = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
+        options = replace(self.options, seed=self.options.seed if seed is None else seed, **given)
         packed = None if self.longest is None else Packed(*bounds, *self.longest)
         heads = arrays[0].shape[self.axes.heads]
         shard = Shard(first_head=self.channel.rank * heads, heads=self.channel.ranks * heads)
@@ -199,20 +199,23 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         refuse_second_derivative()
-        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), *[None] * 5
+        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), None, None, None
 
 
 def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of this rank's rows and dsink (Hq,), 0 except for this rank's heads."""
+    """(dq, dk, dv) of this rank's rows, and the gradients of TENSORS, 0 except for this rank's heads."""
     q, k, v, out, lse, *tensors, cu_seqlens_q, cu_seqlens_k = saved
     dout = torch.zeros_like(out) if dout is None else call.to_heads(dout, call.q_sizes, call.axes)
     dlse = None if dlse is None else call.to_heads(dlse, call.q_sizes, LSE)
     posed = call.pose((q, k, v), tuple(tensors), (cu_seqlens_q, cu_seqlens_k), Saved(dout, out, lse, dlse))
-    dq, dk, dv, _, part = (None if x is None else x.result() for x in backends.backward(*posed))
-    dsink = None
-    if part is not None:
-        dsink = torch.zeros_like(tensors[0])
-        dsink.chunk(call.channel.ranks)[call.channel.rank].copy_(part)
+    gradients = backends.backward(*posed)
+    dq, dk, dv = (gradients[i].result() for i in range(3))
     dq = call.to_rows(dq, call.q_sizes, call.axes)
     dk, dv = (call.to_rows(x, call.kv_sizes, call.axes) for x in (dk, dv))
-    return dq, dk, dv, dsink
+    others: list[Any] = [None] * len(tensors)
+    for i, (feature, x) in enumerate(zip(SERVED, tensors[:-1], strict=True)):
+        if feature.gradient and x is not None:
+            others[i] = torch.zeros_like(x)
+            part = others[i].chunk(call.channel.ranks, -1)[call.channel.rank]
+            part.copy_(getattr(gradients, f"d{feature.name}").result())
+    return dq, dk, dv, *others

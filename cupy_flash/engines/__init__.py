@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..device import Device
 from ..launch import Launch
+from ..params import Workspace
 from ..problem import Problem
 
 
@@ -37,8 +38,9 @@ class Engine(Protocol):
     def threads(self, device: Device, tile: Any, cost: float) -> int:
         """On a GPU, threads per block; on the CPU, threads to use for a problem of `cost` seconds."""
 
-    def workspaces(self, problem: Problem, tile: Any) -> tuple[str, ...]:
-        """Names (in params.cuh) of the workspaces that the kernels need."""
+    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """The workspaces that the kernels need for arrays of this many rows: of one sequence, or of the whole packed
+        batch."""
 
     def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
         """The kernel launches in order; empty on the CPU."""

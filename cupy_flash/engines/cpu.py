@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Launch, dtype_refusals
+from ..launch import Launch
+from ..params import Workspace
 from ..problem import Problem
+from .shared import dtype_refusals
 
 BACKENDS: tuple[str, ...] = ("cpu",)
 MEASURED: str | None = "bench/results/cpu.json"
@@ -74,7 +76,7 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
     return _worth(cost, device.units)
 
 
-def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     return ()
 
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import (
-    Constant,
-    Launch,
-    fragment_backward,
-    fragment_constants,
-    fragment_refusals,
-    grid_refusals,
-    is_modified,
-    known_constants,
-    of_something,
-    sequences,
-)
+from ..launch import Constant, Launch
+from ..params import Workspace
 from ..problem import Problem
+from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
+from .shared import grid_refusals, known_constants, nonempty, sequences
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -130,10 +122,8 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
     return kernel_tile.threads
 
 
-def workspaces(problem: Problem, tile: Tiles) -> tuple[str, ...]:
-    if not problem.backward:
-        return ()
-    return ("delta", "lse2") if tile.q_tile is not None else ("delta", "lse2", "dq_sums")
+def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None) if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -143,7 +133,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        return of_something([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
+        return nonempty([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import (
-    Constant,
-    Launch,
+from ..launch import Constant, Launch
+from ..params import Workspace
+from ..problem import Problem
+from .shared import (
     dtype_refusals,
     grid_refusals,
     known_constants,
-    of_something,
+    nonempty,
+    row_workspaces,
     sequences,
     shared_constants,
 )
-from ..problem import Problem
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -83,8 +84,8 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
     return tile.threads
 
 
-def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
-    return ("delta",) if problem.backward else ()
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return row_workspaces(problem, q_rows, "delta") if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -104,7 +105,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
     if not problem.backward:
-        return of_something([launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))])
+        return nonempty([launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))])
     backward = [
         launch("delta", (q_tiles, problem.heads, sequences(problem))),
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
@@ -116,7 +117,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
-    return of_something(backward)
+    return nonempty(backward)
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the simulator gives for a micro-kernel, and whether that is what a GPU gave."""
+"""A micro-kernel's result on the simulator, and its comparison with a GPU's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .every import Array, Kernel, every_kernel
 
 
 def simulate(kernel: Kernel) -> Array:
-    """The output of a kernel on the simulator."""
+    """The output of a micro-kernel on the simulator."""
     memory, out = Memory(), kernel.out.copy()
     arrays = [*(x.copy() for x in kernel.inputs), out]
     pointers = [memory.add(x, f"array {i}") for i, x in enumerate(arrays)]
@@ -30,8 +30,8 @@ def simulate(kernel: Kernel) -> Array:
 
 
 def difference(actual: Array, expected: Array, relative: float | None = None) -> str | None:
-    """How many numbers differ and where the first; None where all agree: bitwise, NaN of any bits for NaN, with
-    `relative` within that of the larger."""
+    """How many numbers differ and where the first does; None if all agree: bitwise (any NaN equals any NaN), or with
+    `relative` to within this fraction of the larger."""
     same = actual == expected
     if actual.dtype.kind == "f":
         same &= np.signbit(actual) == np.signbit(expected)
@@ -48,7 +48,7 @@ def difference(actual: Array, expected: Array, relative: float | None = None) ->
 
 
 def disagreements(path: Path) -> list[str]:
-    """The kernels of whose results in a file the simulator gives others."""
+    """The kernels whose stored results differ from the simulator's."""
     with np.load(path) as stored:
         return [
             kernel.name

@@ -1,5 +1,5 @@
-"""Micro-kernels through NVRTC, which takes CUDA and not PTX: each becomes a kernel of one asm statement, so that what
-no assembler takes is known without a GPU."""
+"""Micro-kernels through NVRTC, which compiles CUDA and not PTX: each becomes a kernel of one asm statement, so that PTX
+that the assembler rejects is found without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .every import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:
-    """A kernel of this name with the text's parameters, directives and body."""
+    """CUDA source of a kernel with the PTX text's parameters, directives and body."""
     found = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
     assert found is not None
     parameters, directives, body = found.groups()
@@ -35,7 +35,7 @@ def in_cuda(kernel: Kernel, name: str) -> str:
 
 
 def source(kernels: list[Kernel]) -> str:
-    """One text of all."""
+    """One CUDA source with all kernels."""
     head = (
         "struct alignas(64) Map { unsigned long long opaque[16]; };\n"
         "extern __shared__ __align__(1024) unsigned char dynamic[];\n"

@@ -1,4 +1,4 @@
-"""Every micro-kernel, in one form: its PTX, its arrays and how it is launched, on a GPU and on the simulator alike."""
+"""Every micro-kernel in one form (PTX, arrays, launch) for a GPU and for the simulator."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel `micro` of a text: its arguments are pointers to the inputs and the output, then the number of rows,
-    where it asks for it, and tensor maps: (array, map of its address)."""
+    """The kernel `micro` of a PTX text. Arguments: pointers to the inputs and the output, then the number of rows if it
+    takes it, and tensor maps (array, function from its address to the map)."""
 
     name: str
     text: str
     inputs: tuple[Array, ...]
-    out: Array  # as it is before
+    out: Array  # initial value
     blocks: int
     threads: int
     rows: int | None = None
     maps: tuple[tuple[int, Callable[[int], TensorMap]], ...] = ()
-    dynamic: int = 0  # bytes of shared memory that the launch adds
-    relative: float | None = None  # how far an approximation may be off
+    dynamic: int = 0  # bytes of dynamic shared memory
+    relative: float | None = None  # relative error bound of an approximation
 
     @property
     def key(self) -> str:
-        """Its name in a file of arrays."""
+        """The key in a file of arrays."""
         return self.name.replace(".", "_")
 
     def runs_on(self, capability: int) -> bool:
-        """Whether a GPU of compute capability 90 for 9.0 has its instructions."""
+        """Whether a GPU of this compute capability (90 for 9.0) supports the kernel."""
         target = self.text.split(".target sm_")[1].split()[0]
         return capability == int(target[:-1]) if target.endswith("a") else capability >= int(target)
 
 
 def every_kernel() -> Iterator[Kernel]:
-    """Those of Hopper first: what nobody has run yet."""
+    """All kernels; Hopper's first, as they are the least tested."""
     yield from map(_of_hopper, hopper.CASES)
     for case in (*CASES, *WARP_CASES):
         yield _of_instruction(case)
@@ -77,12 +77,12 @@ def _of_mma(form: str) -> Kernel:
     out = np.zeros((32, 4), np.float32)
     target = "sm_90" if type_.startswith("e") else "sm_80"
     text = source(mma_body(form), [*operands, out], target=target)
-    # PTX leaves the order and the rounding inside of mma open.
+    # PTX leaves the order and the rounding of mma's sums undefined.
     return Kernel(f"mma.{form}", text, operands, out, 1, 32, relative=2.0**-10)
 
 
 def mma_operands(type_: str, a_words: int, b_words: int) -> tuple[Array, Array, Array]:
-    """Random fragments of A, B and C, of ordinary size: the sum's rounding shows, no infinity."""
+    """Random fragments of A, B and C, of a magnitude that needs rounding and does not overflow."""
     dtypes = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32}
     dtypes |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
     dtype = np.dtype(dtypes[type_])

@@ -1,6 +1,6 @@
 """Micro-kernels of Hopper's asynchronous instructions: wgmma, bulk copies, mbarriers, clusters.
 
-Each is the body of a kernel of tests/micro.py, for the simulator and for a GPU alike. What they compute is exact.
+Each is the body of a kernel of helpers/micro.py, for the simulator and for a GPU. Their results are exact.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SHARED_BYTES = 40960
 
 @dataclass(frozen=True)
 class HopperCase:
-    """A body, its input arrays and the output's initial value (the last array); tensor maps: (array, map of its
-    address)."""
+    """A body, its input arrays and the output's initial value (the last array), and tensor maps (array, function from
+    its address to the map)."""
 
     name: str
     body: str
@@ -34,11 +34,11 @@ class HopperCase:
     blocks: int = 1
     directives: str = ""
     target: str = "sm_90a"
-    dynamic: int = 0  # bytes of shared memory that the launch adds, at `dynamic`; then smem and bars are not there
+    dynamic: int = 0  # bytes of dynamic shared memory, at `dynamic`; smem and bars are then absent
 
     @property
     def options(self) -> dict[str, Any]:
-        """What tests/micro.py's source and run need to know besides body and arrays."""
+        """Keyword arguments of helpers/micro.py's source and run."""
         static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {
             "shared": "" if self.dynamic else static,
@@ -48,11 +48,11 @@ class HopperCase:
         }
 
 
-# ---- pieces of kernels
+# ---- building blocks
 
 
 def fill(size: int, threads: int, *, pointer: int = 0) -> str:
-    """Every block copies `size` bytes from a pointer to smem; seen by copies and matrix instructions after it."""
+    """PTX by which a block copies `size` bytes from a pointer to smem, visible to the async proxy afterwards."""
     return f"""
         mov.u32 %r60, smem;
         shl.b32 %r61, %t, 4;
@@ -73,7 +73,7 @@ def fill(size: int, threads: int, *, pointer: int = 0) -> str:
 
 
 def drain(size: int, threads: int, pointer: int) -> str:
-    """Every block copies `size` bytes from smem to its part of the array at a pointer."""
+    """PTX by which a block copies `size` bytes from smem to its part of the array at a pointer."""
     return f"""
         mov.u32 %r60, smem;
         shl.b32 %r61, %t, 4;
@@ -93,7 +93,7 @@ def drain(size: int, threads: int, pointer: int) -> str:
 
 
 def initialise(count: int = 1) -> str:
-    """One mbarrier, at %r50; thread 0 is in %q6."""
+    """PTX that initialises an mbarrier at %r50; %q6 is true in thread 0."""
     return f"""
         mov.u32 %r50, bars;
         setp.eq.u32 %q6, %t, 0;
@@ -104,7 +104,7 @@ def initialise(count: int = 1) -> str:
 
 
 def wait(parity: int = 0, label: str = "WAIT") -> str:
-    """All threads wait for a phase of the mbarrier at %r50."""
+    """PTX by which all threads wait for a phase of the mbarrier at %r50."""
     return f"""
     {label}:
         mbarrier.try_wait.parity.shared::cta.b64 %q5, [%r50], {parity}, 0x989680;
@@ -124,7 +124,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix of (rows, depth) in shared memory: K-major or not, swizzled over 128, 64, 32 bytes or 16: not."""
+    """A matrix (rows, depth) in shared memory, K-major or MN-major; swizzle 128, 64 or 32 bytes, 16 is none."""
 
     rows: int
     type: str
@@ -137,7 +137,7 @@ class Operand:
 
     @property
     def steps(self) -> int:
-        """Instructions of 32 bytes of depth."""
+        """Number of instructions, each 32 bytes deep."""
         return max(self.swizzle // 32, 1) if self.k_major or self.swizzle == 128 else 2
 
     @property
@@ -146,16 +146,16 @@ class Operand:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """(leading, stride) byte offsets; tiles of 8 rows of `swizzle` bytes stand one behind the other."""
+        """(leading, stride) byte offsets; tiles of 8 rows of `swizzle` bytes are contiguous."""
         if self.k_major:
-            # Without a swizzle the two halves of the depth are one behind the other.
+            # Without a swizzle, the two halves of the depth follow each other.
             return (8 * 16 * self.rows // 8, 128) if self.swizzle == 16 else (16, 8 * self.swizzle)
         groups = self.depth // 8
         return (128, 128 * groups) if self.swizzle == 16 else (8 * self.swizzle * groups, 8 * self.swizzle)
 
     @property
     def step_bytes(self) -> int:
-        """From the matrix of one instruction to that of the next."""
+        """Bytes from the matrix of one instruction to that of the next."""
         if self.k_major:
             return 32
         leading, stride = self.strides
@@ -163,7 +163,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Of whole tiles."""
+        """Bytes, in whole tiles."""
         width = self.swizzle // self.itemsize
         rows = self.rows if self.k_major else -(-self.rows // width) * width
         return rows * self.depth * self.itemsize
@@ -176,7 +176,7 @@ class Operand:
 
 
 def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str:
-    """A descriptor of the matrix at smem + offset, for each warpgroup `apart` bytes further."""
+    """PTX of a descriptor of the matrix at smem + offset, plus `apart` bytes per warpgroup."""
     return f"""
         mov.u32 %r60, smem;
         shr.u32 %r61, %t, 7;
@@ -189,7 +189,7 @@ def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str
 
 
 def wgmma_text(types: str, columns: int, a: str, b: str, *, flags: str, adds: str = "%q4") -> str:
-    """One instruction; A and B are 16-bit where `types` says so."""
+    """PTX of one instruction."""
     depth = 16 if "f16" in types else 32
     accumulators = ", ".join(f"%f{i}" for i in range(columns // 2))
     return (
@@ -198,8 +198,8 @@ def wgmma_text(types: str, columns: int, a: str, b: str, *, flags: str, adds: st
 
 
 def wgmma_body(a: Operand | None, b: Operand, type_a: str, *, sign: int = 1, adds: bool = True, groups: int = 1) -> str:
-    """D += A B over the whole depth: image of A and B at %p0, accumulators (128, columns / 2) at %p1, for A in
-    registers (128, 4 steps) words at %p2; D to the last pointer. Each of `groups` warpgroups has its own."""
+    """D += A B over the whole depth. %p0: shared-memory image of A and B; %p1: accumulators (128, columns / 2); %p2:
+    words (128, 4 steps) of A if it is in registers; last pointer: D. Each of `groups` warpgroups has its own."""
     columns, b_at = b.rows, 0 if a is None else -(-a.bytes // 1024) * 1024
     apart = -(-(b_at + b.bytes) // 1024) * 1024
     lines = [fill(groups * apart, groups * 128), f"mad.wide.u32 %d0, %t, {2 * columns}, %p1;"]
@@ -234,7 +234,7 @@ def random_bytes(type_: str, size: int, rng: np.random.Generator) -> npt.NDArray
 def wgmma_case(
     name: str, a: Operand | None, b: Operand, type_a: str = "", *, groups: int = 1, **options: Any
 ) -> HopperCase:
-    """D = C + A B on random bytes in shared memory; which elements they are is the layout's business."""
+    """D = C + A B on random bytes in shared memory, in the given layouts."""
     rng = np.random.default_rng(b.rows)
     type_a, threads = a.type if a else type_a, 128 * groups
     matrices = [random_bytes(operand.type, operand.bytes, rng) for operand in (a, b) * groups if operand]
@@ -259,7 +259,7 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
         for a, b in ((True, True), (False, False))
         for swizzle in (16, 32, 64, 128)
     },
-    # The numbers of columns that the kernels have products for, and the smallest and one that is odd.
+    # The column counts (N) of the kernels, the smallest, and an odd multiple of 8.
     **{f"bf16-n{n}": (Operand(64, "bf16"), Operand(n, "bf16"), "", {}) for n in (8, 24, 32, 80, 96, 128, 176)},
     **{
         f"bf16-{'k' if a else 'mn'}-mn-n{n}": (Operand(64, "bf16", a), Operand(n, "bf16", False), "", {})
@@ -286,7 +286,7 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
 
 
 def fp8_sums_case() -> HopperCase:
-    """Products of every size: which bits of them, and of the old sum, a sum in 8-bit floats keeps."""
+    """Products of every magnitude: which bits of them, and of the old accumulator, an fp8 sum keeps."""
     case = wgmma_case("e4m3-sums", Operand(64, "e4m3"), Operand(64, "e4m3"))
     rng = np.random.default_rng(3)
     image, before = case.inputs
@@ -299,7 +299,7 @@ def fp8_sums_case() -> HopperCase:
 
 
 def tensor(dtype: str, shape: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0) -> Callable[[int], TensorMap]:
-    """The map of a dense array of `shape`, innermost first."""
+    """The tensor map of a dense array of `shape`, innermost dimension first."""
     item = np.dtype({"u8": np.uint8, "bf16": np.uint16, "f16": np.uint16, "f32": np.float32}[dtype]).itemsize
     strides = tuple(int(np.prod(shape[: i + 1])) * item for i in range(len(shape) - 1))
     return partial(_at, DATA_TYPES[dtype], shape, strides, box, swizzle)
@@ -311,7 +311,7 @@ def _at(
     return TensorMap(data_type, address, shape, strides, box, swizzle)
 
 
-# name -> (type, shape, box, swizzle, coordinates): inside, over every edge, and outside
+# name -> (type, shape, box, swizzle, coordinates): inside, across each edge, and outside
 BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = {
     "1d": ("f32", (100,), (64,), 0, (60,)),
     "2d": ("bf16", (64, 40), (64, 16), 128, (0, 8)),
@@ -340,13 +340,13 @@ def box_bytes(name: str) -> int:
 
 
 def box_array(name: str, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes."""
+    """The bytes of the tensor."""
     dtype, shape, _, _, _ = BOXES[name]
     return rng.integers(1, 256, int(np.prod(shape)) * {"u8": 1, "f32": 4}.get(dtype, 2), dtype=np.uint8)
 
 
 def load_case(name: str, hint: bool = False) -> HopperCase:
-    """One box to shared memory, and from there, as it lies, out; `hint`: with every hint there is."""
+    """Load a box and output the bytes of shared memory; `hint`: with prefetch and cache policies."""
     dtype, shape, box, swizzle, at = BOXES[name]
     size, rank = box_bytes(name), len(shape)
     coordinates = ", ".join(f"%r{i}" for i in range(rank))
@@ -373,7 +373,7 @@ def load_case(name: str, hint: bool = False) -> HopperCase:
 
 
 def store_case(name: str, operation: str = "") -> HopperCase:
-    """Shared memory, as it lies, to a box of the output; `operation`: with it, not over it."""
+    """Store the bytes of shared memory to a box of the output, or reduce with `operation`."""
     dtype, shape, box, swizzle, at = BOXES[name]
     size, rank, rng = box_bytes(name), len(shape), np.random.default_rng(len(name))
     coordinates = ", ".join(f"%r{i}" for i in range(rank))
@@ -399,8 +399,8 @@ def store_case(name: str, operation: str = "") -> HopperCase:
     return HopperCase(f"{operation or 'store'}.{name}", body, (source,), out, maps)
 
 
-# name -> (shape, strides in bytes, coordinates) of bf16 in boxes of 64 x 16, swizzled over 128 bytes: heads that lie
-# closer than rows, rows that share numbers with the next, a tensor that is smaller than the box.
+# name -> (shape, strides in bytes, coordinates) of bf16 in boxes of 64 x 16 with 128-byte swizzle: heads closer than
+# rows, overlapping rows, a tensor smaller than the box.
 STRIDED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "heads-between-rows": ((64, 20, 3, 2), (384, 128, 7680), (0, 10, 2, 1)),
     "overlapping": ((64, 20, 2, 1), (48, 2048, 4096), (0, 3, 1, 0)),
@@ -409,7 +409,7 @@ STRIDED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 
 
 def strided_case(name: str) -> HopperCase:
-    """A box of a tensor whose strides are not those of a dense one."""
+    """A box of a tensor that is not dense."""
     shape, strides, at = STRIDED[name]
     body = f"""
         {initialise()}
@@ -428,7 +428,7 @@ def strided_case(name: str) -> HopperCase:
 
 
 def plain_case(kind: str) -> HopperCase:
-    """1024 bytes in one piece: load, store or add."""
+    """1024 contiguous bytes: load, store or add."""
     rng = np.random.default_rng(1)
     source, out = (rng.integers(-9, 10, 256).astype(np.float32) for _ in range(2))
     if kind == "load":
@@ -457,7 +457,7 @@ def plain_case(kind: str) -> HopperCase:
 
 
 def added_twice_case() -> HopperCase:
-    """A place is added from, and once it has been read written and added from again."""
+    """Two reductions from one shared-memory buffer, which is rewritten after the first has read it."""
     body = f"""
         {fill(512, 32)}
         mov.u32 %r60, smem;
@@ -486,8 +486,8 @@ def added_twice_case() -> HopperCase:
 
 
 def fragments_case(instruction: str) -> HopperCase:
-    """Four 8 x 8 matrices of 16-bit numbers between registers and rows of 128 bytes, swizzled as copies leave them: of
-    each warp 16 rows, of which it takes chunks 2 w and 2 w + 1."""
+    """Four 8 x 8 matrices of 16-bit numbers between registers and rows of 128 bytes with TMA's swizzle: warp w has 16
+    rows, of which it takes chunks 2 w and 2 w + 1."""
     registers = "{%r0, %r1, %r2, %r3}"
     rows = np.random.default_rng(6).integers(0, 256, 64 * 128, dtype=np.uint8)
     words = np.random.default_rng(7).integers(0, 2**32, (128, 4), dtype=np.uint32)
@@ -524,7 +524,7 @@ def fragments_case(instruction: str) -> HopperCase:
 
 
 def copies_case() -> HopperCase:
-    """cp.async: of 16 bytes the first 0, 2 .. 14, 16 and zeros after them; of 4 all or none."""
+    """cp.async of 16 bytes with src-size 0, 2 .. 14, 16, and of 4 bytes with src-size 0 or 4."""
     body = """
         mov.u32 %r60, smem;
         shl.b32 %r0, %t, 4;
@@ -551,9 +551,9 @@ def copies_case() -> HopperCase:
     return HopperCase("cp.async", body, (source,), np.zeros(256, np.uint32), threads=32, target="sm_80")
 
 
-# ---- what blocks and warps tell each other
+# ---- communication between blocks and warps
 
-# Every block adds to the same four numbers of each lane, in the order of the blocks: the sum is rounded in that order.
+# Every block adds to the same four numbers of each lane, in block order, which determines the rounding of the sum.
 TURNS_BODY = """
     mov.u32 %r9, %nctaid.x;
     mad.wide.u32 %d0, %t, 16, %p2;
@@ -581,7 +581,7 @@ def turns_case() -> HopperCase:
     return HopperCase("turns", TURNS_BODY, (numbers, turn), out, threads=32, blocks=64)
 
 
-# Two warps take turns at a number in shared memory, with barriers whose numbers are in registers.
+# Ping-pong of two warps on a number in shared memory, with named barriers whose numbers are in registers.
 BARRIERS_BODY = """
     mov.u32 %r60, smem;
     shr.u32 %r0, %t, 5;
@@ -612,7 +612,7 @@ ROUND:
     st.global.b32 [%d0], %r6;
 """
 
-# All the shared memory that a block may ask for, without any of its own: where it begins, and its last word.
+# The maximum of dynamic shared memory, without static: its first address and its last word.
 DYNAMIC_BYTES = 227 * 1024
 DYNAMIC_BODY = f"""
     mov.u32 %r0, dynamic;
@@ -624,8 +624,8 @@ DYNAMIC_BODY = f"""
 """
 
 
-# Numbers of the arrays at %p0 and %p1 are added: by one reduction each in global memory, by reductions of four, by an
-# atomic, in shared memory, and by a bulk copy. Where are subnormal terms and sums zero?
+# Adds the arrays at %p0 and %p1 by red, red.v4, atom, in shared memory, and by a bulk reduction: which of them flush
+# subnormal terms and sums to zero?
 SUBNORMAL_SUMS_BODY = """
     mad.wide.u32 %d0, %t, 4, %p0;
     ld.global.f32 %f0, [%d0];
@@ -660,14 +660,14 @@ ATOMIC:
 
 
 def subnormal_sums_case() -> HopperCase:
-    """Sums that are normal or subnormal, of terms that are or are not, of either sign; none is rounded."""
+    """Normal and subnormal sums of normal and subnormal terms, of either sign; all are exact."""
     old = np.array([0.0, -0.0, 0.25, -0.25, 1.0, -1.5, 2.0**-23, 4.0]) * 2.0**-126
     new = np.array([0.25, -0.5, 1.0, 1.5]) * 2.0**-126
     old, new = np.repeat(old, 4).astype(np.float32), np.tile(new, 8).astype(np.float32)
     return HopperCase("subnormals.add", SUBNORMAL_SUMS_BODY, (new,), np.tile(old, (5, 1)), threads=32)
 
 
-# Which powers of two of a pair are zero: 1 for the lower, 2 for the upper.
+# Bit mask of the powers of two of a pair that are zero: 1 is the lower, 2 the upper.
 SUBNORMAL_POWERS_BODY = """
     mad.wide.u32 %d0, %t, 4, %p0;
     ld.global.b32 %r0, [%d0];
@@ -685,15 +685,15 @@ SUBNORMAL_POWERS_BODY = """
 
 
 def subnormal_powers_case() -> HopperCase:
-    """Exponents from -95 to -157: the smallest normal power, which an approximation may miss, is not among them."""
+    """Exponents from -95 to -157, without the smallest normal power, for which approximations may differ."""
     exponents = -(95 + 2 * np.arange(32)).astype(ml_dtypes.bfloat16)
     pairs = np.stack([exponents, exponents[::-1]], axis=1).view(np.uint32)
     return HopperCase("subnormals.ex2", SUBNORMAL_POWERS_BODY, (pairs,), np.zeros(32, np.uint32), threads=32)
 
 
 def in_flight_case() -> HopperCase:
-    """Scores and sums begin together, as in the forward: of two groups the first is waited for, then the second, whose
-    left factor is in registers."""
+    """Two wgmma groups in flight, as QK and PV in the forward mainloop: waits for the first, then the second, whose A
+    is in registers."""
     a, b = Operand(64, "bf16"), Operand(64, "bf16", False)
     rng = np.random.default_rng(10)
     image = np.concatenate([random_bytes("bf16", operand.bytes, rng) for operand in (a, a, b)])
@@ -774,7 +774,7 @@ ELECT_BODY = """
 
 
 def registers_case(name: str, threads: int, few: int, many: int) -> HopperCase:
-    """The first warpgroup gives registers back, the others take as many as there are."""
+    """The first warpgroup releases registers, and the others request all of them."""
     body = f"""
         setp.ge.u32 %q0, %t, 128;
         @%q0 bra MORE;
@@ -814,7 +814,7 @@ PAIR: dict[str, Any] = {"blocks": 2, "directives": ".explicitcluster .reqnctaper
 
 
 def multicast_case() -> HopperCase:
-    """Each of two blocks loads its half of a tile into both."""
+    """Each of two blocks multicasts its half of a tile to both."""
     body = f"""
         {initialise()}
         @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 4096;

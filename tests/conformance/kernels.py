@@ -1,4 +1,4 @@
-"""One micro-kernel per PTX instruction, with edge values: the table that the simulator and a GPU must agree on.
+"""One micro-kernel per PTX instruction, with edge values: the simulator and a GPU must agree on all of them.
 
 
 Each kernel has one thread per row of its inputs: it loads %a, %b, %c, executes the instruction and stores %d.
@@ -29,7 +29,7 @@ class Case:
     """An instruction, the types of its inputs and its output, the architecture it needs.
 
 
-    `exact`: PTX defines every bit of the result; else only a bound on the error (`relative`) is promised.
+    `exact`: PTX defines every bit of the result; else only an error bound (`relative`).
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def ptx(self) -> str:
-        """The kernel `micro`, parameters: one pointer per input, the output, the number of rows."""
+        """The PTX of the kernel `micro`; its parameters are the input pointers, the output and the number of rows."""
         parameters = [f".param .u64 p{i}" for i in range(len(self.inputs) + 1)] + [".param .u32 count"]
         lines = []
         names = "abc"
@@ -106,7 +106,7 @@ _FEW_FLOATS = [0.0, -0.0, 1.0, -1.5, 0.1, 2.0**-126, 2.0**-149, -3.4028234663852
 
 
 def edge_values(type_: str, *, few: bool = False) -> list:
-    """Values of a type at which implementations differ."""
+    """Edge values of a type."""
     if type_ in ("f32", "f64"):
         values = _FEW_FLOATS if few else _FLOATS
         if type_ == "f64" and not few:
@@ -135,7 +135,7 @@ def edge_values(type_: str, *, few: bool = False) -> list:
 
 
 def random_values(type_: str, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Random bits, for floats mixed with ordinary numbers."""
+    """Random bits; for floats, mixed with normally distributed numbers."""
     dtype = np.dtype(TYPES[type_][2])
     if type_ == "pred":
         return rng.integers(0, 2, count, dtype=np.uint32)
@@ -243,7 +243,7 @@ CASES = [
     Case("dp4a.s32.s32", "dp4a.s32.s32 %d, %a, %b, %c;", ("b32", "b32", "s32"), "s32"),
     Case("dp4a.u32.u32", "dp4a.u32.u32 %d, %a, %b, %c;", ("b32", "b32", "u32"), "u32"),
     *[
-        # What PTX leaves open, division by zero, is left out.
+        # Division by zero is left out: PTX leaves it undefined.
         Case(f"{op}.{t}", f"or.b{t[1:]} %b, %b, 1; {op}.{t} %d, %a, %b;", (t, t), t)
         for op in ("div", "rem")
         for t in INTEGERS.split()
@@ -275,7 +275,7 @@ CASES = [
     *[_pair(form) for form in ("rn.f16x2.f32", "rn.bf16x2.f32", "rn.relu.f16x2.f32", "rz.bf16x2.f32")],
     *[_pair(f"rn.satfinite.{to}.f32", 89) for to in ("e4m3x2", "e5m2x2")],
     *[_cvt(form, 89) for form in ("rn.f16x2.e4m3x2", "rn.f16x2.e5m2x2", "rn.satfinite.e4m3x2.f16x2")],
-    # Approximations: the bounds are those of the PTX ISA's tables, as relative errors.
+    # Approximations, with the relative error bounds of the PTX ISA's tables.
     *[
         Case(f"{op}.f32", f"{op}.f32 %d, %a;", ("f32",), "f32", relative=bound)
         for op, bound in (
@@ -298,7 +298,7 @@ CASES = [
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
-# Instructions of a whole warp.
+# Warp-level instructions.
 WARP_CASES = [
     *[Case(f"shfl.{mode}.{width}", f"shfl.sync.{mode}.b32 %d, %a, 3, {(32 - width) << 8 | clamp}, -1;", ("b32",), "b32")
       for mode, clamp in (("up", 0), ("down", 31), ("bfly", 31), ("idx", 31)) for width in (32, 8)],
@@ -321,7 +321,7 @@ MMA_FORMS = {
 
 
 def mma_body(form: str) -> str:
-    """One warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of tests/micro.py."""
+    """One warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of helpers/micro.py."""
     shape, type_, a_words, b_words = MMA_FORMS[form]
     lines, registers = [], {}
     for pointer, (name, count, first, suffix) in enumerate(

@@ -1,11 +1,11 @@
-"""Runs every micro-kernel on this machine's GPU, compares what it gives with the simulator, and stores it:
+"""Run every micro-kernel on this machine's GPU, compare the results with the simulator's, and store them:
 python -m conformance.on_gpu FOLDER.
 
-The stored files then hold the simulator without a GPU (tests/test_simulator_conformance_gpu.py). NVRTC is not asked:
-the driver assembles the PTX, the same text that the simulator executes.
+The stored files are the reference for tests without a GPU (simulator/test_simulator_conformance_gpu.py). NVRTC is not
+involved: the driver assembles the same PTX text that the simulator executes.
 
-A kernel may hang or spoil its process's context for every kernel after it. So kernels run in a process of their own,
-which is replaced by a new one after each that fails.
+A kernel may hang or corrupt its process's CUDA context. Kernels therefore run in a worker process, which is replaced
+after each failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cupy_flash.tensor_map import encode_for_gpu
 from .agreement import difference, simulate
 from .every import Array, Kernel, every_kernel
 
-SECONDS = 10  # until a kernel hangs: none takes a tenth of this, the driver's assembler included
+SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
 
 
 def run(kernel: Kernel) -> Any:
@@ -52,7 +52,7 @@ def kernels() -> list[Kernel]:
 
 
 def work(number: int | None, announce: Announce) -> Any:
-    """In a process of its own: the output of the kernel of that number; without one, the GPU's compute capability."""
+    """In a worker process: the output of the kernel with this number, or with None the GPU's compute capability."""
     import cupy
 
     if number is None:
@@ -63,8 +63,7 @@ def work(number: int | None, announce: Announce) -> Any:
 
 
 def main(folder: Path, work: Any = work) -> int:
-    """Runs every kernel, prints each that fails or differs, and stores the results of the others, those of a run that
-    is ended too."""
+    """Run every kernel, print each that fails or differs, and store the results of the others, even if interrupted."""
     folder.mkdir(parents=True, exist_ok=True)
     complaints = 0
     results: dict[str, Array] = {}

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import test_torch_registry
-import test_transformers
+import tiny_models
 import torch
 from tolerance import assert_matches_reference
 from torch.nn.attention import (
@@ -25,14 +24,11 @@ from cupy_flash.adapters import transformers
 DEVICE = "cuda"
 
 
-steps = test_torch_registry.steps  # what ran in our backends, in order
-
-
 @pytest.fixture
 def formula() -> Iterator[None]:
     transformers.register()
-    AttentionInterface.register("formula", test_transformers.formula)
-    AttentionMaskInterface.register("formula", test_transformers.formula_mask)
+    AttentionInterface.register("formula", tiny_models.formula)
+    AttentionMaskInterface.register("formula", tiny_models.formula_mask)
 
 
 def results(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> list[Any]:
@@ -61,7 +57,7 @@ def test_torch_calls_it_while_it_is_active(is_causal: bool, steps: list[str]) ->
 
 
 # In bfloat16 a token may go to another of its experts.
-MODELS = [(case, "float32") for case in test_transformers.DECODERS]
+MODELS = [(case, "float32") for case in tiny_models.DECODERS]
 MODELS += [(case, "bfloat16") for case in ("llama", "mistral-window", "gemma2-softcap-window", "gpt2")]
 
 
@@ -70,14 +66,14 @@ MODELS += [(case, "bfloat16") for case in ("llama", "mistral-window", "gemma2-so
 def test_a_model_says_what_it_says_with_sdpa(
     case: str, dtype: str, padding: str, formula: None, steps: list[str]
 ) -> None:
-    model = copy.deepcopy(test_transformers.model_of(case)).to(DEVICE, getattr(torch, dtype))
-    tokens, valid = test_transformers.tokens().to(DEVICE), test_transformers.token_mask(padding)
+    model = copy.deepcopy(tiny_models.model_of(case)).to(DEVICE, getattr(torch, dtype))
+    tokens, valid = tiny_models.tokens().to(DEVICE), tiny_models.token_mask(padding)
     valid = torch.ones_like(tokens) if valid is None else valid.to(DEVICE)
 
     def logits(model: Any) -> Any:
         return model(tokens, attention_mask=valid).logits[valid.bool()].double().cpu()
 
     with torch.no_grad():
-        three = test_transformers.three_runs(model, case, logits)
+        three = tiny_models.three_runs(model, case, logits)
     assert steps
     assert_matches_reference(*three, dtype, "logits")

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import on_gpu
 import pytest
-import test_varlen
-from cases import OPTIONS, Case, check, run
+from cases import OPTIONS, PACKED_OPTIONS, Case, check, run
 
 from cupy_flash import UnsupportedError, device
 
 ROWS = {name: replace(case, dtype="bfloat16") for name, case in OPTIONS.items() if not name.startswith("dtype-")}
 ROWS |= {
-    f"packed-{name}": replace(test_varlen.CASES[name], dtype="bfloat16")
+    f"packed-{name}": replace(PACKED_OPTIONS[name], dtype="bfloat16")
     for name in (
         "causal", "window", "alibi-per-sequence", "dropout", "sink", "grouped-wide-values", "zero-length-in-the-middle",
         "zero-length-all", "no-sequence",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import test_memory
 import torch
+import transformer_blocks
 from torch.nn import functional as F
 
 from cupy_flash import memory
@@ -25,13 +25,13 @@ def torch_flash(q, k, v, drop):
 
 
 @pytest.mark.parametrize("function", [ours, torch_flash])
-@pytest.mark.parametrize("family", test_memory.BLOCKS)
+@pytest.mark.parametrize("family", transformer_blocks.BLOCKS)
 def test_block_is_measured_as_modelled(family, function, monkeypatch) -> None:
-    monkeypatch.setattr(test_memory, "dropout", lambda x: F.dropout(x, 0.1))
-    monkeypatch.setattr(test_memory, "RMSNorm", torch.nn.RMSNorm)
-    monkeypatch.setitem(test_memory.ATTENTION, "flash", function)
+    monkeypatch.setattr(transformer_blocks, "dropout", lambda x: F.dropout(x, 0.1))
+    monkeypatch.setattr(transformer_blocks, "RMSNorm", torch.nn.RMSNorm)
+    monkeypatch.setitem(transformer_blocks.ATTENTION, "flash", function)
     with torch.device("cuda"):
-        measured = test_memory.measure_block(family, "flash", "mixed", 2, 64)
-    sizes = test_memory.BLOCKS[family][1]
+        measured = transformer_blocks.measure_block(family, "flash", "mixed", 2, 64)
+    sizes = transformer_blocks.BLOCKS[family][1]
     modelled = sum(it.bytes for it in memory.saved_by_block(sizes, memory.Training(2, 64)))
-    assert measured == pytest.approx(modelled, rel=test_memory.WITHIN)
+    assert measured == pytest.approx(modelled, rel=transformer_blocks.WITHIN)

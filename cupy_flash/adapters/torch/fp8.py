@@ -3,6 +3,7 @@ magnitude. The query heads of a GQA group share a scale."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ LARGEST = 448.0  # largest finite e4m3
 SMALLEST = 2.0**-100  # lower bound of the largest magnitude, so that 448 / magnitude is finite in float32
 
 
-def require_roundable(arrays: tuple[Any, Any, Any], descales: tuple[Any, Any, Any]) -> None:
+def require_roundable(arrays: tuple[Any, Any, Any], descales: Sequence[Any]) -> None:
     """Raise TypeError unless q, k, v are float16 or bfloat16, ValueError if descales are given."""
     dtypes = {x.dtype for x in arrays}
     if not dtypes <= {torch.float16, torch.bfloat16}:

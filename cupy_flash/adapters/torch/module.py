@@ -55,10 +55,7 @@ class CausalSelfAttention(torch.nn.Module):
             raise ValueError(
                 f"CausalSelfAttention: num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}"
             )
-        if isinstance(dropout, bool) or not isinstance(dropout, Real):
-            raise TypeError(f"CausalSelfAttention: dropout must be a number, not {dropout!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"CausalSelfAttention: dropout must be in [0, 1), not {dropout!r}")
+        _require_probability(dropout)
         self.head_dim = embed_dim // num_heads
         self.heads = (num_heads, num_kv_heads, num_kv_heads)
         self.dropout = dropout
@@ -79,3 +76,11 @@ def _whole(name: str, value: Any) -> int:
         return operator.index(value)
     except Exception as error:  # foreign objects may raise anything
         raise TypeError(f"CausalSelfAttention: {name} must be a whole number, not {value!r}") from error
+
+
+def _require_probability(dropout: Any) -> None:
+    """Raise TypeError unless dropout is a number, ValueError unless it is in [0, 1)."""
+    if isinstance(dropout, bool) or not isinstance(dropout, Real):
+        raise TypeError(f"CausalSelfAttention: dropout must be a number, not {dropout!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"CausalSelfAttention: dropout must be in [0, 1), not {dropout!r}")

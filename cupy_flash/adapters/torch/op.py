@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,43 +17,44 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...problem import Options, Packed, Saved, pose
+from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
+from ...pose import pose
+from ...problem import Options, Packed, Saved
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' word: the caller's
 
 
-class Call(NamedTuple):
+# The options in the order of the operators' arguments: tensors, then by kind those that are none. Names and flags
+# alone, as torch.compile guards what it reads of them.
+ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
+NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # with whether None is legal
+CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
+FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
+FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
+
+TENSORS = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "seed")
+OTHERS = {
+    "max_seqlen_q": "SymInt?",  # None: padded sequences, not packed ones
+    "max_seqlen_k": "SymInt?",
+    "causal": "str",  # a key of CAUSAL
+    "window_left": "int?",
+    "window_right": "int?",
+    **{name: "float?" if optional else "float" for name, optional in NUMBER_NAMES},
+    **{name: "str?" if optional else "str" for name, optional in CHOICE_NAMES},
+    **dict.fromkeys(FLAG_NAMES, "bool"),
+    "fp8": "bool",  # of a forward: q, k and v are rounded to fp8 first
+}
+UNCHANGED = (*ARRAY_NAMES, "seed", *dict(NUMBER_NAMES), *dict(CHOICE_NAMES), *FLAG_NAMES)  # the option and the argument
+_unchanged = operator.attrgetter(*UNCHANGED)
+
+_Call: Any = record(*TENSORS, *OTHERS)
+
+
+class Call(_Call):
     """The arguments that both operators share, in the order of their schemas."""
 
-    q: Any
-    k: Any
-    v: Any
-    alibi_slopes: Any
-    bias: Any
-    mask: Any
-    sink: Any
-    q_lengths: Any
-    kv_lengths: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-    seed: Any
-    max_seqlen_q: int | None  # None: padded sequences, not packed ones
-    max_seqlen_k: int | None
-    causal: str
-    window_left: int | None
-    window_right: int | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
-    layout: str
-    deterministic: bool
-    backend: str | None
-    engine: str | None
-    fp8: bool  # of a forward: q, k and v are rounded to fp8 first
+    __slots__ = ()
 
     @property
     def is_packed(self) -> bool:
@@ -70,34 +71,26 @@ class Call(NamedTuple):
     def pose(self, saved: Saved | None = None) -> Any:
         """(problem, operands), or the one error with every reason."""
         options = Options(
-            CAUSAL[self.causal], (self.window_left, self.window_right), self.scale, self.softcap, self.alibi_slopes,
-            self.bias, self.mask, self.sink, self.q_lengths, self.kv_lengths, self.dropout, self.seed, self.q_descale,
-            self.k_descale, self.v_descale, self.layout, deterministic=self.deterministic, backend=self.backend,
-            engine=self.engine,
-        )  # fmt: skip
+            causal=CAUSAL[self.causal],
+            window=(self.window_left, self.window_right),
+            **dict(zip(UNCHANGED, _unchanged(self), strict=True)),
+        )
         if not self.is_packed:
             return pose("attention", (self.q, self.k, self.v), options, saved=saved)
         packed = Packed(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
         return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved)
 
 
-TENSORS = slice(0, Call._fields.index("max_seqlen_q"))
-WORDS = slice(TENSORS.stop, len(Call._fields))
-BIAS, SINK = Call._fields.index("bias"), Call._fields.index("sink")
-
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? mask, Tensor? sink, "
-    "Tensor? q_lengths, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? seed, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str causal, int? window_left, int? window_right, "
-    "float? scale, float? softcap, float dropout, str layout, bool deterministic, str? backend, str? engine, "
-    "bool fp8"
+SCHEMA = ", ".join(
+    [f"Tensor{'?' * (name not in ('q', 'k', 'v'))} {name}" for name in TENSORS]
+    + [f"{kind} {name}" for name, kind in OTHERS.items()]
 )
+GRADIENTS = ", ".join(f"Tensor d{name}" for name in DIFFERENTIATED)
 library = torch.library.Library("cupy_flash", "DEF")
 for schema in (
     f"attention_forward({SCHEMA}) -> (Tensor out, Tensor lse)",
     f"attention_backward({SCHEMA}, Tensor dout, Tensor out, Tensor lse, Tensor? dlse, bool bias_gradient)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    f" -> ({GRADIENTS})",
 ):
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention_forward = torch.ops.cupy_flash.attention_forward.default
@@ -112,60 +105,52 @@ def forward(
     What is wrong with the call is found by `pose`, in the operator; here only what the operator's schema cannot carry.
     """
     try:
-        call = _call(arrays, options, packed, fp8)
+        arguments = _arguments(arrays, options, packed, fp8)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
             pose(function, arrays, options, packed)  # the same complaint, among all others
         raise
-    out, lse = attention_forward(*call)
+    out, lse = attention_forward(*arguments)
     return (out, lse) if options.return_lse else out
 
 
-def _call(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Call:
-    """A caller's words in the operator's types; TypeError or ValueError for a word that has no such form."""
-    required = arrays if packed is None else (*arrays, packed.cu_seqlens_q, packed.cu_seqlens_k)
-    features = (
-        options.alibi_slopes, options.bias, options.mask, options.sink, options.q_lengths, options.kv_lengths
-    )  # fmt: skip
-    descales = (options.q_descale, options.k_descale, options.v_descale)
-    for array in (*required, *(feature for feature in (*features, *descales) if feature is not None)):
+def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
+    """A caller's words as the operator's arguments (`Call`); TypeError or ValueError for one that has no such form."""
+    bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
+    features = [getattr(options, name) for name in ARRAY_NAMES]
+    required = arrays if packed is None else (*arrays, *bounds)
+    for array in (*required, *(feature for feature in features if feature is not None)):
         if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
         # Below the operator a tangent is lost without a word: torch.func.jvp would give zeros.
         if forward_ad.unpack_dual(array).tangent is not None:
             raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
-    for flag in (options.return_lse, options.deterministic, fp8):
+    flags = {name: getattr(options, name) for name in FLAG_NAMES}
+    for name, flag in (*flags.items(), ("return_lse", options.return_lse), ("fp8", fp8)):
         if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"return_lse, deterministic and fp8 must be True or False, not {flag!r}")
-    for word in (options.layout, *(word for word in (options.backend, options.engine) if word is not None)):
-        if not isinstance(word, str):
-            raise TypeError(f"layout, backend and engine must be strings, not {word!r}")
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    choices = [getattr(options, name) for name, _ in CHOICE_NAMES]
+    for (name, optional), choice in zip(CHOICE_NAMES, choices, strict=True):
+        if not isinstance(choice, str) and not (optional and choice is None):
+            raise TypeError(f"{name} must be a string, not {choice!r}")
     left, right = _sides(options.window)
-    dropout = _number(options.dropout)
+    numbers = [_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
     q, k, v = _autocast(arrays)
     if fp8:
-        require_roundable((q, k, v), descales)
-    return Call(
-        q, k, v, *features,
-        cu_seqlens_q=None if packed is None else packed.cu_seqlens_q,
-        cu_seqlens_k=None if packed is None else packed.cu_seqlens_k,
-        q_descale=options.q_descale,
-        k_descale=options.k_descale,
-        v_descale=options.v_descale,
-        seed=_seed(options.seed, dropout, q.device),
-        max_seqlen_q=None if packed is None else _length(packed.max_seqlen_q),
-        max_seqlen_k=None if packed is None else _length(packed.max_seqlen_k),
-        causal=_causal(options.causal),
-        window_left=None if left is None else _index(left),
-        window_right=None if right is None else _index(right),
-        scale=None if options.scale is None else _number(options.scale),
-        softcap=None if options.softcap is None else _number(options.softcap),
-        dropout=dropout,
-        layout=options.layout,
-        deterministic=bool(options.deterministic) or torch.are_deterministic_algorithms_enabled(),
-        backend=options.backend,
-        engine=options.engine,
-        fp8=bool(fp8),
+        require_roundable((q, k, v), [getattr(options, name) for name in FP8_NAMES])
+    flags["deterministic"] = flags["deterministic"] or torch.are_deterministic_algorithms_enabled()
+    return (
+        q, k, v, *features, *bounds,
+        _seed(options.seed, _number(options.dropout), q.device),
+        *longest,
+        _causal(options.causal),
+        None if left is None else _index(left),
+        None if right is None else _index(right),
+        *numbers,
+        *choices,
+        *(bool(flag) for flag in flags.values()),
+        bool(fp8),
     )  # fmt: skip
 
 
@@ -187,7 +172,9 @@ def _causal(causal: Any) -> str:
     raise ValueError(f'causal must be False, True, "bottom_right" or "top_left", not {causal!r}')
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, optional: bool = False) -> float | None:
+    if optional and value is None:
+        return None
     if isinstance(value, (bool, str, bytes, bytearray, np.bool_)):
         raise TypeError(f"{value!r} is not a number")
     try:
@@ -211,7 +198,7 @@ def _length(value: Any) -> Any:
     return value if isinstance(value, torch.SymInt) else _index(value)
 
 
-def _seed(seed: Any, dropout: float, device: Any) -> Any:
+def _seed(seed: Any, dropout: Any, device: Any) -> Any:
     """A seed as the operator takes it: a tensor that CUDA graphs, checkpointing and the backward see."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
@@ -260,7 +247,8 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
-    return Call(*arguments[: WORDS.stop]), Saved(*arguments[WORDS.stop :])
+    count = len(Call._fields)
+    return Call(*arguments[:count]), Saved(*arguments[count:])
 
 
 def _absent(call: Call) -> Any:
@@ -300,7 +288,8 @@ def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
 def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
     _require_one_device(call, saved)
-    wanted = (call.q, call.k, call.v, call.bias if saved.bias_gradient else None, call.sink)
+    inputs = call._asdict() | ({} if saved.bias_gradient else {"bias": None})
+    wanted = (inputs[name] for name in DIFFERENTIATED)
     return tuple(_absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
@@ -308,21 +297,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     """Tensors go through save_for_backward alone: one that hangs on ctx lives as long as anything holds the graph."""
     ctx.set_materialize_grads(False)
     call = Call(*inputs)
-    tensors = tuple(call._replace(seed=call.seed if call.dropout else None))[TENSORS]
-    ctx.save_for_backward(*tensors, *output)
-    ctx.words = tuple(call)[WORDS]
+    arguments = tuple(call._replace(seed=call.seed if call.dropout else None))
+    ctx.save_for_backward(*arguments[: len(TENSORS)], *output)
+    ctx.others = arguments[len(TENSORS) :]
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     if dout is None:  # only lse was used
         dout = out.new_zeros(()).expand(out.shape)
-    bias_gradient = ctx.needs_input_grad[BIAS]
-    dq, dk, dv, dbias, dsink = attention_backward(*tensors, *ctx.words, dout, out, lse, dlse, bias_gradient)
-    gradients: list[Any] = [dq, dk, dv, *[None] * (len(Call._fields) - 3)]
-    gradients[BIAS] = dbias if bias_gradient else None
-    gradients[SINK] = dsink if ctx.needs_input_grad[SINK] else None
-    return tuple(gradients)
+    needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=True))
+    gradients = attention_backward(*tensors, *ctx.others, dout, out, lse, dlse, needed["bias"])
+    by_input = dict(zip(DIFFERENTIATED, gradients, strict=True))
+    return tuple(by_input.get(name) if needed[name] else None for name in Call._fields)
 
 
 def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:

@@ -7,8 +7,8 @@ counters = launch(ptx, "forward", grid, block, struct.pack("Q", q), memory=memor
 
 from .counters import Counters
 from .errors import SimulationError
-from .machine import launch
-from .memory import Memory
-from .parser import parse
+from .machine.launch import launch
+from .machine.parser import parse
+from .memory.store import Memory
 
 __all__ = ["Counters", "Memory", "SimulationError", "launch", "parse"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .ptx import TYPE_BYTES, Function, Instruction
+from .machine.ptx import TYPE_BYTES, Function, Instruction
 
 _CLASSES = {
     "mufu": {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"},

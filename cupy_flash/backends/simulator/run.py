@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...ahead import compile_launch
 from ...arrays import Array
 from ...plan import Plan
 from ...problem import Gradients, Operands
 from ...tensor_map import ALIGNMENT, encode_for_simulator
 from .. import kernels
+from ..kernels import compile_launch
 from . import Memory, launch
 from .counters import Counters
 

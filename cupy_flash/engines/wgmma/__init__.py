@@ -10,8 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from ...device import Device
-from ...launch import Launch, fragment_refusals, grid_refusals
+from ...launch import Launch
+from ...params import Workspace
 from ...problem import FP8, Problem
+from ..fragments import fragment_refusals
+from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
@@ -71,8 +74,8 @@ def threads(device: Device, tile: Any, cost: float) -> int:
     return tile.threads
 
 
-def workspaces(problem: Problem, tile: Any) -> tuple[str, ...]:
-    return step(problem).workspaces(problem, tile)
+def workspaces(problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return step(problem).workspaces(problem, tile, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:

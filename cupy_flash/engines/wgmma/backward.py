@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...device import Device
-from ...launch import (
-    Constant,
-    Launch,
-    fragment_backward,
-    fragment_constants,
-    is_modified,
-    known_constants,
-    sequences,
-)
+from ...launch import Constant, Launch
+from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from .. import mma
+from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
+from ..shared import known_constants, sequences
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -104,8 +99,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     return waves * (-(-visited // tile.block_q) * (clocks + STEP) + BLOCK) / CLOCK
 
 
-def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
-    return ("delta", "lse2", "dq_sums", "dq_turns") if problem.deterministic else ("delta", "lse2", "dq_sums")
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -144,7 +139,7 @@ def _live(problem: Problem, tile: Tile) -> int:
     passes = is_modified(problem), problem.dense_mask is not None
     option_registers = LIVE_OF_SCORES if any(passes) else 0
     option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
-    option_registers += scores if problem.softcap is not None else 0  # softcap slopes
+    option_registers += scores if keeps_scores(problem) else 0
     option_registers += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
     return sum(sums) // 2 + 2 * scores + option_registers
 

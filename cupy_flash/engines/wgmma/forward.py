@@ -6,17 +6,15 @@ import math
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from ...device import Device
-from ...launch import (
-    Constant,
-    Launch,
-    fragment_constants,
-    known_constants,
-    of_something,
-    sequences,
-)
+from ...launch import Constant, Launch
+from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
+from ..fragments import fragment_constants
+from ..shared import known_constants, nonempty, sequences
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -101,8 +99,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     return waves * (-(-visited // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
 
 
-def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
-    return ("drawn",) * tile.persistent
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * tile.persistent
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -132,7 +130,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
         tuple(boxes),
     )
-    return of_something([Launch("wgmma/clear", (), (1, 1, 1), 1), launch] if tile.persistent else [launch])
+    return nonempty([Launch("wgmma/clear", (), (1, 1, 1), 1), launch] if tile.persistent else [launch])
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:

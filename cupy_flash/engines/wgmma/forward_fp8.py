@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ...device import Device
-from ...launch import (
-    Constant,
-    Launch,
-    fragment_constants,
-    known_constants,
-    of_something,
-    sequences,
-)
+from ...launch import Constant, Launch
+from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
+from ..fragments import fragment_constants
+from ..shared import known_constants, nonempty, sequences
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -103,8 +101,15 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     return (waves * (-(-visited // tile.block_kv) * (clocks + STEP * (1 + steps_of_sums)) + BLOCK) + transpose) / CLOCK
 
 
-def workspaces(problem: Problem, tile: Tile) -> tuple[str, ...]:
-    return ("vt",)
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """V^T: whole tiles of keys along its rows. Each sequence of a packed batch begins with a tile of its own (vt.cuh).
+    In bytes, as not every library has a dtype of 8-bit floats."""
+    packed = problem.layout == "thd"
+    tiles = kv_rows // tile.block_kv + problem.batch if packed else -(-kv_rows // tile.block_kv)
+    keys, dims = tiles * tile.block_kv, problem.head_dim_v
+    shape = (1 if packed else problem.batch, problem.kv_heads, dims, keys)
+    strides = (problem.kv_heads * dims * keys, dims * keys, keys, 8)
+    return (Workspace("vt", shape, np.dtype(np.uint8), strides),)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -130,7 +135,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     boxes = [
         Box("q", tile.block_q, WIDE_PANEL),
         Box("k", tile.block_kv, WIDE_PANEL),
-        Box("vt", columns(problem.head_dim_v), NARROW_PANEL),
+        Box("vt", columns(problem.head_dim_v), NARROW_PANEL, layout="bhsd"),
     ]
     if problem.layout != "thd":
         boxes.append(Box("out", WARP_ROWS, PANEL))
@@ -138,7 +143,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     forward = Launch(
         kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), tuple(boxes)
     )
-    return of_something([transpose, forward])
+    return nonempty([transpose, forward])
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:

@@ -1,7 +1,7 @@
 """Hopper constants that the engine's kernels share: tile granularity and the cost model's throughputs."""
 
-from ...launch import is_modified
 from ...problem import Problem
+from ..fragments import is_modified
 
 ARCH = "sm_90a"
 LARGEST = 256  # head dimension

@@ -1,0 +1,1 @@
+"""Barriers and asynchronous instructions: mbarriers, clusters, cp.async, TMA, wgmma, setmaxnreg."""

@@ -1,0 +1,66 @@
+"""Helpers to compile an instruction into a closure over its operands' arrays (a Step)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import Unsupported
+from ..machine.context import Array, Context, Group, Step
+from ..machine.ptx import Instruction
+
+Function = Callable[..., Any]
+Compiler = Callable[[Instruction, Context], Step]
+_ROUNDINGS = {"rn", "rz", "rm", "rp", "rna"}
+HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
+
+
+def registrar(table: dict[str, Compiler]) -> Callable[..., Callable[[Compiler], Compiler]]:
+    """A decorator factory: @compiles("add", "sub") registers a compiler for these opcodes in the table."""
+
+    def compiles(*opcodes: str) -> Callable[[Compiler], Compiler]:
+        def register(compiler: Compiler) -> Compiler:
+            table.update(dict.fromkeys(opcodes, compiler))
+            return compiler
+
+        return register
+
+    return compiles
+
+
+def computed(result: Array, function: Function, *sources: Any) -> Step:
+    """A step: result = function(*sources) for the group's lanes."""
+
+    def step(group: Group) -> None:
+        group.write(result, function(*[group.read(source) for source in sources]))
+
+    return step
+
+
+def ufunc(result: Array, function: Function, *sources: Any) -> Step:
+    """As `computed`, for a NumPy ufunc with the register's dtype: it writes in place if all lanes are active."""
+
+    def step(group: Group) -> None:
+        if group.plain:
+            function(*sources, out=result)
+        elif group.mask is None and isinstance(group.index, slice):
+            function(*[group.read(source) for source in sources], out=result[group.index])
+        else:
+            group.write(result, function(*[group.read(source) for source in sources]))
+
+    return step
+
+
+def typed_sources(instruction: Instruction, context: Context, type_: str, first: int = 1) -> list[Any]:
+    """Views of the operands from `first` on, all of one type."""
+    return [context.source(operand, type_, instruction) for operand in instruction.operands[first:]]
+
+
+def unsupported(instruction: Instruction) -> Unsupported:
+    """The error for an instruction form that the simulator does not execute."""
+    return Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
+
+
+def rounding(instruction: Instruction, default: str = "rn") -> str:
+    """The rounding mode among the modifiers, or `default`."""
+    return next((m for m in instruction.modifiers if m in _ROUNDINGS), default)

@@ -1,0 +1,1 @@
+"""Simulated memory and its checks: bounds, initialisation, happens-before."""

@@ -1,0 +1,90 @@
+"""Constants, grids, workspaces and refusals that several engines share."""
+
+from __future__ import annotations
+
+from ..features import FEATURES, is_given
+from ..launch import Constant, Launch
+from ..params import Workspace
+from ..problem import DTYPES, Problem
+
+ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
+
+
+def shared_constants(problem: Problem) -> dict[str, Constant]:
+    """The constants of every kernel of tiles. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
+    constants: dict[str, Constant] = {
+        "element": ELEMENTS[problem.out_dtype.name],
+        "real": ELEMENTS[problem.accumulation.name],
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "PACKED": problem.layout == "thd",
+        "TOP_LEFT": problem.mask.top_left,
+        "WINDOW_LEFT": problem.mask.left is not None,
+        "WINDOW_RIGHT": problem.mask.right is not None,
+        "SHARD": problem.shard,
+        "DLSE": problem.dlse,
+    }
+    for feature in FEATURES:
+        if feature.constant:
+            constants[feature.constant] = is_given(problem, feature)
+        if feature.element:
+            constants[feature.element] = ELEMENTS[getattr(problem, f"{feature.field}_dtype")]
+    return constants
+
+
+# Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
+SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
+ROW_CONSTANTS = {
+    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
+    "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
+}
+
+
+def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[str, Constant], ...]:
+    """The constants of a plan that its kernel reads."""
+    known = ROW_CONSTANTS.get(kernel)
+    # delta alone reads the gradient of lse: the kernels of tiles are the same with and without.
+    return tuple((name, x) for name, x in constants.items() if (name != "DLSE" if known is None else name in known))
+
+
+def sequences(problem: Problem) -> int:
+    """Sequences of a grid. A packed batch has one more: the rows past its last sequence, which belong to none."""
+    return problem.batch + (problem.layout == "thd")
+
+
+def nonempty(launches: list[Launch]) -> tuple[Launch, ...]:
+    """The launches that have a block: CUDA refuses an empty grid, as that of an empty batch is."""
+    return tuple(launch for launch in launches if 0 not in launch.grid)
+
+
+def row_workspaces(problem: Problem, q_rows: int, *names: str) -> tuple[Workspace, ...]:
+    """Workspaces with one number per query and head, as lse."""
+    shape, strides = rows_of_heads(problem, q_rows)
+    return tuple(Workspace(name, shape, problem.accumulation, (*strides, 1)) for name in names)
+
+
+def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """The shape (B, Hq, rows), or (Hq, rows) of a packed batch, and its strides (batch, head, row) in rows of so many
+    columns."""
+    packed = problem.layout == "thd"
+    shape = (problem.heads, rows) if packed else (problem.batch, problem.heads, rows)
+    return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)
+
+
+def dtype_refusals(problem: Problem) -> list[str]:
+    """Why an engine that takes every dtype but fp8 does not serve a problem."""
+    if problem.dtype.name in DTYPES:
+        return []
+    return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
+
+
+def grid_refusals(problem: Problem) -> list[str]:
+    """Why no grid of (tiles, heads, sequences) holds a problem."""
+    return [
+        f"{count} {name} are more than the {GRID_LIMIT} blocks of a grid's second and third dimension"
+        for name, count in (("heads", problem.heads), ("sequences", sequences(problem)))
+        if count > GRID_LIMIT
+    ]

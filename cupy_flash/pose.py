@@ -1,0 +1,228 @@
+"""`pose`: the Problem and the Operands of a call. Facts are checked once and cached, values at every call."""
+
+from __future__ import annotations
+
+import operator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import environment
+from .arrays import Array
+from .features import ARRAY, ARRAYS, FEATURES, SEED, WINDOW
+from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
+from .requirements import (
+    ArrayFacts,
+    Requirements,
+    Sizes,
+    check_boundaries,
+    check_features,
+    check_options,
+    check_packed,
+    check_places,
+    check_saved,
+    check_seed,
+    check_shapes,
+    check_values,
+    read,
+)
+
+CACHED = 1024  # statements kept
+
+
+def pose(
+    function: str,
+    arrays: tuple[Any, Any, Any],
+    options: Options,
+    packed: Packed | None = None,
+    saved: Saved | None = None,
+    shard: Shard = WHOLE,
+) -> tuple[Problem, Operands]:
+    """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
+    requirements = Requirements(function)
+    call = read(requirements, _given(arrays, options, packed, saved, shard))
+    stated = _stated(_facts(call, options, packed, saved, shard))
+    requirements.unmet += stated.unmet
+    requirements.about_type |= stated.about_type
+    # Array contents and the seed are not cached facts: check them on every call.
+    seed = check_seed(requirements, call, options.seed, stated.dropout, saved is not None)
+    if packed is not None:
+        check_boundaries(requirements, call, stated.longest)
+    check_values(requirements, call, stated.sizes)
+    requirements.raise_if_unmet(call)
+    assert stated.problem is not None  # every requirement is met
+    if not stated.dropout:
+        seed = None
+    elif seed is None:
+        # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
+        seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+    operands: dict[str, Any] = {**call, "seed": seed}
+    return stated.problem, Operands._make(map(operands.get, Operands._fields))
+
+
+ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
+_arrays_of = operator.attrgetter(*ARRAY_NAMES)
+
+
+def _given(
+    arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, saved: Saved | None, shard: Shard
+) -> dict[str, Any]:
+    """The arrays of a call by name, as the caller gives them; None only where one is required."""
+    given = dict(zip(("q", "k", "v"), arrays, strict=True))
+    for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
+        if value is not None:
+            given[name] = value
+    if packed is not None:
+        given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
+    if saved is not None:
+        given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
+        if saved.dlse is not None:
+            given["dlse"] = saved.dlse
+    if shard.starts is not None:
+        given["starts"] = shard.starts
+    return given
+
+
+# A window is plain if its sides are; a seed is no fact.
+PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED))
+_plain_of = operator.attrgetter(*PLAIN_OPTIONS)
+# Types of values that are equal only to what means the same, and cannot change.
+PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class Facts(NamedTuple):
+    """Everything that decides over a call and its Problem, except the seed and the contents of arrays."""
+
+    options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
+    window: Any
+    backend: Any  # that of the options, else the environment's
+    longest: tuple[Any, ...]  # max_seqlen_q, max_seqlen_k of a packed batch
+    bias_gradient: bool
+    shard: tuple[Any, ...]  # Shard without its array
+    types: tuple[type, ...]  # 1 == True == 1.0, and not all of them are legal
+    packed: bool
+    backward: bool
+    aligned: bool
+    arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
+
+
+def _facts(call: dict[str, Array], options: Options, packed: Packed | None, saved: Saved | None, shard: Shard) -> Facts:
+    plain = _plain_of(options)
+    window, backend = options.window, options.backend
+    if backend is None:
+        backend = environment.backend()
+    longest = () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
+    bias_gradient = saved is not None and saved.bias_gradient
+    sides = window if type(window) is tuple else (window,)
+    types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides)))
+    arrays = tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()])
+    return Facts(
+        plain, window, backend, longest, bias_gradient, shard[1:], types, packed is not None, saved is not None,
+        _are_aligned(call), arrays,
+    )  # fmt: skip
+
+
+def _are_aligned(call: dict[str, Array]) -> bool:
+    """Whether q, k and v, as far as they could be read, can be copied in boxes."""
+    return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
+
+
+def has_boxes(array: Array) -> bool:
+    """Whether TMA can copy the array: every row starts at a multiple of 16 bytes, and no stride repeats or reverses
+    rows. Rows that are not contiguous count as the contiguous copy that is made of them."""
+    return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
+
+
+@lru_cache(maxsize=CACHED)
+def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, start: int) -> bool:
+    if strides[-1:] != (1,) and shape[-1:] > (1,):
+        return shape[-1] * size % 16 == 0
+    return start == 0 and all(
+        extent < 2 or (stride > 0 and stride * size % 16 == 0)
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
+
+
+class Stated(NamedTuple):
+    """The result of all checks of facts."""
+
+    problem: Problem | None  # None where a requirement is not met
+    sizes: Sizes
+    dropout: bool
+    longest: tuple[int | None, int | None]
+    unmet: tuple[str, ...]
+    about_type: bool
+
+
+def _stated(facts: Facts) -> Stated:
+    """`_state`, cached where every option is plain: other objects may change, or not hash."""
+    return _state(facts) if PLAIN.issuperset(facts.types) else _state.__wrapped__(facts)
+
+
+@lru_cache(maxsize=CACHED)
+def _state(facts: Facts) -> Stated:
+    requirements = Requirements("")
+    arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
+    options = dict(zip(PLAIN_OPTIONS, facts.options, strict=True)) | {"window": facts.window}
+    check_places(requirements, arrays)
+    sizes = Sizes()
+    if {"q", "k", "v"} <= arrays.keys():
+        sizes = check_shapes(requirements, arrays, options["layout"], facts.packed)
+    settings = check_options(requirements, options, facts.backend, facts.packed, sizes, arrays)
+    if sizes.known:
+        check_features(requirements, arrays, sizes)
+        check_saved(requirements, arrays, sizes)
+    longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
+    if facts.packed:
+        longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
+    unmet = tuple(requirements.unmet)
+    problem = None
+    if sizes.known and not unmet:
+        q_len, kv_len = longest
+        assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
+        step, first_head, heads = facts.shard
+        problem = Problem(
+            backward=facts.backward,
+            dtype=arrays["q"].dtype,
+            device=arrays["q"].device,
+            framework=arrays["q"].framework,
+            layout="thd" if facts.packed else options["layout"],
+            batch=sizes.batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            head_dim_v=sizes.head_dim_v,
+            mask=settings.mask,
+            dlse="dlse" in arrays,
+            aligned=facts.aligned,
+            empty=any(0 in arrays[name].shape for name in ("q", "k", "v")),
+            shard="starts" in arrays,
+            step=step,
+            first_head=first_head,
+            whole_heads=sizes.heads if heads is None else heads,
+            deterministic=bool(options["deterministic"]),
+            backend=facts.backend,
+            engine=options["engine"],
+            bias_gradient=facts.bias_gradient,
+            **settings.numbers,
+            **_array_facts(arrays),
+        )
+    dropout = settings.numbers["dropout"]
+    return Stated(problem, sizes, bool(dropout), longest, unmet, requirements.about_type)
+
+
+def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
+    """The fields of a Problem for the arrays among the options."""
+    facts: dict[str, Any] = {}
+    for feature in ARRAYS:
+        array = arrays.get(feature.name)
+        facts[feature.field] = array is not None
+        if feature.broadcast:
+            facts[feature.field] = None if array is None else array.shape
+        if feature.element:
+            dtype = out_dtype(arrays["q"].dtype) if array is None else array.dtype
+            facts[f"{feature.field}_dtype"] = dtype.name
+    return facts

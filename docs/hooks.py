@@ -1,0 +1,45 @@
+"""Two extensions that mkdocs.yml loads: links out of docs/, and doctests in the API reference.
+
+A link such as ../bench/marks.py from a page of docs/ adds that file of the repository to the site.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(\]\()\.\./([^)#\s]+)")  # pages in a subfolder of docs/ link to pages only
+DOCTEST = re.compile(r"^( *)>>> .*\n(?:^\1\S.*\n?)*", re.MULTILINE)  # ends at an empty line
+
+
+def on_files(files: Files, config: Any) -> Files:
+    paths = {path for page in files.documentation_pages() for _, path in LINK.findall(page.content_string)}
+    for path in sorted(paths):
+        if (ROOT / path).is_file() and files.get_file_from_path(path) is None:
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Makes links relative to the site, whose root holds the pages of docs/ and the files added above."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return LINK.sub(r"\1\2", markdown.replace("](docs/", "]("))
+
+
+class Docstrings(griffe.Extension):
+    """Turns doctests into fenced code and the "::" before an indented block into ":", as Markdown writes them."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            text = DOCTEST.sub(fenced, obj.docstring.value)
+            obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+
+
+def fenced(doctest: re.Match[str]) -> str:
+    return f"{doctest[1]}```pycon\n{doctest[0].rstrip()}\n{doctest[1]}```\n"

@@ -1,0 +1,124 @@
+"""NaN and infinity that masks hide, on the engines of the GPU: in K they reach no row, and by products of matrices
+nothing outside the tiles that a kernel visits (docs/limits.md)."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import backends
+from cupy_flash.engines import wgmma
+from cupy_flash.plan import plan
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Saved
+
+FORWARD, BACKWARD, FP8 = (
+    wgmma.forward.Tile(128, 64, stages=2, persistent=False, takes_turns=False, paired=False),
+    wgmma.backward.Tile(64, 128, stages=2, dq_in_bulk=False),
+    wgmma.forward_fp8.Tile(128, 64, stages=2, sum_columns=64),
+)
+# Every head has one of them, the last none.
+POISONS = (("k", np.nan), ("k", np.inf), ("v", np.nan), ("q", np.nan), ("dout", np.nan))
+HEADS, CLEAN = len(POISONS) + 1, -1
+
+
+def visited(band, tile):
+    """The pairs (entry, 1, query, key) of all tiles that hold a pair of the band."""
+    q_len, kv_len = band.shape[-2:]
+    tiles = np.arange(q_len)[:, None] // tile[0] * kv_len + np.arange(kv_len) // tile[1]
+    return np.stack([np.isin(tiles, tiles[entry]) for entry in band[:, 0]])[:, None]
+
+
+def differs(x):
+    """Where a head is not, to the bit, as the clean one."""
+    return (x != x[:, CLEAN:]) & ~(np.isnan(x) & np.isnan(x[:, CLEAN:]))
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "arch", "q_len", "kv_len", "head_dim"),
+    [
+        ("simt", "float32", "sm_80", 20, 44, 8),
+        ("mma", "bfloat16", "sm_80", 70, 70, 16),
+        ("wgmma", "bfloat16", "sm_90a", 140, 140, 64),
+        ("wgmma", "float8_e4m3fn", "sm_90a", 140, 140, 64),
+    ],
+    ids=["simt", "mma", "wgmma", "fp8"],
+)
+def test_what_is_hidden_stays_in_its_tile(
+    engine, dtype, arch, q_len, kv_len, head_dim, small_tile, poisoned_memory, monkeypatch
+):
+    """Keys are hidden by a window and lengths, in the second entry of the batch also by a mask and a bias of -inf from
+    some rows, in the third from all. Heads differ in what is poisoned alone: the clean one says what is reached."""
+    monkeypatch.setattr(backends, "SIMULATED", arch)
+    tiles = FP8 if dtype == "float8_e4m3fn" else FORWARD
+    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [BACKWARD if problem.backward else tiles])
+    plan.cache_clear()
+    rng = np.random.default_rng(0)
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+    def same_in_all_heads(length):
+        return rng.normal(size=(3, 1, length, head_dim)).astype(dtype).repeat(HEADS, axis=1)
+
+    arrays = dict(zip(("q", "k", "v", "dout"), map(same_in_all_heads, (q_len, kv_len, kv_len, q_len)), strict=True))
+    query, keys = q_len - 10, [kv_len - 12, kv_len - 9]
+    of_keys = np.zeros((HEADS, 1, kv_len), bool)  # those poisoned
+    for head, (name, value) in enumerate(POISONS):
+        if dtype.itemsize > 1 or np.isnan(value):  # e4m3 has no infinity
+            arrays[name][:, head, keys if name in "kv" else query, 3] = value
+            of_keys[head, :, keys] = name in "kv"
+
+    q_lengths, kv_lengths = np.array([q_len - 3, q_len, q_len]), np.array([kv_len - 2, kv_len, kv_len])
+    mask, unhidden = np.ones((2, 3, 1, q_len, kv_len), bool)
+    mask[1], unhidden[1] = rng.random((2, 1, q_len, kv_len)) < 0.7
+    mask[2, ..., keys[0]] = unhidden[2, ..., keys[1]] = False
+    offset, left = (kv_lengths - q_lengths)[:, None, None, None], kv_len // 3
+    i, j = np.arange(q_len)[:, None], np.arange(kv_len)
+    band = (j <= i + offset) & (j >= i + offset - left) & (i < q_lengths[:, None, None, None])
+    sees = band & mask & unhidden
+    options = Options(
+        window=(left, 0),
+        softcap=5.0,
+        mask=mask,
+        bias=np.where(unhidden, 0, -np.inf).astype(np.float32).repeat(HEADS, axis=1),
+        q_lengths=q_lengths.astype(np.int32),
+        kv_lengths=kv_lengths.astype(np.int32),
+        layout="bhsd",
+        backend="simulator",
+        engine=engine,
+    )
+
+    def posed(saved=None):
+        problem, operands = pose("hidden", tuple(arrays[name] for name in "qkv"), options, None, saved)
+        chosen = backends.plan_for(problem)
+        return chosen, operands, {step.function: visited(band, step.tile) for step in chosen.launches if step.tile}
+
+    # (entry, head, query, column) and (entry, head, query)
+    *asked, tiles = posed()
+    out, lse = (array.numpy() for array in backends.run_forward(*asked))
+    reached, of_lse = differs(out.astype(np.float32)), differs(lse)
+    seeing = sees[..., keys].any(-1)
+    assert seeing[:2].any() and not seeing[:2].all() and not seeing[2].any()
+    (of_tile,) = (tile[..., keys].any(-1) for tile in tiles.values())
+    assert of_tile.any() and not of_tile.all()
+    expected, of_rows = np.zeros(reached.shape, bool), np.zeros(of_lse.shape, bool)
+    expected[:, 0], of_rows[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
+    expected[:, 1], of_rows[:, 1] = reached[:, 1] & seeing[:, 0, :, None], of_lse[:, 1] & seeing[:, 0]  # by inf's sign
+    expected[:, 2, :, 3] = of_tile[:, 0]
+    expected[:, 3, query] = of_rows[:, 3, query] = True
+    np.testing.assert_array_equal(reached, expected)
+    np.testing.assert_array_equal(of_lse, of_rows)
+    if dtype.itemsize == 1:  # which has no backward
+        return
+
+    rows = reached.any(-1) | of_lse
+    rows[:, 4, query] = True
+    *asked, tiles = posed(Saved(arrays["dout"], out, lse, None))
+    gradients = backends.run_backward(*asked)
+    dq, dk, dv = (differs(getattr(gradients, name).numpy().astype(np.float32)).any(-1) for name in ("dq", "dk", "dv"))
+    of_kv = tiles["backward" if "backward" in tiles else "backward_kv"]
+    of_q = tiles.get("backward_q", of_kv)  # else added up by blocks of keys
+    assert not (dq & ~rows & ~(of_q & of_keys).any(-1)).any()
+    beside = (rows[..., None] & of_kv).any(2)
+    assert not (dv & ~beside).any()
+    assert not (differs(gradients.dbias.numpy()) & ~(tiles["backward_bias"] & (rows[..., None] | of_keys))).any()
+    of_keys[:2] = False  # of a key that no row sees, V alone shows
+    assert not (dk & ~beside & ~of_keys[:, 0]).any()

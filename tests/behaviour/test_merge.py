@@ -1,0 +1,203 @@
+"""merge: the results over parts of the keys are the result over all; rows that see nothing in one part or in both."""
+
+import functools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import DTYPES, Case, references
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import reference
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import run as simulator
+from cupy_flash.partials import pose_merge
+
+FORWARD = ("out", "lse")
+
+SPLIT = {
+    "plain": Case(),
+    "causal": Case(causal=True, q_len=29),
+    "mask": Case(mask="b1qk"),
+    "bias": Case(bias="1hqk", bias_hides=True),
+    "sink": Case(sink=True),
+    "sink-mask": Case(sink=True, mask="bhqk"),
+    "bhsd": Case(layout="bhsd", mask="qk"),
+    "huge": Case(scores="huge"),
+    "rising": Case(scores="rising"),
+    "constant": Case(scores="constant"),
+    "float16": Case(dtype="float16"),
+    "bfloat16": Case(dtype="bfloat16", mask="b1qk"),
+    "float64": Case(dtype="float64", sink=True),
+}
+
+
+def parts(attention, case, cuts):
+    """(out, lse) over the keys between the cuts, which keep the positions of the whole; the sink in the first part."""
+    q, k, v, options, *_ = case.call()
+    mask = np.asarray(options.pop("mask", True))
+    if options.pop("causal"):
+        mask = mask & np.tri(case.q_len, case.kv_len, case.kv_len - case.q_len, dtype=bool)
+    mask = np.broadcast_to(mask, (case.batch, case.heads, case.q_len, case.kv_len))
+    bias, sink = options.pop("bias", None), options.pop("sink", None)
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        keys = [x.take(range(start, stop), axis=2 if case.layout == "bhsd" else 1) for x in (k, v)]
+        cut = dict(mask=mask[..., start:stop], bias=None if bias is None else bias[..., start:stop])
+        yield attention(q, *keys, **cut, sink=sink if start == 0 else None, **options)
+        sink = None
+
+
+def average(a, b, layout):
+    """merge by softmax weights over the two lse, in the precision of lse."""
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    largest = np.maximum(np.maximum(lse_a, lse_b), np.finfo(lse_a.dtype).min)
+    weights = np.exp(np.stack([lse_a, lse_b]) - largest)
+    total = weights.sum(axis=0)
+    weights = (weights / np.where(total == 0, 1, total))[..., None]
+    weights = weights if layout == "bhsd" else weights.swapaxes(2, 3)
+    out = (weights * np.stack([out_a, out_b]).astype(lse_a.dtype)).sum(axis=0)
+    with np.errstate(divide="ignore"):
+        return out.astype(out_a.dtype), largest + np.log(total)
+
+
+@pytest.mark.parametrize("cuts", [(0, 9, 23), (0, 1, 23), (0, 0, 23), (0, 5, 5, 16, 23)], ids=str)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SPLIT.items()])
+def test_parts_make_the_whole(case, cuts):
+    """Held by the formula over all keys, and what averaging the formula's low-precision parts gets wrong."""
+
+    def whole(attention, merge):
+        return functools.reduce(functools.partial(merge, layout=case.layout), parts(attention, case, cuts))
+
+    actual = whole(
+        functools.partial(cupy_flash.attention, return_lse=True),
+        lambda a, b, layout: cupy_flash.merge(*a, *b, layout=layout),
+    )
+    low = whole(functools.partial(reference.attention, dtype=DTYPES[case.dtype]), average)
+    exact = references(case)[0]
+    for name, x, y, z, dtype in zip(FORWARD, actual, exact, low, (DTYPES[case.dtype], case.accumulation), strict=False):
+        assert_matches_reference(x, y, z, dtype, f"{name} of {case}")
+
+
+def results(*shape, seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    *rows, heads, dim = shape
+    return rng.normal(size=(*rows, heads, dim)).astype(dtype), rng.normal(size=(*rows[:-1], heads, rows[-1])).astype(
+        np.float32
+    )
+
+
+def test_rows_that_see_nothing():
+    """A row without keys in one part is the other's, bit by bit; without keys in both it stays 0 and -inf."""
+    out_a, lse_a = results(2, 4, 3, 5, seed=0)
+    out_b, lse_b = results(2, 4, 3, 5, seed=1)
+    for out, lse, row in ((out_a, lse_a, 0), (out_b, lse_b, 1), (out_a, lse_a, 2), (out_b, lse_b, 2)):
+        out[:, row], lse[:, :, row] = 0, -np.inf
+    out, lse = cupy_flash.merge(out_a, lse_a, out_b, lse_b)
+    np.testing.assert_array_equal(out[:, 0], out_b[:, 0])
+    np.testing.assert_array_equal(out[:, 1], out_a[:, 1])
+    np.testing.assert_array_equal(lse[:, :, 0], lse_b[:, :, 0])
+    np.testing.assert_array_equal(lse[:, :, 1], lse_a[:, :, 1])
+    assert (out[:, 2] == 0).all() and np.isneginf(lse[:, :, 2]).all()
+    assert np.isfinite(lse[:, :, 3]).all() and (out[:, 3] != 0).all()
+
+
+def test_order_does_not_matter():
+    a, b = results(2, 4, 3, 5, seed=0), results(2, 4, 3, 5, seed=1)
+    for x, y in zip(cupy_flash.merge(*a, *b), cupy_flash.merge(*b, *a), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_far_apart():
+    """Weights that underflow leave the other part alone; nothing overflows."""
+    (out_a, lse_a), (out_b, lse_b) = results(1, 4, 2, 3, seed=0), results(1, 4, 2, 3, seed=1)
+    for shift in (1e4, 1e30):
+        out, lse = cupy_flash.merge(out_a, lse_a + np.float32(shift), out_b, lse_b - np.float32(shift))
+        np.testing.assert_array_equal(out, out_a)
+        np.testing.assert_array_equal(lse, lse_a + np.float32(shift))
+
+
+def test_layouts_and_packed():
+    """(B, S, H, Dv), (B, H, S, Dv) and (T, H, Dv) are one computation."""
+    a, b = results(2, 4, 3, 5, seed=0), results(2, 4, 3, 5, seed=1)
+    out, lse = cupy_flash.merge(*a, *b)
+    swapped = [x.swapaxes(1, 2) for x in (a[0], b[0])]
+    heads_first = cupy_flash.merge(swapped[0], a[1], swapped[1], b[1], layout="bhsd")
+    np.testing.assert_array_equal(heads_first[0], out.swapaxes(1, 2))
+    np.testing.assert_array_equal(heads_first[1], lse)
+    for layout in ("bshd", "bhsd"):  # a packed batch has one layout
+        packed = cupy_flash.merge(a[0][0], a[1][0], b[0][0], b[1][0], layout=layout)
+        np.testing.assert_array_equal(packed[0], out[0])
+        np.testing.assert_array_equal(packed[1], lse[0])
+
+
+def test_dtypes_and_arrays():
+    """out in the dtype of out_a, rounded once; lse float32; new arrays of the caller's type; the inputs untouched."""
+    case = replace(Case(), dtype="bfloat16")
+    attention = functools.partial(cupy_flash.attention, return_lse=True)
+    (out_a, lse_a), (out_b, lse_b) = parts(attention, case, (0, 9, 23))
+    before = out_a.tobytes(), lse_a.tobytes()
+    out, lse = cupy_flash.merge(out_a, lse_a, out_b, lse_b)
+    assert (out.dtype, lse.dtype) == (out_a.dtype, np.float32)
+    wide, _ = cupy_flash.merge(out_a.astype(np.float32), lse_a, out_b, lse_b)
+    np.testing.assert_array_equal(out, wide.astype(out.dtype))
+    assert before == (out_a.tobytes(), lse_a.tobytes())
+    ours = cupy_flash.merge(*map(jnp.asarray, (out_a, lse_a, out_b, lse_b)))
+    assert all(isinstance(x, jnp.ndarray) for x in ours)
+    np.testing.assert_array_equal(np.asarray(ours[0]), out)
+
+
+def test_strides():
+    a, b = results(2, 4, 3, 5, seed=0), results(2, 4, 3, 5, seed=1)
+    expected = cupy_flash.merge(*a, *b)
+    reversed_ = [np.ascontiguousarray(x[::-1])[::-1] for x in (*a, *b)]
+    for x, y in zip(cupy_flash.merge(*reversed_), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 5), (2, 0, 3, 5), (0, 3, 5)], ids=str)
+def test_nothing_to_merge(shape):
+    a = results(*shape, seed=0)
+    out, lse = cupy_flash.merge(*a, *a)
+    assert (out.shape, lse.shape) == (a[0].shape, a[1].shape)
+
+
+def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
+    """partials.cu in the simulator, as a GPU would run it on arrays of its own."""
+    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    return tuple(array.numpy() for array in kernels.merge(parts, layout, "sm_80", simulator.start))
+
+
+TWINS = {
+    "bshd": dict(shape=(2, 9, 3, 40)),
+    "bhsd": dict(shape=(2, 9, 3, 40), layout="bhsd"),
+    "packed": dict(shape=(9, 3, 33)),
+    "one-dimension": dict(shape=(1, 5, 2, 1)),
+    "float64": dict(shape=(1, 5, 2, 8), dtype="float64"),
+    "float16": dict(shape=(1, 5, 2, 8), dtype="float16"),
+    "mixed": dict(shape=(1, 5, 2, 8), dtype="bfloat16", other="float32"),
+    "no-rows": dict(shape=(1, 0, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
+def test_kernel_is_the_twin_of_partials(twin):
+    """partials.cu gives what partials.py gives, to the rounding of its exponential."""
+    shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
+    rng = np.random.default_rng(3)
+    *leading, a, b, _ = shape
+    accumulation = np.float64 if dtype == np.float64 else np.float32
+    lse = rng.normal(size=(2, *leading, *((a, b) if layout == "bhsd" else (b, a)))).astype(accumulation) * 5
+    lse[0, ..., 1:2] = lse[1, ..., 2:3] = -np.inf  # rows that see nothing in one part
+    lse[:, ..., 3:4] = -np.inf  # and in both
+    lse[0, ..., 4:5] += 1e4
+    out_a = rng.normal(size=shape).astype(dtype)
+    out_b = rng.normal(size=(*shape[:-1], shape[-1] + 1)).astype(DTYPES[twin["other"]] if "other" in twin else dtype)
+    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b start anywhere
+    merged, expected = merge_kernel(*parts, layout=layout), cupy_flash.merge(*parts, layout=layout)
+    for actual, exact in zip(merged, expected, strict=True):
+        assert actual.dtype == exact.dtype and actual.shape == exact.shape
+        eps = float(ml_dtypes.finfo(actual.dtype).eps)  # of its rounding, that of the weights, and the exponential's
+        np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)

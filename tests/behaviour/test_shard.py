@@ -1,0 +1,134 @@
+"""Calls on parts of a larger one: shards of queries, keys and heads give, put together, the result of the whole."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from cases import Case, Result, by_backend, check
+
+import cupy_flash
+from cupy_flash import backends
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Packed, Saved, Shard
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# Rows of a sequence, in parts: runs of positions, none a multiple of anything, one empty; or every third position.
+PARTS = {
+    "runs": (1, lambda length: [range(0, 7), range(7, 7), range(7, 18), range(18, length)]),
+    "stripes": (3, lambda length: [range(start, length, 3) for start in range(3)]),
+}
+CASES = {
+    "plain": Case(dtype="float64"),
+    "causal": Case(causal=True),
+    "causal-float64": Case(causal=True, dtype="float64"),
+    "top-left-more-queries": Case(causal="top_left", q_len=29),
+    "window": Case(window=(4, 3)),
+    "window-causal-empty-rows": Case(window=(5, None), causal=True, q_len=29),
+    "window-narrow": Case(window=(1, 0)),
+    "window-beyond-int32": Case(window=(2**40, 2**40)),
+    "alibi": Case(alibi="bh"),
+    "alibi-causal-dropout": Case(alibi="h", causal=True, dropout=0.3),
+    "dropout": Case(dropout=0.4),
+    "dropout-float64": Case(dropout=0.2, dtype="float64", causal=True),
+    "grouped-bhsd": Case(heads=6, kv_heads=2, layout="bhsd", causal=True, dropout=0.3),
+    "packed": Case(packed=True, batch=3, q_lengths=(19, 0, 18), kv_lengths=(20, 21, 23), causal=True),
+    "packed-dropout": Case(
+        packed=True, batch=2, q_lengths=(18, 19), kv_lengths=(23, 18), window=(6, 2), alibi="bh", dropout=0.3
+    ),
+}
+ROWS = {f"{name}-{parts}": (case, parts) for name, case in CASES.items() for parts in PARTS}
+SIMULATED = {
+    f"{name}-{parts}": (replace(CASES[name], heads=2, kv_heads=1, head_dim=4, head_dim_v=4), parts)
+    for parts, names in {
+        "runs": ("window-causal-empty-rows", "grouped-bhsd", "packed-dropout"),
+        "stripes": ("window-narrow", "alibi-causal-dropout", "packed-dropout"),
+    }.items()
+    for name in names
+}
+
+
+def of_rows(case, call, parts, index, lengths):
+    """(index of the rows of a part in the whole arrays, its lengths per sequence, the position of its first rows)."""
+    runs = [parts(length)[index] for length in lengths]
+    runs = [range(run.start, min(run.stop, length), run.step) for run, length in zip(runs, lengths, strict=True)]
+    if not case.packed:
+        return np.array(runs[0], int), [len(run) for run in runs], [run.start for run in runs]
+    begins = np.cumsum([0, *lengths])[:-1]
+    rows = [begin + np.array(run, int) for begin, run in zip(begins, runs, strict=True)]
+    return np.concatenate(rows), [len(run) for run in runs], [run.start for run in runs]
+
+
+def run_parts(case, backend, step, parts):
+    """The case as every part of the queries with every part of the keys: results merged, gradients added up."""
+    q, k, v, options, dout, dlse, packed = case.call()
+    axis = {True: 0, False: 2 if case.layout == "bhsd" else 1}[case.packed]
+    q_lengths, kv_lengths = case.q_lengths, case.kv_lengths
+    if packed is None:
+        q_lengths, kv_lengths = [case.q_len] * case.batch, [case.kv_len] * case.batch
+    offsets = [0 if case.causal == "top_left" else kv - q for q, kv in zip(q_lengths, kv_lengths, strict=True)]
+    count = len(parts(100))
+
+    def call(i, j, saved=None):
+        q_rows, q_sizes, q_first = of_rows(case, q, parts, i, q_lengths)
+        kv_rows, kv_sizes, kv_first = of_rows(case, k, parts, j, kv_lengths)
+        starts = [(a, b, a + o - b) for a, b, o in zip(q_first, kv_first, offsets, strict=True)]
+        bounds = [np.cumsum([0, *sizes], dtype=np.int32) for sizes in (q_sizes, kv_sizes)]
+        some = None if packed is None else Packed(*bounds, max(q_sizes), max(kv_sizes))
+        if saved is not None:
+            given = [x.take(q_rows, axis) for x in saved[:2]] + [x.take(q_rows, -1) for x in saved[2:]]
+            saved = Saved(*given)
+        arrays = (q.take(q_rows, axis), k.take(kv_rows, axis), v.take(kv_rows, axis))
+        where = Shard(np.array(starts, np.int32), step)
+        posed = pose("shard", arrays, Options(**options, backend=backend), some, saved, where)
+        return q_rows, kv_rows, *posed
+
+    out, lse = np.zeros_like(dout), np.full(dlse.shape, -np.inf, dlse.dtype)
+    layout = {} if case.packed else {"layout": case.layout}
+    for i in range(count):
+        merged = None
+        for j in range(count):
+            q_rows, _, problem, operands = call(i, j)
+            part = [array.numpy() for array in backends.forward(problem, operands)]
+            merged = part if merged is None else cupy_flash.merge(*merged, *part, **layout)
+        put(out, q_rows, axis, merged[0])
+        put(lse, q_rows, lse.ndim - 1, merged[1])
+
+    dq, dk, dv = (np.zeros_like(np.nan_to_num(x)) for x in (q, k, v))
+    for i, j in product(range(count), repeat=2):
+        q_rows, kv_rows, problem, operands = call(i, j, (dout, out, lse, dlse))
+        gradients = [array.numpy() for array in backends.backward(problem, operands)[:3]]
+        for whole, rows, part in zip((dq, dk, dv), (q_rows, kv_rows, kv_rows), gradients, strict=True):
+            put(whole, rows, axis, whole.take(rows, axis) + part)
+    return Result(out, lse, dq, dk, dv, None, None)
+
+
+def put(whole, rows, axis, part):
+    np.moveaxis(whole, axis, 0)[rows] = np.moveaxis(part, axis, 0)
+
+
+@by_backend("case,parts", cpu=ROWS, simulator=SIMULATED)
+def test_parts_are_the_whole(backend, case, parts):
+    check(case, run_parts(case, backend, *PARTS[parts]))
+
+
+def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
+    """Bitwise: the other heads are computed elsewhere, and nothing else is different."""
+    case = Case(heads=4, kv_heads=2, dropout=0.5, head_dim=4, head_dim_v=4)
+    q, k, v, options, *_ = case.call()
+    whole = cupy_flash.attention(q, k, v, backend=backend, **options)
+    for half in (slice(0, 2), slice(2, 4)):
+        kv_half = slice(half.start // 2, half.stop // 2)
+        arrays = (q[:, :, half], k[:, :, kv_half], v[:, :, kv_half])
+        problem, operands = pose(
+            "shard", arrays, Options(**options, backend=backend), shard=Shard(first_head=half.start, heads=4)
+        )
+        out, _ = backends.forward(problem, operands)
+        np.testing.assert_array_equal(out.numpy(), whole[:, :, half])
+
+
+def test_what_is_wrong_with_starts_is_found():
+    q, k, v, *_ = Case().call()
+    with pytest.raises(ValueError, match=r"starts must be int32 \(B, 3\) = \(2, 3\), not int32 \(3, 3\)"):
+        pose("shard", (q, k, v), Options(), shard=Shard(np.zeros((3, 3), np.int32)))

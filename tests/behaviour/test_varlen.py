@@ -1,0 +1,82 @@
+"""Packed sequences: the formula one by one, zero-length ones anywhere, tokens past the last, dropout's bits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import PACKED, PACKED_OPTIONS, Result, assert_bitwise_equal, check, run, run_planned
+
+import cupy_flash
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in PACKED_OPTIONS.items()])
+def test_packed(case, backend):
+    check(case, backend=backend)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in PACKED_OPTIONS.items()])
+def test_any_tiles_and_threads(case):
+    one = run_planned(case, block_q=4, block_kv=8, threads=1)
+    check(case, one)
+    assert_bitwise_equal(run_planned(case, block_q=4, block_kv=8, threads=3), one, case)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle"]
+)
+def test_packed_equals_padded(name, backend):
+    """The same sequences as a padded batch: the same bits everywhere, dropout's included."""
+    case = PACKED_OPTIONS[name]
+    packed, padded = run(case, backend), run(replace(case, packed=False), backend)
+
+    def packed_rows(x, lengths):
+        return np.concatenate([row[:length] for row, length in zip(x, lengths, strict=True)])
+
+    for field, lengths in (
+        ("out", case.q_lengths),
+        ("dq", case.q_lengths),
+        ("dk", case.kv_lengths),
+        ("dv", case.kv_lengths),
+    ):
+        actual = getattr(packed, field)
+        np.testing.assert_array_equal(actual[:-3], packed_rows(getattr(padded, field), lengths), field)
+        assert (actual[-3:] == 0).all()
+    np.testing.assert_array_equal(packed.lse[:, :-3], packed_rows(padded.lse.swapaxes(1, 2), case.q_lengths).T)
+    assert np.isneginf(packed.lse[:, -3:]).all()
+
+
+def test_longer_maxima_change_nothing(backend):
+    """max_seqlen is an upper bound: it sizes the plan, not the result."""
+    case = replace(PACKED, causal=True)
+    call = case.call()
+    longer = call._replace(packed=call.packed._replace(max_seqlen_q=1000, max_seqlen_k=np.int64(5000)))
+    check(case, run(case, backend, longer))
+
+
+def test_the_longest_maxima():
+    """Planning takes no time or memory that grows with them."""
+    call = replace(PACKED, causal=True, window=(5, 0)).call()
+    longest = call._replace(packed=call.packed._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))
+    check(replace(PACKED, causal=True, window=(5, 0)), run(PACKED, "cpu", longest))
+
+
+def test_no_tokens(backend):
+    q, k, v = (np.zeros((0, heads, 8), np.float32) for heads in (4, 2, 2))
+    bounds = np.zeros(3, np.int32)
+    out, lse = cupy_flash.attention_varlen(q, k, v, bounds, bounds, 0, 0, return_lse=True, backend=backend)
+    assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
+    gradients = cupy_flash.attention_varlen_backward(out, q, k, v, out, lse, bounds, bounds, 0, 0, backend=backend)
+    assert [x.shape for x in gradients[:3]] == [q.shape, k.shape, v.shape]
+
+
+def test_results(backend):
+    case = replace(PACKED, dtype="bfloat16", sink=True)
+    result = run(case, backend)
+    q, k, v, *_ = case.call()
+    shapes = Result(q.shape, (4, len(q)), q.shape, k.shape, v.shape, None, (4,))
+    for field, shape in zip(Result._fields, shapes, strict=True):
+        array = getattr(result, field)
+        assert (None if array is None else array.shape) == shape
+        assert array is None or (type(array) is np.ndarray and array.flags.c_contiguous)

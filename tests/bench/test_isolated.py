@@ -1,0 +1,114 @@
+"""Work in a process of its own: answers, and every way to lose the process."""
+
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from patience import FOREVER, give_workers_time, hang
+
+from bench.isolated import Lost, OutOfTime, Worker
+from bench.results import ROOT
+
+
+def work(how, announce):
+    """Goes well or ends in one of the ways of a kernel, after having said what it begins; gives its process."""
+    announce("a first step", FOREVER)
+    announce("the step", 0 if how == "hangs" else FOREVER)
+    if how in ("hangs", "waits"):
+        hang()
+    if how == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "leaves":
+        os._exit(3)
+    if how == "fails":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much else")
+    if how == "begins another":
+        return subprocess.Popen([sys.executable, "-c", "import patience; patience.hang()"]).pid
+    if how == "begins a pool":
+        pools.append(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        return pools[0].submit(os.getpid).result()
+    return os.getpid()
+
+
+pools = []
+
+
+@pytest.fixture(autouse=True)
+def workers_have_time(monkeypatch):
+    give_workers_time(monkeypatch)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # a killed process may yet wait to be heard of
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("hangs", "timed out after 0 s"),
+        ("crashes", "process exited with status -11"),
+        ("leaves", "process exited with status 3"),
+        ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_what_is_lost_is_told_and_the_next_is_served(how, reason):
+    with Worker(work) as worker:
+        first = worker("goes well", until=math.inf)
+        assert worker("goes well", until=math.inf) == first != os.getpid()
+        with pytest.raises(Lost) as lost:
+            worker(how, until=math.inf)
+        assert (lost.value.step, lost.value.reason) == ("the step", reason)
+        assert not is_alive(first)
+        second = worker("goes well", until=math.inf)
+        assert second != first
+    assert not is_alive(second)
+
+
+def test_time_is_over_for_everything():
+    with Worker(work) as worker:
+        worker("goes well", until=math.inf)
+        with pytest.raises(OutOfTime):
+            worker("waits", until=time.monotonic())
+
+
+@pytest.mark.parametrize("how", ["begins another", "begins a pool"])
+def test_what_it_begins_ends_with_it(how):
+    with Worker(work) as worker:
+        other = worker(how, until=math.inf)
+        assert is_alive(other)
+    while is_alive(other):
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_ended_ends_its_worker():
+    """As `timeout` ends it, whose signal goes to the run alone."""
+    program = """
+import math
+import pytest
+from bench.isolated import Worker, ended_by_signal
+from patience import give_workers_time
+from test_isolated import work
+with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as worker:
+    give_workers_time(patch)
+    print(worker("goes well", until=math.inf), flush=True)
+    worker("waits", until=math.inf)
+"""
+    folders = (ROOT, ROOT / "tests" / "helpers", Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    pid = int(run.stdout.readline())
+    run.terminate()
+    assert run.wait() == 128 + signal.SIGTERM
+    assert not is_alive(pid)
+    run.stdout.close()

@@ -1,0 +1,30 @@
+"""The forward in fp8 on a real GPU, as torch tensors (CuPy has no dtype for it)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from cases import DTYPES, Call, Result
+
+import cupy_flash
+
+
+def on_gpu(x: Any) -> Any:
+    """A NumPy array as a tensor on the GPU; anything else as it is."""
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.dtype.name in ("bfloat16", "float8_e4m3fn"):
+        bits = torch.from_numpy(np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")).cuda()
+        return bits.view(getattr(torch, x.dtype.name))
+    return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+
+def forward(call: Call) -> Result:
+    arrays = [on_gpu(x) for x in (*call[:3], *(call.packed or ()))]
+    options = {name: on_gpu(x) for name, x in call.options.items()}
+    function = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
+    out, lse = function(*arrays, return_lse=True, **options)
+    bits = out.view(torch.int16).cpu().numpy()
+    return Result(bits.view(DTYPES["bfloat16"]), lse.cpu().numpy(), *[None] * 5)

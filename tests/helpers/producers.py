@@ -1,0 +1,64 @@
+"""Arrays of every framework from NumPy's, and producers of DLPack and of the array API that no library has."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from cupy_flash import arrays
+
+
+class Producer:
+    """What a library unknown to us shows: DLPack 1.x, made from a NumPy array or a torch tensor."""
+
+    def __init__(self, array, device=(1, 0), patch=lambda tensor: None):
+        self.array, self.device_, self.patch = array, device, patch
+        self.asked = {}
+
+    def __dlpack_device__(self):
+        return self.device_
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.asked = {"stream": stream, "max_version": max_version}
+        capsule = self.array.__dlpack__(max_version=max_version)
+        self.patch(arrays._read_capsule(capsule)[0])
+        return capsule
+
+
+class OldProducer(Producer):
+    """DLPack before 1.0: no max_version, an unversioned capsule."""
+
+    def __dlpack__(self, *, stream=None):
+        return super().__dlpack__(stream=stream)
+
+
+class NamespaceProducer(Producer):
+    """A producer with the array API's way to allocate: another array of its kind, on top of torch."""
+
+    dtype = property(lambda self: self.array.dtype)
+    device = property(lambda self: self.array.device)
+
+    def __array_namespace__(self):
+        def allocate(shape, *, dtype, device):
+            return NamespaceProducer(torch.empty(shape, dtype=dtype, device=device))
+
+        return SimpleNamespace(empty=allocate, float32=torch.float32)
+
+    def tolist(self):
+        return self.array.tolist()
+
+
+def to_torch(array):
+    """A torch tensor of the same values; torch takes no ml_dtypes array."""
+    return torch.tensor(array.astype(np.float64)).to(getattr(torch, array.dtype.name))
+
+
+MAKERS = {
+    "numpy": lambda array: array,
+    "torch": to_torch,
+    "jax": jnp.asarray,
+    "dlpack": lambda array: Producer(to_torch(array)),
+    "old_dlpack": lambda array: OldProducer(to_torch(array)),
+    "namespace": lambda array: NamespaceProducer(to_torch(array)),
+}

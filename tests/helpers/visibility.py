@@ -1,0 +1,18 @@
+"""Which keys each query sees, pair by pair."""
+
+import numpy as np
+
+
+def sees(mask, q_len, kv_len):
+    """i + o - left <= j <= i + o + right, one pair at a time: bool (q_len, kv_len)."""
+    o = 0 if mask.top_left else kv_len - q_len
+    return np.array(
+        [
+            [
+                (mask.left is None or j >= i + o - mask.left) and (mask.right is None or j <= i + o + mask.right)
+                for j in range(kv_len)
+            ]
+            for i in range(q_len)
+        ],
+        bool,
+    ).reshape(q_len, kv_len)

@@ -1,0 +1,353 @@
+"""The forward of fp8 (e4m3) on the simulator: every option, head dimensions, descales, orders of asynchronous work,
+planted bugs; V^T; sums over long rows; what is refused."""
+
+import functools
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import Case, Result, compare
+from fp8_cases import FP8, LONG, OPTIONS, quantised, references
+from planting import planted
+
+import cupy_flash
+from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends.simulator import errors, launch
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import wgmma
+from cupy_flash.plan import plan
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, UnsupportedError
+from cupy_flash.source import assemble, kernel_folder
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
+
+TILE = wgmma.forward_fp8.Tile(block_q=128, block_kv=64, stages=2, sum_columns=64)
+LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), head_dim=160, head_dim_v=128))
+
+
+@pytest.fixture
+def small_tile(monkeypatch):
+    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
+    plan.cache_clear()
+    yield
+    plan.cache_clear()
+
+
+def forward(call, blocks=None):
+    """(out, lse) of a call; of `blocks` blocks in each head, else of one for each tile of queries."""
+    options = Options(**call.options | dict(backend="simulator"))
+    problem, operands = pose("case", call[:3], options, call.packed)
+    chosen = backends.plan_for(problem)
+    if blocks is not None:
+        *others, last = chosen.launches
+        chosen = chosen._replace(launches=(*others, last._replace(grid=(blocks, *last.grid[1:]))))
+    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    return Result(out, lse, *[None] * 5)
+
+
+def check(case, call=None, result=None):
+    call = quantised(case) if call is None else call
+    compare(case, forward(call) if result is None else result, *references(call), only=("out", "lse"))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_option(options, small_tile):
+    check(Case(**LONG | options))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_planned_tile(dims):
+    """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
+    dim, dim_v = dims
+    check(Case(**LONG | dict(heads=1, kv_len=210, head_dim=dim, head_dim_v=dim_v, causal=True)))
+
+
+def test_descales():
+    """None is 1, 0 makes what it scales 0, and one of any size is what a scale is; by any strides."""
+    case = Case(**LONG | dict(batch=2, kv_heads=2, head_dim=32, head_dim_v=32, q_len=20, kv_len=40))
+    call = quantised(case, descales=False)
+    of_one = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
+    plain, ones = forward(call), forward(call._replace(options=call.options | of_one))
+    assert plain.out.tobytes() == ones.out.tobytes() and plain.lse.tobytes() == ones.lse.tobytes()
+    strided = np.asfortranarray(np.array([[0, 1e3], [3e-3, 0.5]], np.float32))
+    for changed in (
+        dict(q_descale=strided),
+        dict(k_descale=strided, v_descale=strided[::-1]),
+        dict(q_descale=strided, softcap=2.0),
+        dict(v_descale=np.broadcast_to(np.float32(0), (2, 2))),
+    ):
+        check(case, call._replace(options=call.options | changed))
+
+
+def test_every_order_gives_the_same_bits(small_tile, monkeypatch):
+    """Copies and products land early, late, at any time; and one block computes all tiles, or each has its own."""
+    call, results = quantised(LENGTHS), []
+    for order, seed, blocks in (("early", 0, None), ("late", 0, 1), ("random", 0, 1), ("random", 1, 2)):
+        how = functools.partial(launch, order=order, seed=seed)
+        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", how)
+        results.append(forward(call, blocks))
+    check(LENGTHS, call, results[0])
+    for result in results[1:]:
+        assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+def counted(monkeypatch, call):
+    """What each launch of a call does."""
+    counters = []
+
+    def counting(*args, **kw):
+        counters.append(launch(*args, **kw))
+        return counters[-1]
+
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
+    forward(call)
+    return counters
+
+
+def test_bytes_and_conflicts(small_tile, monkeypatch):
+    """V is turned once; each tile of queries reads its keys once; no two lanes want one bank."""
+    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=128, head_dim_v=128))
+    turn, count = counted(monkeypatch, quantised(case, descales=False))
+    row = case.head_dim
+    assert turn.global_bytes_read == turn.global_bytes_written == case.kv_len * row
+    assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
+    assert count.global_bytes_written == case.q_len * (2 * row + 4)
+    assert count.bank_conflicts == 0
+
+
+# V^T
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_turned_values(packed, small_tile):
+    """Of each tile of keys, 16 by 16, those of a product's lane side by side; zeros past the last key of a sequence."""
+    lengths = (150, 30, 0)
+    case = Case(
+        **LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed)
+    )
+    call = quantised(case, descales=False)
+    problem, operands = pose("case", call[:3], Options(**call.options | dict(backend="simulator")), call.packed)
+    chosen = backends.plan_for(problem)
+    turning, _ = chosen.launches
+    found = []
+
+    def keep(work):
+        found.append(work.results["vt"].numpy())
+        return start(work._replace(launches=(turning,)))
+
+    backends.kernels.forward(chosen, operands, keep)
+    (vt,) = found
+    order = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    column = 0
+    for b, length in enumerate(lengths):
+        tiles = -(-length // TILE.block_kv) * TILE.block_kv
+        first = int(call.packed.cu_seqlens_k[b]) if packed else 0
+        V = np.zeros((tiles, 2, 32), np.uint8)
+        V[:length] = (call.v if packed else call.v[b])[first : first + length].view(np.uint8)
+        keys = (np.arange(0, tiles, 16)[:, None] + order).reshape(-1)
+        column = (first // TILE.block_kv + b) * TILE.block_kv if packed else 0
+        of_sequence = vt[0 if packed else b, :, :, column : column + tiles]
+        assert (of_sequence == V[keys].transpose(1, 2, 0)).all()
+
+
+# Sums over long rows
+
+
+PLAIN_SUMS = (
+    ("float sums[1][PART][4];", "float sums[1][PART][4];\n"
+     "    for (int e = 0; e < 4 * PART; ++e) sums[0][e / 4][e % 4] = C[0][n + e / 4][e % 4];"),
+    ("k % 2 * NEXT_16_COLUMNS, k > 0);", "k % 2 * NEXT_16_COLUMNS, true);"),
+    ("C[0][n + e / 4][e % 4] += sums", "C[0][n + e / 4][e % 4] = sums"),
+)  # fmt: skip
+
+
+def test_long_rows(monkeypatch):
+    """Sums over 2048 keys whose values have one sign: apart for each tile they are right to a unit in the last place of
+    bfloat16, where a running sum in the tensor core, of 14 bits, loses every small product, and so does the plain
+    baseline."""
+    case = Case(**LONG | dict(q_len=64, kv_len=2048, heads=1))
+    call = quantised(case, descales=False)
+    call = call._replace(v=(1.5 + call.v.astype(np.float32) / 8).astype(FP8))
+    exact, baseline = references(call)
+    ours = forward(call)
+    with planted(monkeypatch, *PLAIN_SUMS):
+        plain = forward(call)
+    error, error_of_baseline, error_of_plain = (
+        np.abs(x.out.astype(np.float64) - exact.out).max() for x in (ours, baseline, plain)
+    )
+    band = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps) * np.abs(exact.out).max()
+    assert error < band and min(error_of_baseline, error_of_plain) > 6 * error
+
+
+# name -> (what stands there, what is planted, errors; AssertionError where no check but the result's can see it)
+PLANTED = {
+    "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
+    "no fence of scores": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
+    "no fence of sums": (
+        "fence_operand(sums), fence_operand(P);\n    wgmma_fence();", "fence_operand(sums), fence_operand(P);",
+        errors.MissingFence,
+    ),
+    "scores not waited for": ("wgmma_wait_group<0>();\n      fence_operand(S_rmem);", "fence_operand(S_rmem);",
+                             (errors.PendingRegister, errors.PendingCopy)),
+    "sums not waited for": (
+        "wgmma_wait_group<0>();\n    fence_operand(sums)", "fence_operand(sums)", errors.PendingRegister,
+    ),
+    "sums not begun anew": (
+        "NEXT_16_COLUMNS, k > 0);\n    wgmma_commit", "NEXT_16_COLUMNS, true);\n    wgmma_commit", AssertionError,
+    ),
+    "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),
+    "keys past the last": ("j < sequence.kv_len ?", "true ?", (AssertionError, errors.OutOfBounds)),
+    "a part of V^T": ("smem_descriptor_64b(X_smem) + 8 * n * ROW", "smem_descriptor_64b(X_smem)", AssertionError),
+    "panels of Q": ("wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) +", "wgmma_e4m3(C, a +", AssertionError),
+    "no descale of K": ("* of(p, p.k_descale, b, kv_head)", "", AssertionError),
+    "no descale of V": ("factors[0][0] *= descales.v,", "", AssertionError),
+    "descale of another head": ("Descales descales(p, sequence.batch, head / p.group);",
+                                "Descales descales(p, sequence.batch, head);", errors.OutOfBounds),
+    "probabilities too large": ("m * scale_log2 - LARGEST_LOG2;", "m * scale_log2 - 2 * LARGEST_LOG2;", AssertionError),
+    "lse of larger probabilities": ("log2f(l / (1 << LARGEST_LOG2))", "log2f(l)", AssertionError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_found(bug, small_tile, monkeypatch):
+    """In one block for all tiles, so that every place is used again."""
+    good, bad, found = PLANTED[bug]
+    call = quantised(LENGTHS)
+    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+        check(LENGTHS, call, forward(call, 1))
+
+
+def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
+    change = "k / 2 * 8 * N * ROW", "k / 2 * 8 * (N - 1) * ROW"
+    with planted(monkeypatch, change), pytest.raises(AssertionError):
+        check(Case(**LONG | dict(head_dim=128, head_dim_v=128)))
+
+
+def test_a_sequence_of_a_packed_batch_begins_with_a_tile(small_tile, monkeypatch):
+    case = Case(**LONG | OPTIONS["packed"])
+    change = "(sequence.kv_start / BLOCK_KV + sequence.batch)", "(sequence.kv_start / BLOCK_KV)"
+    with planted(monkeypatch, change), pytest.raises((AssertionError, errors.Race)):
+        check(case)
+
+
+def test_launches_hold_every_constant_that_their_kernels_name():
+    case = Case(**LONG | OPTIONS["all"])
+    problem, _ = pose("case", quantised(case)[:3], Options(**quantised(case).options | dict(backend="simulator")))
+    names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
+    for step in backends.plan_for(problem).launches:
+        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
+        assert names & set(re.findall(r"\w+", text)) <= set(dict(step.constants)), step.kernel
+
+
+def test_every_tile_compiles_without_spills():
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    for words in (
+        dict(head_dim=128),
+        dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),
+    ):
+        words = dict(dtype="float8_e4m3fn", backward=False, q_descale=True) | words
+        launches = ahead.launches(device.named("sm_90a", "cuda"), **words)
+        assert len(launches) > 2 - (words["head_dim"] == 256)
+        for step in launches:
+            result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+            took = result.resources[step.function]
+            assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step
+
+
+# What is refused
+
+
+def zeros(heads, dim):
+    return np.zeros((2, 5, heads, dim), FP8)
+
+
+def asked(**changes):
+    """A small call in fp8."""
+    return dict(q=zeros(4, 32), k=zeros(2, 32), v=zeros(2, 32)) | changes
+
+
+def test_served_without_asking_for_the_engine():
+    call = asked(q_descale=np.ones((2, 2), np.float32), backend="simulator")
+    text = cupy_flash.explain(**call)
+    assert "forward, float8_e4m3fn to bfloat16 bshd" in text and "full, q_descale" in text
+    assert "engine     wgmma" in text and "launch     wgmma/vt:" in text
+    assert "not simt   float8_e4m3fn is not one of float16" in text
+    out, lse = cupy_flash.attention(**call, return_lse=True)
+    assert (out.dtype, lse.dtype) == (ml_dtypes.bfloat16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(
+            dict(backend="cpu"),
+            ["cpu: float8_e4m3fn is not one of float16", "wgmma: the call goes to backend cpu"],
+            id="cpu",
+        ),
+        pytest.param(dict(q=zeros(2, 40), k=zeros(2, 40), v=zeros(2, 40)), ["multiples of 16, not 40"], id="head-dim"),
+        pytest.param(dict(q=zeros(2, 272), k=zeros(2, 272)), ["272 is larger than 256"], id="large"),
+        pytest.param(
+            dict(q=zeros(4, 48)[..., 8:40]),
+            ["not every row of q, k and v starts at a multiple of 16 bytes"],
+            id="rows",
+        ),
+        pytest.param(dict(engine="mma"), ["mma: float8_e4m3fn is not float16 or bfloat16"], id="mma"),
+        pytest.param(dict(k=zeros(2, 32)[:, :0], v=zeros(2, 32)[:, :0]), ["TMA cannot load"], id="empty"),
+    ],
+)
+def test_unsupported(changes, words):
+    with pytest.raises(UnsupportedError) as error:
+        cupy_flash.attention(**asked(**dict(backend="simulator") | changes))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_other_architectures(monkeypatch):
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+        monkeypatch.setattr(backends, "SIMULATED", arch)
+        with pytest.raises(UnsupportedError, match=f"wgmma: {arch} lacks the instructions of sm_90a"):
+            cupy_flash.attention(**asked(backend="simulator"))
+
+
+def test_no_gradient():
+    call = asked(backend="simulator")
+    out, vjp = cupy_flash.attention_vjp(**call)
+    with pytest.raises(UnsupportedError, match="wgmma: fp8 has no gradients"):
+        vjp(np.zeros_like(out))
+    with pytest.raises(UnsupportedError, match="wgmma: fp8 has no gradients"):
+        cupy_flash.compile(dtype="float8_e4m3fn", head_dim=64, arch="sm_90a")
+    with pytest.raises(TypeError, match="out must have the output's dtype, bfloat16, not float8_e4m3fn"):
+        arrays = [call[name] for name in "qkv"]
+        cupy_flash.attention_backward(call["q"], *arrays, call["q"], np.zeros((2, 4, 5), np.float32))
+
+
+def test_illegal_descales():
+    """All in one error."""
+    wrong = dict(
+        q_descale=np.ones((2, 4), np.float32),
+        k_descale=np.ones((2, 2)),
+        v_descale=np.array([[1, 1], [1, -1]], np.float32),
+    )
+    with pytest.raises(TypeError) as error:
+        cupy_flash.attention(**asked(**wrong))
+    for words in (
+        "q_descale must be (B, Hk) = (2, 2), not (2, 4)",
+        "k_descale must be float32, not float64",
+        "v_descale must be finite and not negative",
+        "3 requirements are not met",
+    ):
+        assert words in str(error.value), str(error.value)
+    others = {name: x.astype(np.float32) for name, x in asked().items()}
+    with pytest.raises(TypeError, match="q_descale is for float8_e4m3fn, and q, k and v are float32"):
+        cupy_flash.attention(**others, q_descale=np.ones((2, 2), np.float32))
+    huge = np.broadcast_to(np.float32(1), (1, 1 << 40, 2, 8))  # reading it would take terabytes
+    with pytest.raises(ValueError, match=r"q_descale must be \(B, Hk\) = \(2, 2\)"):
+        cupy_flash.attention(**asked(q_descale=huge))
+    with pytest.raises(ValueError, match="k_descale must be finite"):
+        cupy_flash.attention(**asked(k_descale=np.full((2, 2), np.nan, np.float32)), backend="simulator")
+    again = asked(k_descale=np.ones((2, 2), np.float32), backend="simulator")
+    cupy_flash.explain(**again)
+    again["k_descale"][0, 1] = np.inf
+    with pytest.raises(ValueError, match="k_descale must be finite"):  # though the call is known
+        cupy_flash.explain(**again)

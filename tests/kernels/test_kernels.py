@@ -1,0 +1,283 @@
+"""The simt kernels on the simulator beyond the behaviour tests: layouts, tiles, order, offsets, traffic, planted bugs.
+
+The behaviour tests hold the headers to their Python twins: mask.cuh by the rows causal*, top-left*, window*, lengths*
+and mask* of cases.OPTIONS, score.cuh by scale*, softcap, alibi* and bias*, softmax.cuh by sink*, scores* and huge,
+sequence.cuh by lengths* and test_varlen.py.
+"""
+
+import mmap
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
+from tiers import exhaustive
+
+from cupy_flash import backends, nvrtc
+from cupy_flash.backends.simulator.errors import OutOfBounds, Race
+from cupy_flash.backends.simulator.machine.scheduler import OPCODES
+from cupy_flash.dropout import keep_mask
+from cupy_flash.engines import simt
+from cupy_flash.params import dtypes
+from cupy_flash.problem import Saved
+from cupy_flash.source import assemble, kernel_folder
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def test_the_simulator_knows_every_inline_instruction():
+    """Also of kernels that no test has compiled yet: the mnemonic of each line of inline PTX in kernels_cu."""
+    texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
+    inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(((?:[\s\\]*"[^"]*")+)', text)]
+    lines = [re.sub(r'[\s\\"{}]+', " ", line).strip() for asm in inline for line in asm.split(";")]
+    # Without labels and guards; a declaration has no opcode.
+    words = [re.sub(r"^(\w+: )?(@!?\S+ )?", "", line).split(" ")[0] for line in lines]
+    opcodes = {word.split(".")[0] for word in words if word and not word.startswith(".") and not word.endswith(":")}
+    assert opcodes and opcodes <= OPCODES
+
+
+# Layouts known on both sides
+
+
+def layout_assertions(structs):
+    """C++ that compiles where every struct has the size, and every field the place, of its NumPy dtype."""
+    for name, dtype in structs.items():
+        yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
+        for member, (kind, offset, *_) in dtype.fields.items():
+            yield f"static_assert(__builtin_offsetof({name}, {member}) == {offset});"
+            yield f"static_assert(sizeof((({name}*)nullptr)->{member}) == {kind.itemsize});"
+
+
+def test_params_have_the_compilers_layout():
+    assert {"Operand", "Dense", "Params"} <= set(dtypes())
+    text = (kernel_folder() / "params.cuh").read_text()
+    nvrtc.compile("\n".join([text, *layout_assertions(dtypes())]), "params", "compute_80")
+    packed = np.dtype([(name, kind) for name, (kind, *_) in dtypes()["Operand"].fields.items()])  # without padding
+    with pytest.raises(nvrtc.CompileError, match="static assertion failed"):
+        nvrtc.compile("\n".join([text, *layout_assertions({"Operand": packed})]), "params", "compute_80")
+
+
+def test_lanes():
+    assert f"constexpr int LANES = {simt.LANES};" in (kernel_folder() / "simt" / "tile.cuh").read_text()
+
+
+EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, dropout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [
+        ("float32", simt.Tile(8, 16, 64)),
+        ("float64", simt.Tile(32, 16, 128)),
+        exhaustive("float32", simt.Tile(32, 16, 128)),
+        exhaustive("float64", simt.Tile(8, 16, 64)),
+    ],
+    ids=str,
+)
+def test_shared_memory_is_what_the_kernels_use(tile, dtype):
+    """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
+    case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
+    call, result = case.call(), run_kernels(case, tile=tile)
+    padding = 8 * case.accumulation.itemsize  # behind the last row of P, which ends the forward's memory
+    with pytest.raises(OutOfBounds, match="shared"):
+        backends.run_forward(*planned(case, tile=tile, fewer_bytes=padding + 1))
+    chosen, operands = planned(case, Saved(call.dout, result.out, result.lse, call.dlse), tile=tile)
+    found = []
+    for number, step in enumerate(chosen.launches):
+        if step.shared_bytes == 0:
+            continue
+        launches = list(chosen.launches)
+        launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
+        with pytest.raises(OutOfBounds, match="shared"):
+            backends.run_backward(chosen._replace(launches=tuple(launches)), operands)
+        found.append(step.function)
+    assert found == ["backward_kv", "backward_q", "backward_bias"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90"), ("wgmma", "sm_90a")]
+)
+def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
+    """A plan leaves out what a kernel does not know, never what it does: the default would take its place."""
+    case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11), dtype="float16")
+    call = case.call()
+    how = dict(engine=engine, arch=arch)
+    names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
+    saved = Saved(call.dout, call.dout, np.zeros((2, 4, 20), np.float32), call.dlse)
+    for step in (*planned(case, **how)[0].launches, *planned(case, saved, **how)[0].launches):
+        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
+        named = names & set(re.findall(r"\w+", text))
+        assert named <= set(dict(step.constants)), step.kernel
+
+
+# Any tile, any GPU, any order
+
+
+TILES = [simt.Tile(8, 8, 64), simt.Tile(64, 16, 128), simt.Tile(16, 64, 64), simt.Tile(32, 32, 64)]
+TILED = {
+    name: replace(OPTIONS[name], q_len=37, kv_len=41, batch=1)
+    for name in ("window-causal", "dropout", "bias-hides-sink", "grouped", "dtype-float64-dropout")
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        # By default every case and every tile is there.
+        pytest.param(
+            case,
+            tile,
+            marks=[] if (i - j) % 4 == 0 else pytest.mark.exhaustive,
+            id=f"{name}-{'x'.join(map(str, tile))}",
+        )
+        for i, (name, case) in enumerate(TILED.items())
+        for j, tile in enumerate(TILES)
+    ],
+)
+def test_any_tiles(case, tile):
+    """Sizes of the plan's tiles decide nothing but rounding."""
+    check(case, run_kernels(case, tile=tile))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [
+        *(("float32", "sm_80"), ("float64", "sm_75")),
+        *(exhaustive("float32", "sm_75"), exhaustive("float64", "sm_80")),
+        *(exhaustive("bfloat16", "sm_75"), exhaustive("bfloat16", "sm_80")),
+    ],
+)
+def test_the_tiles_of_a_plan(dtype, arch):
+    case = Case(
+        q_len=70, kv_len=133, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype=dtype, causal=True
+    )
+    check(case, run_kernels(case, arch=arch))
+
+
+def test_bitwise_equal_in_any_order(watch):
+    """Whichever warp and block goes first: no sum depends on it."""
+    case = replace(EVERYTHING, batch=2, dropout=0.0)
+    first = run_kernels(case, tile=simt.Tile(8, 16, 64))
+    for seed in range(3):
+        watch.options = dict(order="random", seed=seed)
+        assert_bitwise_equal(run_kernels(case, tile=simt.Tile(8, 16, 64)), first, case)
+
+
+@pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
+def test_dropout_draws_the_bits_of_its_twin(tile):
+    """With v the identity out shows every probability: the places of the zeros are those of the bits."""
+    case = Case(q_len=40, kv_len=40, head_dim_v=40, heads=2, dropout=0.5)
+    q, k, v, options, *_ = case.call()
+    on_cpu, operands = posed(case)
+    operands.v.numpy()[...] = np.eye(40)[:, None]
+    chosen = planned(case, tile=tile)[0]
+    out = backends.run_forward(chosen, operands)[0].numpy()
+    expected = [[keep_mask(options["seed"], b * case.heads + h, 0, 40, 0, 40, 0.5) for h in range(2)] for b in range(2)]
+    np.testing.assert_array_equal(out.swapaxes(1, 2) != 0, expected)
+
+
+# Addresses
+
+
+def test_rows_that_are_not_aligned_change_no_bit(small_tile):
+    """Four elements at once where every row starts at a multiple of four, else one by one: the same values."""
+    case = Case(head_dim=20, head_dim_v=20)
+    call = case.call()
+
+    def shifted(x):
+        wide = np.zeros((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+        wide[..., 1:] = x
+        return wide[..., 1:]
+
+    other = call._replace(q=shifted(call.q), k=shifted(call.k), v=shifted(call.v), dout=shifted(call.dout))
+    assert_bitwise_equal(run(case, "simulator", other), run(case, "simulator"), case)
+
+
+def test_offsets_of_64_bits(small_tile, tmp_path):
+    """Rows further apart than 32 bits count elements, in a file without content between them."""
+    case = Case(q_len=4, kv_len=4, batch=1, heads=1, kv_heads=1, dtype="float16")
+    call = case.call()
+    stride = 2**30
+
+    def spread(x, name):
+        with open(tmp_path / name, "w+b") as file:
+            file.truncate(2 * (3 * stride + 16))
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.float16)
+        far = np.lib.stride_tricks.as_strided(memory, x.shape, (0, 2 * stride, 0, 2), writeable=True)
+        far[...] = x
+        return far
+
+    far = call._replace(**{name: spread(getattr(call, name), name) for name in ("q", "k", "v", "dout")})
+    assert_bitwise_equal(run(case, "simulator", far), run(case, "simulator"), case)
+
+
+# Traffic
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float32", 128), ("float64", 64)])
+def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
+    """Shared memory without conflicts. In global memory Q, O and lse once; K and V once for each tile of queries."""
+    case = Case(q_len=64, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=dtype)
+    call = case.call()
+    forward, _ = planned(case)
+    tile = (forward.block_q, forward.block_kv, forward.threads)
+    assert 64 % tile[0] == 64 % tile[1] == 0
+    run_kernels(case)
+    for kernel in ("forward", "backward_kv", "backward_q"):
+        conflicts = [(instruction.where, access) for instruction, access in watch.counters[kernel].conflicting()]
+        assert not conflicts, f"{kernel}: {conflicts}"
+    read, written = (getattr(watch.counters["forward"], f"global_bytes_{what}") for what in ("read", "written"))
+    once = call.q.nbytes + 64 // forward.block_q * (call.k.nbytes + call.v.nbytes)
+    assert once <= read <= 1.1 * once
+    assert written == call.dout.nbytes + 64 * case.accumulation.itemsize
+
+
+# Planted bugs: a line of the kernels is changed, and a check of the simulator or a value shows it.
+
+SYNC = "__syncthreads();\n"
+BUGS = {
+    "no-barrier-before-v": (
+        "simt/forward.cu", f"{SYNC}      load_tile<BLOCK_KV, HEAD_DIM_V>", "load_tile<BLOCK_KV, HEAD_DIM_V>",
+        EVERYTHING, Race,
+    ),
+    "no-barrier-before-accumulate": (
+        "simt/forward.cu", f"{SYNC}      accumulate", "accumulate", EVERYTHING, Race,
+    ),
+    "band-one-off": (
+        "mask.cuh", "sequence.offset + p.window_right", "sequence.offset + p.window_right - 1", OPTIONS["causal"],
+        AssertionError,
+    ),
+    "no-sink": (
+        "simt/forward.cu", "softmax[r].init(sink)", "softmax[r].init(-infinity())", OPTIONS["sink"], AssertionError,
+    ),
+    "no-slope-of-the-cap": (
+        "score.cuh", "return SOFTCAP ? ds * softcap_slope : ds;", "return ds;", OPTIONS["softcap"], AssertionError,
+    ),
+    "no-lse-guard": (
+        "simt/steps.cuh", "x == -infinity() ? infinity() : x", "x", OPTIONS["causal-more-queries"], AssertionError,
+    ),
+    "no-scale-on-dq": ("simt/backward_q.cu", "(real)p.scale", "(real)1", OPTIONS["scale"], AssertionError),
+    "rows-past-the-lengths-not-written": (
+        "simt/forward.cu", "if (i >= sequence.q_rows) continue;", "if (i >= sequence.q_len) continue;",
+        OPTIONS["q-lengths"], AssertionError,
+    ),
+    "slopes-past-the-batch": (
+        "score.cuh", "ALIBI && batch < p.batch", "ALIBI",
+        Case(batch=2, q_lengths=(7, 9), kv_lengths=(9, 5), packed=True, alibi="bh"), OutOfBounds,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "old", "new", "case", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bugs_are_found(file, old, new, case, error, changed_kernels, small_tile):
+    changed_kernels(file, old, new)
+    with pytest.raises(error):
+        check(case, backend="simulator")
+
+
+def test_a_planted_stride_has_bank_conflicts(changed_kernels, watch):
+    changed_kernels("simt/tile.cuh", "/ VECTOR | 1) * VECTOR", "/ VECTOR) * VECTOR")
+    case = Case(q_len=16, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
+    backends.run_forward(*planned(case))
+    assert watch.counters["forward"].bank_conflicts > 1000

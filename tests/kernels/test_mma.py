@@ -1,0 +1,615 @@
+"""The mma kernels on the simulator: every option, sizes and tiles, the softmax's threshold, dropout's bits, orders,
+addresses, traffic, planted bugs. What they share with engine simt is held in test_kernels.py."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from cases import (
+    OPTIONS,
+    PACKED,
+    PACKED_OPTIONS,
+    SCORES,
+    SCORES_AGAIN,
+    Case,
+    Result,
+    assert_bitwise_equal,
+    check,
+    covering,
+    planned,
+    run,
+    run_kernels,
+)
+from tiers import exhaustive, in_tiers
+from tiles import SMALL_FRAGMENTS, every_kernel_in
+
+from cupy_flash import backends
+from cupy_flash.backends.simulator.errors import (
+    MemoryFault,
+    Misaligned,
+    OutOfBounds,
+    PendingCopy,
+    Race,
+    SimulationError,
+    Uninitialised,
+)
+from cupy_flash.dropout import keep_mask
+from cupy_flash.engines import mma
+from cupy_flash.engines.fragments import RESCALE_ABOVE
+from cupy_flash.plan import plan
+from cupy_flash.problem import Saved
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+BUILDS = {"sm_75": "float16", "sm_80": "bfloat16", "sm_90": "bfloat16"}  # each by the dtype that most will use there
+DQ = {"sm_75": "own", "sm_80": "own", "sm_90": "added"}  # the fast way; the other is the same text as on sm_80
+
+
+def run_mma(case, arch="sm_80", **how):
+    return run_kernels(case, arch=arch, engine="mma", **how)
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Every plan takes this tile for every kernel; dQ by a kernel of its "own", or "added" up by that of dK and dV."""
+
+    def take(tile, dq="own"):
+        legal = every_kernel_in(tile)
+
+        def legal_tiles(kernel, problem, device, *, add_dq=False):
+            refused = {"own": add_dq, "added": kernel == "backward_q"}[dq]
+            return [] if refused else legal(kernel, problem, device, add_dq=add_dq)
+
+        monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", legal_tiles)
+        plan.cache_clear()
+
+    yield take
+    plan.cache_clear()
+
+
+# Every option and all pairs of options
+
+# In half precision: without the rows whose point is that q is float32 or float64.
+HALF_OPTIONS = {
+    name: case
+    for name, case in OPTIONS.items()
+    if case.dtype in ("float16", "bfloat16") or (case.dtype == "float32" and not name.startswith("dtype-"))
+} | {"bias-float32": Case(bias="1hqk", bias_dtype="float32")}
+
+
+def half_rows(rows, *archs, default=None, **dtypes):
+    """(case, arch) of every distinct case, in the dtype of the build or in another. `default` maps an architecture to
+    the rows that run by default; those of an architecture that it does not name all do."""
+    parameters = {}
+    for arch in archs:
+        for name, case in rows.items():
+            case = replace(case, dtype=dtypes.get(arch, BUILDS[arch]))
+            if case.dtype == "float16":  # where the gradients of the formula itself overflow
+                if name == "scale-large":
+                    continue
+                if case.scores == "huge" and case.scale is not None:
+                    case = replace(case, scores="integers")
+            marks = pytest.mark.exhaustive if name not in (default or {}).get(arch, rows) else ()
+            parameters.setdefault((case, arch), pytest.param(case, arch, id=f"{arch}-{name}", marks=marks))
+    return pytest.mark.parametrize(("case", "arch"), parameters.values())
+
+
+# sm_75 differs in its products, copies and dtype, not in what options do.
+OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
+
+
+@half_rows(
+    HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING, "sm_80": HALF_OPTIONS.keys() - set(SCORES_AGAIN)}
+)
+def test_every_option(case, arch, small_tile):
+    check(case, run_mma(case, arch))
+
+
+@half_rows(covering(6, without=("bfloat16", "float64")), "sm_80", "sm_90", default={"sm_80": ()}, sm_80="float16")
+def test_all_pairs_of_options(case, arch, take):
+    take(SMALL_FRAGMENTS, DQ[arch])
+    check(case, run_mma(case, arch))
+
+
+@half_rows(PACKED_OPTIONS, "sm_90")
+def test_packed(case, arch, take):
+    take(SMALL_FRAGMENTS, DQ[arch])
+    check(case, run_mma(case, arch))
+
+
+# Sizes and tiles
+
+
+@pytest.mark.parametrize("causal", in_tiers({"full": False, "causal": True}, default=["causal"]))
+@pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(1, 1), (15, 129), (129, 15), (17, 63), (63, 17), (65, 65), (129, 129), (1, 65), (63, 1)]
+)
+def test_odd_sizes_in_the_tiles_of_a_plan(q_len, kv_len, arch, causal):
+    case = Case(
+        q_len, kv_len, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype=BUILDS[arch], causal=causal,
+        scores="integers" if kv_len == 1 else "normal",
+    )  # fmt: skip
+    check(case, run_mma(case, arch))
+
+
+EVERYTHING = Case(q_len=37, kv_len=41, bias="1hqk", sink=True, causal=True, dropout=0.2, dtype="bfloat16")
+TILES = {
+    "one-stage": mma.Tile(32, 16, 64, 1, 1),
+    "two-stages": mma.Tile(32, 32, 64, 1, 2, q_in_registers=True),
+    "three-stages": mma.Tile(64, 32, 128, 1, 3),
+    "one-warp": mma.Tile(16, 32, 32, 1, 1),
+    "eight-warps": mma.Tile(128, 16, 256, 1, 2, q_in_registers=True),
+    "two-rows-of-fragments": mma.Tile(64, 16, 64, 1, 2, q_in_registers=True),
+    "two-columns-of-warps": mma.Tile(32, 32, 128, 2, 2),
+    "four-columns-of-warps": mma.Tile(32, 16, 256, 4, 3, q_in_registers=True),
+    "columns-and-two-rows": mma.Tile(32, 64, 64, 2, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "tile", in_tiers(TILES, default=["three-stages", "eight-warps", "four-columns-of-warps", "columns-and-two-rows"])
+)
+def test_any_tiles(tile, take):
+    """Sizes of tiles, warps and pipelines decide nothing but rounding."""
+    take(tile)
+    check(EVERYTHING, run_mma(EVERYTHING))
+
+
+@pytest.mark.parametrize("tile", in_tiers(TILES, default=["one-stage", "four-columns-of-warps"]))
+def test_any_tiles_add_up_dq(tile, take):
+    take(tile, dq="added")
+    case = replace(EVERYTHING, head_dim=40)
+    check(case, run_mma(case, "sm_90"))
+
+
+@pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
+def test_tiles_on_the_edge_of_a_window(left, right, small_tile):
+    """Tiles that all queries see by one key, or do not by one, from either side: the mask is left out of the first."""
+    case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
+    check(case, run_mma(case))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [
+        *((96, 96), (256, 256), (65, 3)),
+        *(exhaustive(*dims) for dims in ((40, 40), (80, 80), (112, 112), (192, 128), (512, 512), (3, 65))),
+    ],
+)
+def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
+    case = Case(
+        20, 37, batch=1, heads=1, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16", causal=True
+    )
+    check(case, run_mma(case))
+
+
+def test_shared_memory_is_what_the_kernels_use(take):
+    """A byte less than planned and each kernel runs out of bounds, so none asks for more than it touches."""
+    found = []
+    case = replace(EVERYTHING, q_len=70, kv_len=70, head_dim_v=40)
+    call = case.call()
+    for dq in ("own", "added"):
+        take(SMALL_FRAGMENTS._replace(q_in_registers=False), dq)
+        how = dict(arch="sm_90", engine="mma")
+        result = run_kernels(case, **how)
+        for saved in (None, Saved(call.dout, result.out, result.lse, call.dlse)):
+            chosen, operands = planned(case, saved, **how)
+            run = backends.run_forward if saved is None else backends.run_backward
+            for number, step in enumerate(chosen.launches):
+                if step.shared_bytes:
+                    launches = list(chosen.launches)
+                    launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
+                    with pytest.raises(OutOfBounds, match="shared"):
+                        run(chosen._replace(launches=tuple(launches)), operands)
+                    found.append(step.function)
+    assert found == ["forward", "backward_kv", "backward_q", "backward_bias", "forward", "backward_kv", "backward_bias"]
+
+
+# The threshold of the softmax's reference
+
+
+def creeping(powers):
+    """Scores in powers of two, the same step from each tile of 16 keys to the one before, which is visited after it."""
+
+    def scores(q, k):
+        q[...], k[...] = 0, 0
+        q[..., 0] = np.resize([1, 1, -1, 0.5], q.shape[1])[:, None]
+        tile = np.arange(k.shape[1]) // 16
+        k[..., 0] = (powers * (tile[-1] - tile))[:, None]
+
+    return scores
+
+
+CREEPING = {"just-under": 7.96875, "at": 8.0, "just-over": 8.0625, "half": 4.03125, "far-over": 100.0, "falling": -9.0}
+STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
+
+
+@pytest.fixture
+def forward(monkeypatch, small_tile):
+    """out and lse of a case with another threshold."""
+
+    def forward(case, rescale_above=RESCALE_ABOVE):
+        monkeypatch.setattr("cupy_flash.engines.fragments.RESCALE_ABOVE", rescale_above)
+        plan.cache_clear()
+        return run_mma(case, "sm_75" if case.dtype == "float16" else "sm_80")
+
+    return forward
+
+
+@pytest.mark.parametrize("dtype", ["float16", exhaustive("bfloat16")])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "hidden-first"])
+@pytest.mark.parametrize("name", CREEPING)
+def test_the_threshold_at_its_extremes(name, causal, dtype, forward, monkeypatch):
+    """A maximum that grows by less than the threshold moves no reference, and P, O and l stand what it comes to."""
+    monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
+    case = replace(STEEP, scores=f"creeping-{name}", causal=causal, dtype=dtype)
+    check(case, forward(case))
+
+
+@pytest.mark.parametrize("rescale_above", [0.0, 15.0])
+def test_any_threshold_that_fp16_holds(rescale_above, forward, monkeypatch):
+    for name in ("just-under", "half", "falling"):
+        monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
+        case = replace(STEEP, scores=f"creeping-{name}", dtype="float16")
+        check(case, forward(case, rescale_above))
+
+
+def test_a_threshold_that_fp16_does_not_hold(forward, monkeypatch):
+    """The tests above do reach the threshold: with one past the largest fp16 they fail."""
+    monkeypatch.setitem(SCORES, "creeping-past", creeping(16.5))
+    case = replace(STEEP, scores="creeping-past", dtype="float16")
+    check(case, forward(case))
+    with pytest.raises(AssertionError):
+        check(case, forward(case, 17.0))
+
+
+# Dropout's bits
+
+
+@pytest.mark.parametrize("dq", ["own", "added"])
+def test_dropout_draws_the_bits_of_its_twin(dq, take):
+    """Operands that show the bits of each product: with v the identity out is P. With q, k and dout the identity and v
+    ones dv is P, and dq and dk are dS, of another sign where a probability was dropped: dP is 1 everywhere."""
+    take(SMALL_FRAGMENTS, dq)
+    case = Case(40, 48, heads=2, head_dim=48, head_dim_v=48, dropout=0.5, dtype="bfloat16", dlse=False)
+    seed = case.call().options["seed"]
+    kept = np.array([[keep_mask(seed, b * 2 + h, 0, 40, 0, 48, 0.5) for h in range(2)] for b in range(2)])
+
+    chosen, operands = planned(case, arch="sm_90", engine="mma")
+    for name, x in (("q", np.eye(40, 48)), ("k", np.eye(48)), ("v", np.eye(48))):
+        getattr(operands, name).numpy()[...] = x[:, None]
+    out = backends.run_forward(chosen, operands)[0].numpy()
+    np.testing.assert_array_equal(out.swapaxes(1, 2) != 0, kept)
+
+    operands.v.numpy()[...] = 1
+    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    dout = np.broadcast_to(np.eye(40, 48)[:, None], out.shape).astype(out.dtype)
+    chosen, others = planned(case, Saved(dout, out, lse, None), arch="sm_90", engine="mma")
+    assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
+    gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
+    of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
+    np.testing.assert_array_equal(of_queries > 0, kept)
+    np.testing.assert_array_equal(of_queries < 0, ~kept)
+    np.testing.assert_array_equal((dv[..., :40] != 0).swapaxes(-1, -2), kept)
+    np.testing.assert_array_equal((dk[..., :40] > 0).swapaxes(-1, -2), kept)
+
+
+# Orders
+
+
+@pytest.mark.parametrize("orders", [6, exhaustive(30)])
+def test_bitwise_equal_in_any_order(orders, watch, take):
+    """Whichever warp and block goes first, whenever a copy lands: the same bits."""
+    take(SMALL_FRAGMENTS, "own")
+    case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=37, dropout=0.0)
+    first = run_mma(case, "sm_90", deterministic=True)
+    check(case, first)
+    for seed in range(orders):
+        watch.options = dict(order="random", seed=seed)
+        assert_bitwise_equal(run_mma(case, "sm_90", deterministic=True), first, case)
+
+
+def test_added_up_in_any_order(watch, take):
+    """dQ may round differently, nothing else."""
+    take(SMALL_FRAGMENTS, "added")
+    case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
+    first = run_mma(case, "sm_90")
+    for seed in range(4):
+        watch.options = dict(order="random", seed=seed)
+        other = run_mma(case, "sm_90")
+        check(case, other)
+        assert_bitwise_equal(other._replace(dq=first.dq), first, case)
+
+
+# Addresses
+
+
+def shifted(x, by, extra):
+    """The same values, rows `extra` elements further apart and `by` elements further on."""
+    wide = np.full((*x.shape[:-1], x.shape[-1] + extra), np.nan, x.dtype)
+    wide[..., by : by + x.shape[-1]] = x
+    return wide[..., by : by + x.shape[-1]]
+
+
+def run_public(case, arch, monkeypatch, **arrays):
+    """Through the public functions, with other arrays in place of the case's."""
+    monkeypatch.setattr(backends, "SIMULATED", arch)
+    call = case.call()
+    return run(case, "simulator", call._replace(options=call.options | dict(engine="mma"), **arrays))
+
+
+@pytest.mark.parametrize(("by", "extra"), [(1, 8), (0, 1), (4, 8), (0, 4)], ids=["pointer", "row", "by-8", "row-by-8"])
+@pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
+def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra, small_tile, monkeypatch):
+    """16 bytes at once where every row starts at a multiple of them, else number by number: the same values."""
+    case = Case(head_dim=24, head_dim_v=16, dtype=BUILDS[arch])
+    call = case.call()
+    arrays = {name: shifted(getattr(call, name), by, extra) for name in ("q", "k", "v", "dout")}
+    unaligned = run_public(case, arch, monkeypatch, **arrays)
+    assert_bitwise_equal(unaligned, run_public(case, arch, monkeypatch), case)
+
+
+def test_layouts_and_steps_backwards(small_tile, monkeypatch):
+    """Any stride, negative ones among them."""
+    case = Case(dtype="bfloat16", causal=True)
+    call = case.call()
+    arrays = {}
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(call, name)
+        arrays[name] = np.ascontiguousarray(x[:, ::-1].swapaxes(0, 2)).swapaxes(0, 2)[:, ::-1]
+    assert_bitwise_equal(run_public(case, "sm_80", monkeypatch, **arrays), run_public(case, "sm_80", monkeypatch), case)
+
+
+# What is not read, and what is 0
+
+
+@pytest.mark.parametrize("dq", ["own", exhaustive("added")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(causal=True, q_len=50), id="causal"),
+        pytest.param(Case(mask="bhqk", bias="bhqk"), id="mask-bias"),
+        pytest.param(Case(bias="11qk", bias_hides=True), id="bias-hides"),
+        pytest.param(Case(kv_lengths=(0, 23), dropout=0.3), id="zero-length"),
+        pytest.param(Case(kv_len=0), id="no-keys"),
+    ],
+)
+def test_rows_that_see_nothing_pass_no_gradient(case, dq, take):
+    """Not even where dout and dlse hold NaN there, as a loss of the -inf in lse gives."""
+    take(SMALL_FRAGMENTS, dq)
+    case = replace(case, dtype="bfloat16")
+    call, how = case.call(), dict(arch="sm_90", engine="mma")
+    out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
+    empty = np.isneginf(lse)
+    assert empty.any()
+    dout, dlse = call.dout.copy(), call.dlse.copy()
+    dout[empty.swapaxes(1, 2)] = np.nan
+    dlse[empty] = np.nan
+    gradients = backends.run_backward(*planned(case, Saved(dout, out, lse, dlse), **how))
+    result = Result(out, lse, *(None if x is None else x.numpy() for x in gradients))
+    assert (result.dq[empty.swapaxes(1, 2)] == 0).all()
+    check(case, result)
+
+
+def test_keys_outside_every_window_are_never_read(small_tile, monkeypatch):
+    """60 keys of NaN before those that any query sees change nothing: the window counts from the end."""
+    case = Case(q_len=20, kv_len=40, window=(19, 0), dtype="bfloat16")
+    call = case.call()
+    k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (call.k, call.v))
+    check(case, run_public(case, "sm_80", monkeypatch, k=k, v=v), only=("out", "lse"))
+
+
+# Traffic
+
+
+@pytest.mark.parametrize("arch", BUILDS)
+@pytest.mark.parametrize("dim", [exhaustive(64), exhaustive(96), 128])
+def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
+    """Shared memory without conflicts. In global memory what a block has for itself once, what it walks over once for
+    each block."""
+    case = Case(128, 128, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=BUILDS[arch])
+    call = case.call()
+    run_mma(case, arch)
+    forward, backward = (
+        {launch.function: launch for launch in planned(case, saved, arch, engine="mma")[0].launches}
+        for saved in (None, Saved(call.dout, call.dout, np.zeros((1, 1, 128), np.float32), call.dlse))
+    )
+    tensor, numbers, sums = call.q.nbytes, 128 * 4, 2 * call.q.nbytes
+    for launch in (*forward.values(), *backward.values()):
+        counters, blocks = watch.counters[launch.function], launch.grid[0]
+        conflicts = [(instruction.where, access) for instruction, access in counters.conflicting()]
+        assert not conflicts, f"{launch.function}: {conflicts}"
+        added = blocks * sums if "dq" in backward else 0
+        expected = {
+            "forward": ((1 + 2 * blocks) * tensor, tensor + numbers),
+            "backward_kv": (2 * tensor + blocks * (2 * tensor + 2 * numbers), 2 * tensor + added),
+            "backward_q": (2 * tensor + 2 * numbers + blocks * 2 * tensor, tensor),
+            "dq": (sums, tensor),
+        }
+        if launch.function in expected:  # delta reads a number by all lanes of a warp, which counts as many times
+            read, written = expected[launch.function]
+            assert counters.global_bytes_written == written, launch.function
+            assert read <= counters.global_bytes_read <= 1.1 * read, launch.function
+    assert {"forward", "delta", "backward_kv"} <= watch.counters.keys()
+
+
+def test_a_planted_slip_of_the_twist_has_bank_conflicts(changed_kernels, watch, take):
+    """The same place for reads and writes, so that every value is right."""
+    changed_kernels("mma/tile.cuh", "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;")
+    take(SMALL_FRAGMENTS)
+    case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
+    check(case, run_mma(case))
+    assert watch.counters["forward"].bank_conflicts > 100
+
+
+# Planted bugs: a line of the kernels is changed, and a check of the simulator or a value shows it.
+
+
+class Bug(NamedTuple):
+    file: str
+    old: str
+    new: str
+    error: type[Exception] = AssertionError
+    case: Case = EVERYTHING
+    dq: str = "own"
+    tile: mma.Tile = SMALL_FRAGMENTS
+    arch: str = "sm_90"
+
+
+SYNC = "__syncthreads();\n"
+ONE_STAGE = SMALL_FRAGMENTS._replace(stages=1)
+LONG = Case(70, 70, batch=1, heads=2, kv_heads=1, dtype="bfloat16")
+DIAGONAL = replace(LONG, q_len=110, causal=True)  # its first rows see nothing, and so the first tile
+DROPPED = replace(LONG, dropout=0.3)
+BUGS = {
+    # Barriers and copies
+    "stage-reused-by-the-forward": Bug(
+        "mma/forward.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
+    ),
+    "stage-reused-by-dkv": Bug(
+        "mma/backward_kv.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
+    ),
+    "stage-reused-by-dq": Bug(
+        "mma/backward_q.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
+    ),
+    "no-barrier-after-the-wait": Bug(
+        "mma/tile.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
+    ),
+    "wait-one-too-lenient": Bug("mma/tile.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
+    "wait-one-too-lenient-of-three": Bug(
+        "mma/tile.cuh",
+        "STAGES - 2 : 0)>();",
+        "STAGES - 1 : 0)>();",
+        PendingCopy,
+        LONG,
+        tile=SMALL_FRAGMENTS._replace(stages=3),
+    ),
+    "no-barrier-before-o-leaves": Bug(
+        "mma/forward.cu", f"there was no key\n    {SYNC}", "there was no key\n", Race, LONG
+    ),
+    "o-written-over-q": Bug(
+        "mma/forward.cu",
+        "cp_async_wait_group<0>();  // of Q",
+        "// of Q",
+        PendingCopy,
+        DIAGONAL,
+        tile=SMALL_FRAGMENTS._replace(q_in_registers=False),
+    ),
+    "no-barrier-before-dq-is-added": Bug(
+        "mma/backward_kv.cu", f"(ADD_DQ) {{\n        {SYNC}", "(ADD_DQ) {\n", Race, LONG, "added"
+    ),
+    "no-barrier-before-dbias-is-summed": Bug(
+        "mma/backward_bias.cu",
+        f"}}\n  {SYNC}  bias.store",
+        "}\n  bias.store",
+        Race,
+        replace(EVERYTHING, bias="1h1k"),
+    ),
+    "stage-loaded-over-q": Bug(
+        "mma/forward.cu",
+        f"load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);\n      {SYNC}",
+        "load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);\n",
+        SimulationError,
+        LONG,
+    ),
+    "sums-not-cleared": Bug("delta.cu", "sums.clear(i);", "{}", Uninitialised, LONG, "added"),
+    # Addresses
+    "twist-of-one-side": Bug(
+        "mma/tile.cuh", "(chunk ^ swizzle(row)) << 4", "(chunk ^ swizzle(row + 1)) << 4", case=LONG
+    ),
+    "alignment-ignored": Bug(
+        "mma/tile.cuh", "if (x.aligned < 8) {", "if (x.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
+    ),
+    "alignment-ignored-when-stored": Bug(
+        "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
+    ),
+    "columns-past-the-last": Bug(
+        "mma/tile.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
+    ),
+    "squares-of-packed-sequences-shared": Bug(
+        "dq_sums.cuh",
+        "sequence.q_start / 16 + sequence.batch",
+        "sequence.q_start / 16",
+        case=replace(PACKED, dtype="bfloat16"),
+        dq="added",
+    ),
+    # Masks
+    "no-mask-at-the-end": Bug("mask.cuh", "min(q_start + high + 1, kv_len)}", "q_start + high + 1}", case=LONG),
+    "no-mask-on-the-diagonal": Bug(
+        "mma/forward.cu", "kv_start + BLOCK_KV > unmasked_keys.end)", "false)", case=DIAGONAL
+    ),
+    "no-mask-in-dq": Bug("mma/backward_q.cu", "kv_start + BLOCK_KV > unmasked_keys.end;", "false;", case=DIAGONAL),
+    "no-mask-in-dkv": Bug("mma/backward_kv.cu", "q_start < unmasked_queries.begin ||", "", case=DIAGONAL),
+    "nothing-seen-passes-a-gradient": Bug(
+        "delta.cu",
+        "lse == -infinity() ? infinity()",
+        "false ? infinity()",
+        case=Case(mask="bhqk", dtype="bfloat16"),
+    ),
+    # The softmax
+    "o-not-rescaled": Bug(
+        "fragments.cuh",
+        "O[m][n][e] *= factors[m][e / 2];",
+        ";",
+        case=replace(LONG, scores="falling"),
+    ),
+    "l-not-rescaled": Bug("softmax2.cuh", "l *= factor;", "", case=replace(LONG, scores="falling")),
+    "reference-not-moved": Bug(
+        "softmax2.cuh",
+        ": m * scale_log2 - LARGEST_LOG2;",
+        ": first ? m * scale_log2 : reference;",
+        case=replace(LONG, scores="falling", dtype="float16"),
+    ),
+    "maximum-of-one-lane": Bug(
+        "fragments.cuh",
+        "update(row_max(largest[m][half]), scale_log2)",
+        "update(largest[m][half], scale_log2)",
+        case=LONG,
+    ),
+    "sum-of-one-lane": Bug("fragments.cuh", "row_sum(softmax[m][half].l)", "softmax[m][half].l", case=LONG),
+    "no-sink": Bug("fragments.cuh", "if constexpr (SINK)", "if constexpr (false)", case=replace(LONG, sink=True)),
+    # Gradients
+    "dq-not-scaled": Bug("mma/backward_q.cu", "return (float)p.scale;", "return 1.0f;", case=LONG),
+    "added-dq-not-scaled": Bug("dq.cu", "numbers[e] * (float)p.scale", "numbers[e]", case=LONG, dq="added"),
+    "dk-not-scaled": Bug("mma/backward_kv.cu", "return (float)p.scale;", "return 1.0f;", case=LONG),
+    "dbias-of-the-product": Bug(
+        "mma/backward_bias.cu",
+        "differentiate<false, true>",
+        "differentiate<false, false>",
+        case=replace(EVERYTHING, softcap=1.5),
+    ),
+    "one-head-of-the-group": Bug(
+        "mma/backward_kv.cu", "(kv_head + 1) * p.group : 0", "kv_head * p.group + 1 : 0", case=LONG
+    ),
+    # Dropout
+    "neighbour-takes-the-wrong-bits": Bug(
+        "gradients.cuh", "e % 2 == odd ? own_word : other_word", "e % 2 != odd ? own_word : other_word", case=DROPPED
+    ),
+    "neighbour-takes-the-wrong-half": Bug(
+        "gradients.cuh", ">> 16 * odd & 0xFFFF", ">> 16 * (1 - odd) & 0xFFFF", case=DROPPED
+    ),
+    "bits-of-the-other-columns": Bug("fragments.cuh", "8 * (n % 2) + e % 2", "e % 2", case=DROPPED),
+    "kept-not-scaled": Bug("fragments.cuh", "DROPOUT ? (float)dropout.keep_scale : 1.0f", "1.0f", case=DROPPED),
+    # Products
+    "half-of-the-depth-twice": Bug(
+        "ptx.cuh",
+        '"+f"(d[3])\n               : "r"(a[2]), "r"(a[3]), "r"(b1)',
+        '"+f"(d[3])\n               : "r"(a[2]), "r"(a[3]), "r"(b0)',
+        case=replace(LONG, dtype="float16"),
+        arch="sm_75",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+def test_planted_bugs_are_found(bug, changed_kernels, take):
+    take(bug.tile, bug.dq)
+    changed_kernels(bug.file, bug.old, bug.new)
+    with pytest.raises(bug.error):
+        # No backward is compiled after a forward that is wrong.
+        out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, arch=bug.arch, engine="mma")))
+        check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
+        check(bug.case, run_mma(bug.case, bug.arch))

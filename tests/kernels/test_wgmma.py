@@ -1,0 +1,430 @@
+"""The wgmma engine's forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work,
+planted bugs; what it refuses; the tensor maps that it is launched with."""
+
+import functools
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import Case, Result, check, posed
+from planting import planted
+from tiers import exhaustive
+from wgmma_cases import LONG, OPTIONS
+
+import cupy_flash
+from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors, launch
+from cupy_flash.engines import wgmma
+from cupy_flash.params import pack_maps
+from cupy_flash.plan import plan
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, UnsupportedError
+from cupy_flash.source import assemble
+from cupy_flash.tensor_map import Box, decode, encode_for_simulator
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
+
+TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
+DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
+PLAIN = Case(**LONG)
+LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
+PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=(100, 30, 190), packed=True))
+
+
+@pytest.fixture
+def small_tile(monkeypatch):
+    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
+    plan.cache_clear()
+    yield
+    plan.cache_clear()
+
+
+def forward(case, tile=None, blocks=None, **asked):
+    """(out, lse) of a case as its plan has it, or in a tile; of so many blocks, if they draw tiles."""
+    call = case.call()
+    options = call.options | dict(backend="simulator", engine="wgmma") | asked
+    chosen, operands = posed_as(case, call._replace(options=options))
+    if tile is not None:
+        *others, step = wgmma.launches(chosen.problem, chosen.device, tile)
+        step = step if blocks is None else step._replace(grid=(blocks, 1, 1))
+        chosen = chosen._replace(launches=(*others, step), tile=tile)
+    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    return Result(out, lse, *[None] * 5)
+
+
+def posed_as(case, call):
+    problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
+    return backends.plan_for(problem), operands
+
+
+def check_forward(case, result=None):
+    check(case, forward(case) if result is None else result, only=("out", "lse"))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_option(options, small_tile):
+    check_forward(Case(**LONG | options))
+
+
+# What a block does of one tile must not show in its next: lengths, options of a head, turns.
+DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
+    "bias": dict(bias="bhqk", batch=2),
+    "heads-of-a-cache": dict(heads=5, kv_heads=5, causal=True),
+}
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_blocks_draw_tiles(options, small_tile, monkeypatch):
+    """Each tile once, in any order of them. The cache holds the keys of two heads: the last of five is alone."""
+    case = Case(**LONG | options)
+    with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
+        result = forward(case, DRAWING, blocks=3)
+    check_forward(case, result)
+
+
+@pytest.mark.parametrize("dtype", [exhaustive("float16"), "bfloat16"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_planned_tile(dims, dtype):
+    """Of each head dimension the tile that a plan chooses, rows and keys past its end."""
+    dim, dim_v = dims
+    check_forward(Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True)))
+
+
+@pytest.mark.parametrize(("case", "other"), [(PLAIN, PAIRED), (LENGTHS, DRAWING)], ids=["plain", "lengths"])
+def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
+    """Copies and products land early, late, at any time; and a block draws all tiles or some, two bring keys for both,
+    or each has its own tile and keys."""
+    results = []
+    for order, seed, *how in (
+        ("early", 0),
+        ("early", 0, other),
+        ("late", 0, DRAWING, 1),
+        ("late", 0, other),
+        ("random", 1, other),
+        ("random", 2, DRAWING, 2),
+    ):
+        in_order = functools.partial(launch, order=order, seed=seed)
+        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
+        results.append(forward(case, *how))
+    check_forward(case, results[0])
+    for result in results[1:]:
+        assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+@pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
+def test_bytes_and_conflicts(how, small_tile, monkeypatch):
+    """Each tile of queries gets its keys once, drawn, brought by two blocks or neither; no two lanes want one bank."""
+    counters = []
+
+    def counting(*args, **kw):
+        counters.append(launch(*args, **kw))
+        return counters[-1]
+
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
+    case = Case(**LONG | dict(q_len=256, kv_len=192, heads=1))
+    forward(case, *how)
+    count, row, draws = counters[-1], 2 * case.head_dim, 2 * how[0].persistent
+    assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
+    assert count.global_bytes_written == case.q_len * (row + 4) + 4 * draws
+    assert count.bank_conflicts == 0
+
+
+# name -> (what stands there, what is planted, errors), of a padded batch
+PLANTED = {
+    "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
+    "no wait for K": ("rings.K.wait();", "", errors.PendingCopy),
+    "no wait for V": ("rings.V.wait();\n      wgmma_fence", "wgmma_fence", errors.PendingCopy),
+    "no wait for an empty place": (
+        "mbarrier_wait(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+    ),
+    "too few bytes": (
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES / 2);",
+        (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
+    ),
+    "too many bytes": (
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
+        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES + 16);",
+        errors.Deadlock,
+    ),
+    "parity of a full place": (
+        "mbarrier_wait(full(), parity());", "mbarrier_wait(full(), parity() ^ 1);",
+        (errors.PendingCopy, errors.Deadlock, errors.Uninitialised),
+    ),
+    "parity of the round": (
+        "return index / SLOTS % 2;", "return 0;",
+        (errors.PendingCopy, errors.Deadlock, errors.BarrierMisuse),
+    ),
+    "arrivals": ("CONSUMERS / WARP);", "CONSUMERS / WARP + 1);", errors.Deadlock),
+    "no release": (
+        "mbarrier_arrive(empty());", "(void)0;", errors.Deadlock,
+    ),
+    "no fence of the mbarriers": ("    fence_mbarrier_init();\n", "", errors.MissingFence),
+    "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
+    "no fence of registers": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
+    "scores not waited for": ("wgmma_wait_group<1>();", "wgmma_wait_group<2>();", errors.PendingRegister),
+    "sums not waited for": (
+        "wgmma_wait_group<0>();\n      fence_operand(O_rmem), fence_operand(P_rmem);",
+        "fence_operand(O_rmem), fence_operand(P_rmem);",
+        (errors.PendingRegister, errors.PendingCopy),
+    ),
+    "sums not ended": (
+        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);\n  wgmma_commit_group();",
+        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
+    ),
+    "no fence before O is stored": (
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if",
+        errors.MissingFence,
+    ),
+    "O fenced by one lane": (
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if",
+        "row, 0);\n  if (lane_id() == 0) fence_proxy_async();\n  __syncwarp();\n  if", errors.MissingFence,
+    ),
+    "O stored before every lane has written": (
+        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_proxy_async();\n  if",
+        errors.Race,
+    ),
+    "stores not waited for": ("bulk_wait_group_read<0>();", "", (errors.PendingCopy, errors.Race)),
+    "stores not ended": ("bulk_commit_group();", "", (errors.PendingCopy, errors.Race)),
+    "Q released before O has left": (
+        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
+    ),
+    "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
+    "the end not told": ("tile_smem.tile = -1;", "", errors.Deadlock),
+    "work told before the last is done": (
+        "rings.Q.acquire();\n    tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
+    ),
+    "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
+    "a turn not passed": ("issue_PV();\n        pingpong_signal(warpgroup);", "issue_PV();", errors.Deadlock),
+    "a turn kept": ("(warpgroup + 1) %", "warpgroup %", (errors.BarrierMisuse, errors.Deadlock)),
+    "halves of O": ("2 * k + lane_id() / 16", "2 * k + 1 - lane_id() / 16", AssertionError),
+    "no fence after rows are cleared": (
+        "fence_proxy_async();\n  named_barrier_sync", "named_barrier_sync", errors.MissingFence,
+    ),
+    "no barrier after rows are cleared": (
+        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
+    ),
+    "rows not cleared": ("if (kv_tiles.last + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
+    "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
+    "past the keys": ("kv_start + BLOCK_KV > unmasked_keys.end)", "false)", AssertionError),
+}  # fmt: skip
+# And of a packed one.
+PLANTED_IN_ROWS = {
+    "no fence before Q is copied": (
+        "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence,
+    ),
+    "Q released before rows of O have left": (
+        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
+        (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
+    ),
+    "places without a tile": ("if (tile >= 0) return;", "return;", AssertionError),
+    "where a sequence begins": ("first_slot(p, middle) <= slot", "first_slot(p, middle) < slot", AssertionError),
+    "rows of the next sequence": ("first + r >= end || ", "", (AssertionError, errors.SimulationError)),
+}  # fmt: skip
+# And of two blocks that bring keys for both.
+PLANTED_IN_PAIRS = {
+    "the other block not told": ("lane_id() < CLUSTER_SIZE)", "lane_id() < 1)", errors.Deadlock),
+    "the other block not waited for": (
+        "CLUSTER_SIZE * CONSUMERS / WARP);", "CONSUMERS / WARP);",
+        (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
+    ),
+    "half of the keys twice": ("row + half, head", "row, head", AssertionError),
+    "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
+    "exit before the other block": (
+        "arrive at its mbarriers.\n  cluster_sync();", "\n", errors.EarlyExit,
+    ),
+}  # fmt: skip
+BUGS = {
+    name: (case, how, *bug)
+    for case, how, bugs in (
+        (LENGTHS, (DRAWING, 1), PLANTED),
+        (PACKED_LENGTHS, (DRAWING, 1), PLANTED_IN_ROWS),
+        (PLAIN, (PAIRED,), PLANTED_IN_PAIRS),
+    )
+    for name, bug in bugs.items()
+}
+
+
+@pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypatch):
+    """In one block that draws all tiles, so that every place is used again, or in a pair."""
+    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+        check_forward(case, forward(case, *how))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_wait_without_a_loop_is_found(seed, small_tile, monkeypatch):
+    """A try_wait may return before the phase is complete."""
+    in_order = functools.partial(launch, order="random", seed=seed)
+    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
+    with planted(monkeypatch, ('"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
+        forward(PLAIN)
+
+
+HOPPER = device.named("sm_90a", "cuda")
+
+
+def asked(**words):
+    """The problem of a call on a GPU with these words of `cupy_flash.compile`."""
+    (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
+    return problem
+
+
+@pytest.mark.parametrize(
+    "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
+)
+def test_the_largest_tiles_compile_without_spills(words):
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers.
+    python -m bench static has every tile that a plan may choose."""
+    largest_of = {
+        (tile.block_q, tile.persistent): tile
+        for tile in sorted(wgmma.tiles(asked(**words), HOPPER))
+        if tile.persistent == tile.takes_turns and not tile.paired
+    }
+    assert len(largest_of) >= 3
+    for largest in largest_of.values():
+        step = wgmma.launches(asked(**words), HOPPER, largest)[-1]
+        result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+        took = result.resources[step.function]
+        assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), largest
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_what_a_plan_may_choose(dims):
+    """Every head dimension has tiles with and without each switch, pairs where neighbours visit the same keys; blocks
+    draw where there are many unequal tiles."""
+    problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
+    ways = {(*way, False) for way in product((False, True), repeat=2)}
+    pairs = {(False, True, True), (False, False, True)}
+    full = asked(head_dim=dims[0], head_dim_v=dims[1])._replace(q_len=4096)
+    for each, expected in ((problem, ways), (full, ways | pairs), (full._replace(q_len=100), ways)):
+        assert {tile[3:] for tile in wgmma.tiles(each, HOPPER)} == expected
+    few = plan(problem._replace(q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
+    many = plan(problem._replace(q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
+    assert [step.function for step in few.launches] == ["forward"] and few.workspaces(1000, 1000) == ()
+    assert [step.function for step in many.launches] == ["clear", "forward"]
+    assert [workspace.name for workspace in many.workspaces(4096, 4096)] == ["drawn"]
+    assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
+
+
+# What it does not serve
+
+
+def refused(case=None, arch="sm_90a", call=None, **changes):
+    """Its reasons."""
+    case = Case(**LONG) if case is None else case
+    call = case.call() if call is None else call
+    chosen, _ = posed_as(case, call._replace(options=call.options | dict(backend="simulator")))
+    problem = chosen.problem._replace(**dict(engine="wgmma") | changes)
+    return wgmma.refusals(problem, device.named(arch))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
+        pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
+        pytest.param(dict(arch="sm_100"), "sm_100 lacks", id="newer-arch"),
+        pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
+        pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
+        pytest.param(dict(empty=True), "without elements", id="no-rows"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
+        pytest.param(dict(batch=65536), "65536 sequences", id="grid"),
+    ],
+)
+def test_refusal(how, words):
+    assert refused() == []
+    (reason,) = refused(**how)
+    assert words in reason
+
+
+def test_rows_that_no_box_can_take():
+    """Found in the arrays; a call without a choice of engine goes to another, and its plan says why."""
+    case = Case(**LONG)
+    call = case.call()
+
+    def shifted(x, by):
+        wide = np.zeros((*x.shape[:-1], x.shape[-1] + 8), x.dtype)
+        wide[..., by : by + x.shape[-1]] = x
+        return wide[..., by : by + x.shape[-1]]
+
+    repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
+    columns = np.asfortranarray(call.v)  # copied before the kernel: contiguous rows
+    for arrays, aligned in (
+        (dict(q=shifted(call.q, 8)), True),
+        (dict(q=shifted(call.q, 1)), False),
+        (dict(k=repeated), False),
+        (dict(k=call.k[:, ::-1]), False),
+        (dict(v=columns), True),
+        (dict(q=call.q[..., :60], k=call.k[..., :60]), True),
+        (dict(q=np.ascontiguousarray(call.q[..., :60]), k=call.k[..., :60]), False),
+    ):
+        reasons = refused(call=call._replace(**arrays))
+        assert (reasons == []) == aligned, arrays.keys()
+    odd = call._replace(q=shifted(call.q, 1))
+    with pytest.raises(UnsupportedError, match="wgmma: not every row of q, k and v starts at a multiple of 16 bytes"):
+        cupy_flash.attention(*odd[:3], backend="simulator", engine="wgmma")
+    assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("q_rows", "kv_rows"), [(0, 5), (5, 0)])
+def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
+    """Where the longest sequence may have rows, and none has: refused before any box is asked for."""
+    q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
+    bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
+    how = dict(backend="simulator", engine="wgmma")
+    with pytest.raises(UnsupportedError, match="wgmma: TMA cannot load from a tensor without elements"):
+        cupy_flash.attention_varlen(q, k, k, *bounds, 5, 5, **how)
+    if dtype == "bfloat16":
+        lse = np.full((2, q_rows), -np.inf, np.float32)
+        with pytest.raises(UnsupportedError, match="wgmma: TMA cannot load from a tensor without elements"):
+            cupy_flash.attention_varlen_backward(q, q, k, k, q, lse, *bounds, 5, 5, **how)
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 60])
+def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
+    """Rows of 60 of 64 numbers, which no box of O can write; columns that are copied first."""
+    case = Case(**LONG | dict(head_dim=60, head_dim_v=head_dim_v, kv_heads=2))
+    call = case.call()
+
+    def in_rows_of_64(x):
+        wide = np.full((*x.shape[:-1], 64), np.nan, x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
+    v = np.asfortranarray(call.v) if head_dim_v == 64 else in_rows_of_64(call.v)
+    call = call._replace(q=in_rows_of_64(call.q), k=in_rows_of_64(call.k), v=v)
+    options = call.options | dict(backend="simulator", engine="wgmma", return_lse=True)
+    out, lse = cupy_flash.attention(call.q, call.k, call.v, **options)
+    check_forward(case, Result(out, lse, *[None] * 5))
+
+
+# Tensor maps
+
+
+def test_maps_of_every_layout():
+    """(column, row, head, batch) of an array, strides in bytes."""
+    expected = {"bshd": (2 * 6 * 64, 2 * 64, 2 * 6 * 64 * 50), "bhsd": (2 * 64, 2 * 64 * 50, 2 * 6 * 64 * 50)}
+    for layout in ("bshd", "bhsd"):
+        case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
+        _, operands = posed(case)
+        maps = pack_maps([Box("q", 32, 64)], {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
+        found = decode(maps.tobytes())
+        assert (found.address, found.shape, found.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
+        assert (found.strides, found.swizzle, found.item_bytes) == (expected[layout], 128, 2)
+
+
+def test_map_of_a_packed_batch():
+    """Rows of all sequences, one batch; where there is one head, its stride is anything that a map takes."""
+    _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
+    boxes = [Box("q", 128, 64), Box("k", 64, 64)]
+    maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
+    q, k = decode(maps[:128]), decode(maps[128:])
+    assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))
+    assert (k.shape, k.strides) == ((64, 17, 1, 1), (2 * 64, 128, 128))

@@ -1,0 +1,313 @@
+"""The wgmma engine's backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from planting import planted
+from tiers import exhaustive
+from wgmma_cases import LONG, OPTIONS
+
+from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors
+from cupy_flash.engines import wgmma
+from cupy_flash.engines.wgmma.backward import Tile
+from cupy_flash.plan import plan
+from cupy_flash.problem import Gradients, Saved
+from cupy_flash.source import assemble
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# One warpgroup for 64 keys, two for the same, and each way to dQ.
+TILES = {
+    "keys": Tile(block_q=64, block_kv=128, stages=2, dq_in_bulk=False),
+    "shared keys": Tile(block_q=64, block_kv=64, stages=2, dq_in_bulk=True),
+}
+GRADIENTS = Gradients._fields
+LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Every plan takes this tile."""
+
+    def take(tile):
+        monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
+        plan.cache_clear()
+
+    yield take
+    plan.cache_clear()
+
+
+def run(case, **how):
+    return run_kernels(case, arch="sm_90a", engine="wgmma", **how)
+
+
+def check_gradients(case, result):
+    check(case, result, only=GRADIENTS)
+
+
+BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
+
+
+# Those that may go another way where keys are shared.
+OF_SHARES = ("causal", "window-empty-tiles", "softcap", "dropout", "all", "packed-causal", "grouped", "wide-values")
+
+
+@pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
+def test_option(options, take):
+    take(TILES["keys"])
+    case = Case(**LONG | options)
+    check_gradients(case, run(case))
+
+
+@pytest.mark.parametrize("name", OF_SHARES)
+def test_option_with_shared_keys(name, take):
+    take(TILES["shared keys"])
+    case = Case(**LONG | OPTIONS[name])
+    check_gradients(case, run(case))
+
+
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def posed_backwards(dims, **words):
+    """Problems of gradients with these head dimensions."""
+    words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
+    return [problem for problem in ahead.problems(**words) if problem.backward]
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
+)
+def test_every_tile(dims, take):
+    """Each that a plan may choose for these head dimensions, the last tiles of both kinds in part."""
+    dim, dim_v = dims
+    case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
+    hopper = device.named("sm_90a", "cuda")
+    found = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
+    assert {tile.dq_in_bulk for tile in found} == ({False, True} if dim < 192 else {False})
+    assert {tile.shares for tile in found} == {1 if dim < 192 else 2}
+    for tile in found:
+        take(tile)
+        check_gradients(case, run(case))
+
+
+ORDERS = [dict(order="early"), dict(order="late"), *(dict(order="random", seed=seed) for seed in range(2))]
+IN_ORDER = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, window=(200, 100)))
+ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # of two blocks, for one tile of queries
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_bitwise_equal_in_any_order(tile, take, watch):
+    """Whichever block and warp goes first, whenever copies and products land; dQ where its sum has one order."""
+    take(TILES[tile]._replace(dq_in_bulk=False))
+    first = run(IN_ORDER, deterministic=True)
+    check_gradients(IN_ORDER, first)
+    for watch.options in ORDERS:
+        assert_bitwise_equal(run(IN_ORDER, deterministic=True), first, IN_ORDER)
+
+
+# name -> (what stands there, in a header that other kernels have too, what is planted, what the error says)
+SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
+SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
+WAITED = "while (ld_acquire(of(row, half)) != before) {}"
+TURNS_PLANTED = {
+    "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", "", SCOPES),
+    "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
+    "acquired relaxed": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", SCOPES),
+    "acquired from the block": ("ld.acquire.gpu.global", "ld.acquire.cta.global", SCOPES),
+    "one lane waits for its turn alone": (
+        f"{WAITED}\n    __syncwarp();", WAITED, SUM,
+    ),
+    "one lane passes the turn of others": (
+        "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
+        "release without a __syncwarp after the write of lane",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", TURNS_PLANTED)
+def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
+    """Whatever the order of the sums was: the simulator's is not that of a GPU, whose blocks do not see each other's
+    additions in the order of their turns but by release and acquire."""
+    good, bad, message = TURNS_PLANTED[bug]
+    take(TILES["keys"])
+    planted_in = []
+
+    def assemble_planted(kernel, constants):
+        text = assemble(kernel, constants)
+        assert text.count(good) <= 1
+        planted_in.append(good in text)
+        return text.replace(good, bad)
+
+    monkeypatch.setattr(kernels, "assemble", assemble_planted)
+    with pytest.raises(errors.Race, match=message):
+        run(ONE_TURN, deterministic=True)
+    assert any(planted_in)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_added_up_in_any_order(tile, take, watch):
+    """dQ may round differently, nothing else."""
+    take(TILES[tile])
+    case = replace(LENGTHS, heads=1)
+    first = run(case)
+    for watch.options in ORDERS:
+        other = run(case)
+        check_gradients(case, other)
+        assert_bitwise_equal(other._replace(dq=first.dq), first, case)
+
+
+@pytest.mark.parametrize(("tile", "dim"), [("keys", 64), ("keys", 96), ("shared keys", 64)])
+def test_bytes_and_conflicts(tile, dim, take, watch):
+    """A block reads its keys once, and Q and dO as often as there are blocks; no two lanes want one bank."""
+    take(TILES[tile])
+    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=dim, head_dim_v=dim))
+    run(case)
+    count, blocks = watch.counters["backward"], 256 // TILES[tile].block_kv
+    tensor, numbers = 256 * 2 * case.head_dim, 256 * 4
+    assert count.global_bytes_read == 2 * tensor + blocks * (2 * tensor + 2 * numbers)
+    assert count.global_bytes_written == 2 * tensor + blocks * 2 * tensor
+    assert count.bank_conflicts == 0
+
+
+def test_a_gradient_that_no_box_can_take(take):
+    """One number for all, as of a sum, or numbers that are contiguous from an odd address on: it is copied first."""
+    take(TILES["keys"])
+    case = Case(**LONG)
+    call = case.call()
+    same = np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape)
+    odd = np.ones(call.dout.size + 1, call.dout.dtype)[1:].reshape(call.dout.shape)
+    saved = [
+        Saved(
+            dout,
+            *(array.numpy() for array in backends.run_forward(*planned(case, arch="sm_90a", engine="wgmma"))),
+            None,
+        )
+        for dout in (same.copy(), same, odd)
+    ]
+    expected, *results = (backends.run_backward(*planned(case, its, arch="sm_90a", engine="wgmma")) for its in saved)
+    for result, name in product(results, ("dk", "dv")):
+        assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
+
+
+# name -> (the tile, what stands there, what is planted, errors; AssertionError where no check but the result sees it)
+PLANTED = {
+    "no wait for K": ("keys", "rings.K.wait(), rings.V.wait();", "rings.V.wait();", errors.PendingCopy),
+    "no wait for V": ("keys", "rings.K.wait(), rings.V.wait();", "rings.K.wait();", errors.PendingCopy),
+    "no wait for Q": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.dO.wait();", errors.PendingCopy),
+    "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
+    "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
+    "rows released by one lane for all": (
+        "keys", "__syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives", "", errors.Race,
+    ),
+    "rows do not wait for a place": ("keys", "rings.rows.acquire();", "", (errors.Race, errors.Deadlock)),
+    "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
+                             AssertionError),
+    "scores not waited for": (
+        "keys", "wgmma_wait_group<1>();\n      fence_operand(S_rmem)",
+        "wgmma_wait_group<2>();\n      fence_operand(S_rmem)",
+        errors.PendingRegister,
+    ),
+    "gradients not waited for": (
+        "keys", "wgmma_wait_group<0>();\n        fence_operand(dP", "fence_operand(dP", errors.PendingRegister,
+    ),
+    "dQ not waited for": (
+        "keys", "wgmma_wait_group<1>();\n      fence_operand(dV", "wgmma_wait_group<2>();\n      fence_operand(dV",
+        errors.PendingRegister,
+    ),
+    "no fence of dS": (
+        "keys", "fence_proxy_async();\n      named_barrier_sync", "named_barrier_sync", errors.MissingFence,
+    ),
+    "dS fenced by one lane": (
+        "keys", "fence_proxy_async();\n      named_barrier_sync",
+        "if (lane_id() == 0) fence_proxy_async();\n      named_barrier_sync",
+        errors.MissingFence,
+    ),
+    "no barrier after dS": (
+        "keys", "fence_proxy_async();\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "fence_proxy_async();",
+        (errors.Race, errors.MissingFence, errors.Uninitialised),
+    ),
+    "one place for dS": ("keys", "dS_index % 2", "0", errors.PendingCopy),
+    "one place for P": ("shared keys", "dS_index % 2", "0", errors.PendingCopy),
+    "P not shared": (
+        "shared keys", "store_fragments<BLOCK_KV>(P_smem,", "if (share == 0) store_fragments<BLOCK_KV>(P_smem,",
+        (errors.Uninitialised, AssertionError),
+    ),
+    "columns of the other share": (
+        "shared keys", "dO_smem + share * (N_V / 8)", "dO_smem + (1 - share) * (N_V / 8)", AssertionError,
+    ),
+    "keys of the other share": (
+        "keys", "K_smem + keys * PANEL_ROW, Q_smem", "K_smem + (64 - keys) * PANEL_ROW, Q_smem", AssertionError,
+    ),
+    "Q released before dK": (
+        "keys",
+        "wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);\n      rings.Q.release();",
+        "rings.Q.release();\n      wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);",
+        errors.PendingCopy,
+    ),
+    "dK leaves while K is read": (
+        "keys", "wgmmas have read K and V.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        "wgmmas have read K and V.", errors.PendingCopy,
+    ),
+    "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
+    "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "past the keys": ("keys", "i0 + QUERIES > unmasked_queries.end;", "false;", AssertionError),
+    "dQ leaves over the last one": (
+        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();", "__syncwarp();",
+        errors.PendingCopy,
+    ),
+    "no fence of dQ": (
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "__syncwarp();\n    if (lane_id() == 0 && bytes", errors.MissingFence,
+    ),
+    "dQ fenced by one lane": (
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "if (lane_id() == 0) fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        errors.MissingFence,
+    ),
+    "dQ leaves before every lane has written": (
+        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
+        "fence_proxy_async();\n    if (lane_id() == 0 && bytes", errors.Race,
+    ),
+    "one lane waits for the last dQ alone": (
+        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();",
+        "if (lane_id() == 0) bulk_wait_group_read<0>();", errors.PendingCopy,
+    ),
+    "the last dQ not waited for": (
+        "shared keys", "  if constexpr (DQ_IN_BULK)\n    if (lane_id() == 0) bulk_wait_group_read<0>();\n", "",
+        (errors.PendingCopy, errors.SimulationError),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_found(bug, take, monkeypatch):
+    tile, good, bad, found = PLANTED[bug]
+    take(TILES[tile])
+    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+        check_gradients(LENGTHS, run(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ((128, 128), dict(causal=True)),
+        ((256, 256), dict(packed=True)),
+        *(exhaustive(dims, words) for dims in DIMS for words in (dict(causal=True), dict(packed=True))),
+    ],
+    ids=str,
+)
+def test_every_tile_compiles_without_spills(dims, words):
+    """And without what the compiler says where it does one product after the other, or ignores a count of registers."""
+    (problem,) = posed_backwards(dims, **words)
+    hopper = device.named("sm_90a", "cuda")
+    for tile in wgmma.backward.tiles(problem, hopper):
+        step = wgmma.backward.launches(problem, hopper, tile)[1]
+        result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
+        took = result.resources[step.function]
+        assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), step

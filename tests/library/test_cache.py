@@ -1,0 +1,670 @@
+"""Compiled kernels on disk: found again, never torn, never trusted when damaged or open to others."""
+
+import ctypes
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from cupy_flash import cache, nvrtc
+from cupy_flash.__main__ import main
+from cupy_flash.cache import Entry
+
+TEXT = '#line 1 "simt/fill.cu"\nextern "C" __global__ void fill(float* x) { x[threadIdx.x] = 1; }\n'
+COMPILER = "release 13.5, V13.5.37"
+OTHER = TEXT.replace("1; }", "2; }")
+BROKEN = TEXT.replace("float*", "flaot*")
+NAME, TARGET = "simt/fill", "sm_80"
+ENTRY_FILES = ["entry.json", "kernel.cubin", "log.txt", "source.cu"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after the start of a process: nothing in memory, nobody warned."""
+    monkeypatch.setattr(cache, "failures", itertools.count())
+    cache.compiled.cache_clear()
+    yield
+    cache.compiled.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "cache"
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(path))
+    return path
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what NVRTC compiled, in order."""
+    names: list[str] = []
+    compile = nvrtc.compile
+
+    def counted(text: str, name: str, target: str) -> nvrtc.Compiled:
+        names.append(name)
+        return compile(text, name, target)
+
+    nvrtc.identity()  # itself compiled, once in a process
+    monkeypatch.setattr(nvrtc, "compile", counted)
+    return names
+
+
+def forget() -> None:
+    """What is in memory, as a new process has none of it."""
+    cache.compiled.cache_clear()
+
+
+def store(text: str = TEXT) -> Path:
+    """Compiles into the cache folder; the folder of the entry."""
+    path = cache.compiled(text, NAME, TARGET).path
+    assert path is not None
+    forget()
+    return path.parent
+
+
+def assert_unstored(count: int = 1) -> str:
+    """Compiles `count` kernels that cannot be stored; the text of the one warning."""
+    with pytest.warns(RuntimeWarning) as caught:
+        for number in range(count):
+            compiled = cache.compiled(TEXT.replace("1; }", f"{7 + number}; }}"), NAME, TARGET)
+            assert compiled.code.startswith(b"\x7fELF")
+            assert compiled.path is None
+    assert len(caught) == 1
+    assert "CUPY_FLASH_CACHE_DIR" in str(caught[0].message)
+    return str(caught[0].message)
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
+    """os.lstat says that `path` belongs to `user`; we are user 4242."""
+    lstat = os.lstat
+
+    def changed(name: os.PathLike[str] | str, **options: int) -> os.stat_result:
+        status = lstat(name, **options)
+        if Path(name) == path:
+            return os.stat_result((*status[:4], user, *status[5:10]))
+        return os.stat_result((*status[:4], 4242, *status[5:10]))
+
+    monkeypatch.setattr(os, "lstat", changed)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+
+
+# -- hits ------------------------------------------------------------------------------------------------------------
+
+
+def test_compiles_once_for_memory_and_disk(folder: Path, compiles: list[str]) -> None:
+    first = cache.compiled(TEXT, NAME, TARGET)
+    assert cache.compiled(TEXT, NAME, TARGET) is first
+    forget()
+    again = cache.compiled(TEXT, NAME, TARGET)
+    assert again is not first
+    assert again == first
+    assert again.resources["fill"].registers > 0
+    assert compiles == [NAME]
+
+
+def test_a_hit_on_disk_runs_no_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store()
+    monkeypatch.setattr(Entry, "publish", None)
+    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+
+
+def test_an_entry_is_a_folder_that_a_person_can_read(folder: Path) -> None:
+    compiled = cache.compiled(TEXT, NAME, TARGET)
+    (entry,) = cache.entries(folder)
+    assert re.fullmatch(r"simt\.fill\.[0-9a-f]{32}", entry.name)
+    assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
+    assert compiled.path == entry / "kernel.cubin"
+    assert compiled.path.read_bytes() == compiled.code
+    assert (entry / "source.cu").read_text() == TEXT
+    assert (entry / "log.txt").read_text() == compiled.log
+    record = json.loads((entry / "entry.json").read_text())
+    assert record["kernel"] == NAME
+    assert record["flags"] == list(nvrtc.flags(TARGET))
+    assert record["compiler"] == nvrtc.identity()
+
+
+def test_ptx_is_stored_as_ptx(folder: Path, compiles: list[str]) -> None:
+    first = cache.compiled(TEXT, NAME, "compute_80")
+    assert first.path is not None
+    assert first.path.name == "kernel.ptx"
+    assert first.path.read_text() == first.ptx
+    forget()
+    assert cache.compiled(TEXT, NAME, "compute_80") == first
+    assert compiles == [NAME]
+
+
+def test_text_flags_and_compiler_are_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def path(text: str = TEXT, target: str = TARGET, compiler: str = COMPILER) -> Path:
+        return Entry(folder, text, NAME, target, compiler).path
+
+    entries = [path(), path(OTHER), *(path(target=target) for target in ("sm_90", "sm_90a", "compute_80"))]
+    entries.append(path(compiler="release 13.5, V13.5.99"))
+    flags = nvrtc.flags
+    monkeypatch.setattr(nvrtc, "flags", lambda target: (*flags(target), "--new-flag"))
+    entries.append(path())
+    assert len(set(entries)) == len(entries)
+    assert path() == entries[-1]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the compiler itself: one entry for each time that somebody loads it."""
+    calls: list[str] = []
+    library = nvrtc.library
+
+    def loaded() -> ctypes.CDLL:
+        calls.append("library")
+        return library()
+
+    monkeypatch.setattr(nvrtc, "library", loaded)
+    return calls
+
+
+def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, asked: list[str], compiles: list[str]) -> None:
+    store()
+    asked.clear()
+    nvrtc.identity.cache_clear()
+    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert asked == [] and compiles == [NAME]
+
+
+def test_another_compiler_compiles_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
+) -> None:
+    """In place of the one before, or found by another environment; and the first one's kernels are still there."""
+    first, said = store(), nvrtc.identity()
+    libraries = [tmp_path / name for name in ("libnvrtc.so.13", "libnvrtc.so.14")]
+    for library in libraries:
+        library.write_text("a library")
+    monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
+    monkeypatch.setattr(cache.environment, "libraries", lambda: ("another",))
+    assert store() == first and compiles == [NAME]  # of another environment, but the same compiler
+    monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
+    assert store() == first and compiles == [NAME]  # nothing says that it is another
+    libraries[0].write_text("the next release")
+    second = store()
+    assert second != first and compiles == [NAME] * 2
+    assert json.loads((second / "entry.json").read_text())["compiler"] == "release 14.0"
+    monkeypatch.setattr(nvrtc, "identity", lambda: said)
+    libraries[0].unlink()
+    monkeypatch.setattr(nvrtc, "path", lambda: libraries[1])
+    assert store() == first and compiles == [NAME] * 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1, 2]", '["/nowhere", 1, 2, "release"]', "\xff"], ids=repr)
+def test_a_note_that_says_nothing_is_replaced(folder: Path, compiles: list[str], text: str) -> None:
+    entry = store()
+    (note,) = folder.glob("compiler.*.json")
+    good = note.read_bytes()
+    note.write_text(text, encoding="latin-1")
+    assert store() == entry and compiles == [NAME]
+    assert note.read_bytes() == good
+
+
+def test_memory_is_bounded() -> None:
+    assert cache.compiled.cache_parameters()["maxsize"] is not None
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_the_users_cache_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPY_FLASH_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store().parent.is_relative_to(tmp_path)
+
+
+def test_what_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new" / "deep" / "cache"
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(folder))
+    umask = os.umask(0)
+    try:
+        entry = store()
+    finally:
+        os.umask(umask)
+    for path in (folder.parent.parent, folder.parent, folder, entry):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in entry.iterdir()} == {0o600}
+
+
+def test_who_may_read_the_folder_may_read_its_entries(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o755)
+    umask = os.umask(0o022)
+    try:
+        entry = store()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(path.stat().st_mode) for path in entry.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757, 0o722], ids=oct)
+def test_a_folder_that_others_can_write_is_not_used(folder: Path, compiles: list[str], mode: int) -> None:
+    store()
+    folder.chmod(mode)
+    contents = sorted(folder.iterdir())
+    message = assert_unstored(3)
+    assert f"{folder} can be written by other users (chmod go-w would close it)" in message
+    assert compiles == [NAME] * 4  # the hit was not taken either
+    assert sorted(folder.iterdir()) == contents
+
+
+def test_a_symbolic_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert f"{folder} is a symbolic link" in assert_unstored()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_file_in_place_of_the_folder_is_told(folder: Path) -> None:
+    folder.write_text("not a folder")
+    assert str(folder) in assert_unstored()
+
+
+def test_a_folder_of_another_user_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
+) -> None:
+    store()
+    owned_by(monkeypatch, folder, 4243)
+    assert f"{folder} belongs to user 4243" in assert_unstored()
+    assert compiles == [NAME] * 2
+
+
+@pytest.mark.parametrize("owner", [0, 4242], ids=["root", "user"])
+def test_a_folder_of_root_or_the_user_serves_hits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str], owner: int
+) -> None:
+    store()
+    owned_by(monkeypatch, folder, owner)
+    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert compiles == [NAME]
+
+
+def test_a_read_only_folder_serves_hits(folder: Path, compiles: list[str]) -> None:
+    store()
+    folder.chmod(0o555)
+    contents = sorted(folder.rglob("*"))
+    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert compiles == [NAME]
+    assert f"{folder} is read-only" in assert_unstored(3)
+    assert sorted(folder.rglob("*")) == contents
+    folder.chmod(0o700)
+
+
+def no_home(app: str, **options: bool) -> str:
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize(
+    ("platformdirs", "reason"),
+    [
+        pytest.param(no_home, "could not determine the home directory", id="current_platformdirs"),
+        pytest.param(lambda app, **options: f"~/.cache/{app}", "~/.cache/cupy_flash is not an absolute", id="older"),
+    ],
+)
+def test_without_a_home_kernels_stay_in_memory(
+    platformdirs: Callable[..., str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiles: list[str],
+) -> None:
+    monkeypatch.delenv("CUPY_FLASH_CACHE_DIR", raising=False)
+    monkeypatch.setattr("platformdirs.user_cache_dir", platformdirs)
+    monkeypatch.chdir(tmp_path)
+    assert reason in assert_unstored(3)
+    assert len(compiles) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_relative_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would be another one in every working directory.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", "cache")
+    assert "cache is not an absolute path" in assert_unstored()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails_at", ENTRY_FILES)
+def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+    write = cache.write
+
+    def full(path: Path, content: bytes, mode: int) -> None:
+        if path.name == fails_at:
+            write(path, content[:100], mode)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content, mode)
+
+    monkeypatch.setattr(cache, "write", full)
+    assert os.strerror(errno.ENOSPC) in assert_unstored(3)
+    assert not list(folder.iterdir())
+
+
+def test_without_owners_and_modes_neither_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on Windows.
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.delattr(os, "geteuid")
+    assert store().is_dir()
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def replace_in_record(entry: Path, old: str, new: str) -> None:
+    record = (entry / "entry.json").read_text()
+    assert old in record
+    (entry / "entry.json").write_text(record.replace(old, new))
+
+
+def replace_by_file(entry: Path) -> None:
+    shutil.rmtree(entry)
+    entry.write_text("no folder")
+
+
+def replace_by_link(entry: Path) -> None:
+    entry.rename(entry.parent.parent / "elsewhere")
+    entry.symlink_to(entry.parent.parent / "elsewhere")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "bit_of_code": lambda entry: flip_bit(entry / "kernel.cubin"),
+    "truncated_code": lambda entry: truncate(entry / "kernel.cubin"),
+    "empty_code": lambda entry: (entry / "kernel.cubin").write_bytes(b""),
+    "zeros": lambda entry: (entry / "kernel.cubin").write_bytes(bytes((entry / "kernel.cubin").stat().st_size)),
+    "bit_of_log": lambda entry: flip_bit(entry / "log.txt"),
+    "log_of_no_text": lambda entry: (entry / "log.txt").write_bytes(b"\xff"),
+    "bit_of_record": lambda entry: flip_bit(entry / "entry.json"),
+    "empty_record": lambda entry: (entry / "entry.json").write_bytes(b""),
+    "older_format": lambda entry: replace_in_record(entry, '"format": 1', '"format": 0'),
+    "other_flags": lambda entry: replace_in_record(entry, "--std=c++17", "--std=c++14"),
+    "missing_code": lambda entry: (entry / "kernel.cubin").unlink(),
+    "missing_record": lambda entry: (entry / "entry.json").unlink(),
+    "empty_folder": lambda entry: [path.unlink() for path in entry.iterdir()],
+    "file": replace_by_file,
+    "link": replace_by_link,
+    "open_to_others": lambda entry: entry.chmod(0o777),
+    "code_open_to_others": lambda entry: (entry / "kernel.cubin").chmod(0o666),
+    "link_to_code": lambda entry: (
+        (entry / "kernel.cubin").rename(entry.parent / "code"),
+        (entry / "kernel.cubin").symlink_to(entry.parent / "code"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_entry_is_compiled_again_and_replaced(
+    folder: Path, compiles: list[str], damage: Callable[[Path], object]
+) -> None:
+    good = cache.compiled(TEXT, NAME, TARGET)
+    entry = store()
+    damage(entry)
+    for _ in range(2):
+        again = cache.compiled(TEXT, NAME, TARGET)
+        assert (again.code, again.path) == (good.code, good.path)
+        forget()
+    assert compiles == [NAME] * 2
+    assert list(cache.entries(folder)) == [entry]
+    assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
+
+
+def test_an_entry_of_another_user_is_compiled_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
+) -> None:
+    entry = store()
+    owned_by(monkeypatch, entry, 4243)
+    cache.compiled(TEXT, NAME, TARGET)
+    assert compiles == [NAME] * 2
+
+
+@pytest.mark.parametrize("file", ["kernel.cubin", "log.txt", "entry.json"])
+def test_a_file_of_another_user_is_not_trusted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str], file: str
+) -> None:
+    entry = store()
+    owned_by(monkeypatch, entry / file, 4243)
+    cache.compiled(TEXT, NAME, TARGET)
+    assert compiles == [NAME] * 2
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+NOTES: dict[str, Callable[[Path], object]] = {
+    "100000_levels": lambda note: note.write_text(nested(100_000)),
+    "open_to_others": lambda note: note.chmod(0o666),
+    "pipe": lambda note: (note.unlink(), os.mkfifo(note)),
+    "number": lambda note: note.write_text("9" * 5000),
+    "no_text": lambda note: note.write_bytes(b"\xff"),
+}
+
+
+@pytest.mark.parametrize("damage", NOTES.values(), ids=NOTES)
+def test_a_damaged_note_of_a_compiler_is_ignored(
+    folder: Path, compiles: list[str], damage: Callable[[Path], object]
+) -> None:
+    store()
+    (note,) = folder.glob("compiler.*.json")
+    assert cache.noted_compiler(folder) == nvrtc.identity()
+    damage(note)
+    assert cache.noted_compiler(folder) is None
+    cache.compiled(TEXT, NAME, TARGET)
+    assert compiles == [NAME]
+    assert cache.noted_compiler(folder) == nvrtc.identity()  # noted again
+
+
+def test_the_next_publisher_removes_what_a_killed_one_left(folder: Path) -> None:
+    entry = store()
+    day = 24 * 60 * 60
+    ages = {"publishing-0ld": day + 60, "publishing-recent": day - 60, "publishing-foreign": 9 * day, "mine": 9 * day}
+    for name, age in ages.items():
+        shutil.copytree(entry, folder / name / "entry")
+        shutil.copytree(entry, folder / name / "damaged0")
+        if name == "publishing-foreign":
+            (folder / name / "notes.txt").write_text("mine")
+        now = time.time()
+        os.utime(folder / name, (now - age, now - age))
+    store(OTHER)
+    left = {path.name for path in folder.iterdir() if path.name in ages}
+    assert left == {"publishing-recent", "publishing-foreign", "mine"}
+    assert [path.name for path in (folder / "publishing-foreign").iterdir()] == ["notes.txt"]
+
+
+def test_a_quicker_process_wins(folder: Path) -> None:
+    entry = store()
+    inode = entry.stat().st_ino
+    result = nvrtc.compile(TEXT, NAME, TARGET)
+    ours = Entry(folder, TEXT, NAME, TARGET, nvrtc.identity())
+    ours.publish({ours.payload: result.code, "log.txt": result.log.encode(), "entry.json": ours.record(result)})
+    assert entry.stat().st_ino == inode
+    assert list(cache.entries(folder)) == [entry]
+
+
+def test_a_damaged_entry_may_be_moved_away_by_another_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
+) -> None:
+    entry = store()
+    truncate(entry / "kernel.cubin")
+    rename = os.rename
+
+    def late(old: Path, new: Path) -> None:
+        if old == entry:
+            shutil.rmtree(entry)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert store() == entry
+    assert compiles == [NAME] * 2
+
+
+def test_the_text_of_a_failed_compilation_is_kept(folder: Path, compiles: list[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(nvrtc.CompileError, match='identifier "flaot" is undefined') as error:
+            cache.compiled(BROKEN, NAME, TARGET)
+        source = error.value.source
+        assert source is not None
+        assert f"The assembled text is in {source}\n" in str(error.value)
+        assert source.read_text() == BROKEN
+        assert (source.parent / "log.txt").read_text() == error.value.log
+        assert list(cache.entries(folder)) == [source.parent]
+    assert compiles == [NAME] * 2
+
+
+@pytest.mark.filterwarnings("ignore:compiled kernels cannot be stored")
+def test_a_failed_compilation_is_told_where_nothing_can_be_written(folder: Path) -> None:
+    folder.mkdir()
+    for mode in (0o555, 0o777):
+        folder.chmod(mode)
+        with pytest.raises(nvrtc.CompileError, match='identifier "flaot" is undefined') as error:
+            cache.compiled(BROKEN, NAME, TARGET)
+        assert error.value.source is None
+    folder.chmod(0o700)
+
+
+# -- many processes --------------------------------------------------------------------------------------------------
+
+PROCESSES, KERNELS = 8, 25
+PAYLOAD = 1 << 18  # large enough that a write takes several steps
+
+
+def hammer(rank: int, folder: Path, start: Barrier) -> None:
+    """One of many processes that publish and read the same entries at once, every second over a damaged one."""
+    os.environ["CUPY_FLASH_CACHE_DIR"] = str(folder)
+    warnings.simplefilter("error")
+    try:
+        for kernel in range(KERNELS):
+            entry = Entry(folder, f"// kernel {kernel}", f"kernel{kernel}", TARGET, COMPILER)
+            result = nvrtc.Compiled(entry.name, TARGET, bytes([kernel + 1]) * PAYLOAD, f"process {rank}")
+            files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
+            damaged = kernel % 2 == 1
+            if damaged and rank == kernel % PROCESSES:
+                entry.publish(files)
+                os.truncate(entry.path / entry.payload, PAYLOAD // 2)
+            start.wait()
+            assert cache.usable_folder() == folder
+            before = entry.load()
+            entry.publish(files)
+            after = entry.load()
+            assert {None if found is None else found.code for found in (before, after)} <= {None, result.code}
+            # Where there was a damaged entry another process may take the new one for it, and be about to replace it.
+            assert after is not None or damaged
+    except BaseException:
+        start.abort()
+        raise
+
+
+def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "cold" / "cache"
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(PROCESSES)
+    processes = [context.Process(target=hammer, args=(rank, folder, start), daemon=True) for rank in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    assert {path.name.split(".")[0] for path in cache.entries(folder)} == {f"kernel{n}" for n in range(KERNELS)}
+    entries = [Entry(folder, f"// kernel {n}", f"kernel{n}", TARGET, COMPILER) for n in range(KERNELS)]
+    loaded = [entry.load() for entry in entries]
+    assert len(list(cache.entries(folder))) == KERNELS
+    assert [entry and entry.code[:1] for entry in loaded] == [bytes([kernel + 1]) for kernel in range(KERNELS)]
+
+
+# -- what a person does with it --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_folder(folder: Path) -> Path:
+    """Two entries, what a killed process left, and files that are not ours."""
+    entry = store()
+    store(OTHER)
+    shutil.copytree(entry, folder / "publishing-k1lled" / "entry")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "simt.mine").mkdir()
+    (folder / "simt.mine" / "source.cu").write_text("mine")
+    (folder / "k.0123456789abcdef0123456789abcdef").symlink_to(folder / "simt.mine")
+    return folder
+
+
+def test_clear_removes_what_is_ours(full_folder: Path) -> None:
+    cache.clear(full_folder)
+    kept = ["k.0123456789abcdef0123456789abcdef", "notes.txt", "simt.mine"]
+    assert sorted(path.name for path in full_folder.iterdir()) == kept
+    assert (full_folder / "simt.mine" / "source.cu").read_text() == "mine"
+    cache.clear(full_folder)
+    cache.clear(full_folder / "nothing")
+
+
+def test_clear_keeps_a_foreign_file_in_an_entry(folder: Path) -> None:
+    entry = store()
+    (entry / "profile.ncu-rep").write_text("mine")
+    cache.clear(folder)
+    assert [path.name for path in entry.iterdir()] == ["profile.ncu-rep"]
+
+
+def test_size_counts_entries_and_bytes(full_folder: Path) -> None:
+    ours = [path for path in full_folder.iterdir() if re.search(r"\.[0-9a-f]{32}$|^publishing-", path.name)]
+    files = [file for path in ours if not path.is_symlink() for file in path.rglob("*") if file.is_file()]
+    assert cache.size(full_folder) == (3, sum(len(file.read_bytes()) for file in files))
+    assert cache.size(full_folder / "nothing") == (0, 0)
+
+
+def test_commands_show_and_clear_the_cache(full_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "size"]) == 0
+    assert capsys.readouterr().out == f"{full_folder}, 3 entries, 0.0 MiB\n"
+    assert main(["info"]) == 0
+    information = capsys.readouterr().out
+    assert re.search(rf"^cache +{re.escape(str(full_folder))}, 3 entries, 0\.0 MiB$", information, re.MULTILINE)
+    assert re.search(r"^NVRTC +1\d\.\d+, for sm_.*75, .*90", information, re.MULTILINE)
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"{full_folder}, 0 entries, 0.0 MiB\n"
+
+
+def test_clear_says_why_a_folder_cannot_be_cleared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store()
+
+    def denied(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for method in ("iterdir", "unlink"):  # root may read and write all the same
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, denied)
+            assert main(["cache", "clear"]) == 1
+        output = capsys.readouterr()
+        assert os.strerror(errno.EACCES) in output.err and output.err.count("\n") == 1 and output.out == ""
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", "relative")
+    assert main(["cache", "clear"]) == 1
+    assert capsys.readouterr().err == "relative is not an absolute path\n"
+
+
+def test_commands_say_why_a_folder_is_not_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert main(["cache", "size"]) == 0
+    assert capsys.readouterr().out.startswith(f"not used: {folder} can be written by other users")

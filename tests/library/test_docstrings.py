@@ -1,0 +1,98 @@
+"""Every example runs: doctests of all modules, and the Python blocks of the README and of docs/."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import cupy_flash
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(cupy_flash.__path__, "cupy_flash.") if "__main__" not in module.name
+)
+
+
+def python_blocks(text):
+    """(line number, code) of each ```python block."""
+    return [
+        (text[: found.start(1)].count("\n") + 1, found[1])
+        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    ]
+
+
+def blocks(cupy):
+    """The Python blocks of all pages, either those that import CuPy or the others."""
+    return [
+        pytest.param(page, line, code, id=f"{page.stem}-{line}")
+        for page in PAGES
+        for line, code in python_blocks(page.read_text(encoding="utf-8"))
+        if bool(re.search(r"\bimport cupy\b", code)) == cupy
+    ]
+
+
+BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
+
+
+def run_block(page, line, code):
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": page.stem})
+
+
+@pytest.mark.parametrize("name", ["cupy_flash", *MODULES])
+def test_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_docstring_examples():
+    attempted = {
+        name: doctest.testmod(importlib.import_module(name)).attempted
+        for name in ("cupy_flash.api", "cupy_flash.reference")
+    }
+    assert min(attempted.values()) > 0, attempted
+
+
+@pytest.mark.parametrize(("page", "line", "code"), BLOCKS)
+def test_page(page, line, code, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    if page.name == "fp8.md":  # Hopper alone serves fp8
+        request.getfixturevalue("hopper")
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    run_block(page, line, code)
+
+
+def test_there_are_examples():
+    pages = {block.values[0].stem for block in BLOCKS}
+    assert {"README", "index", "torch", "transformers", "jax", "memory", "long_sequences", "fp8", "kernels"} <= pages
+    assert CUPY_BLOCKS
+    assert python_blocks("a\n```python\nx\n```\n\n```\ny\n```\n```python\nz\n```\n") == [(3, "x\n"), (10, "z\n")]
+
+
+def test_readme_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page):
+    """mkdocs checks the anchors too, but only CI has it, and it does not see the README as it stands."""
+    links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """The first column of docs/troubleshooting.md quotes error texts, so that a search finds them."""
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = [found for row in rows for found in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
+    assert len(quoted) >= 3
+    assert [text for pair in quoted if (text := "".join(pair)) not in code] == []
+
+
+def test_every_path_of_the_map_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^    ((?:cupy_flash|kernels_cu|bench|tests)/\S*)  ", text, re.MULTILINE)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -1,0 +1,78 @@
+"""The table of options: what people read and what kernels define agree with it."""
+
+import inspect
+import re
+
+import pytest
+
+from cupy_flash import api, attention, features
+from cupy_flash.features import ARRAYS, FEATURES, NAMES, SIZES
+from cupy_flash.params import dtypes
+from cupy_flash.problem import Operands, Problem
+from cupy_flash.source import CONFIG, kernel_folder
+
+OPTIONS = {
+    name: parameter
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
+
+
+def documented(name):
+    """The entry of an option in attention()'s docstring, on one line."""
+    arguments = attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
+    names = rf"(?:\w+, )*{name}(?:, \w+)*"
+    match = re.search(rf"(?:^ +|\. ){names}: (.*?)(?=^ {{8}}\w[\w, ]*: |\Z)", arguments, re.M | re.S)
+    return re.sub(r"\s+", " ", match[1]) if match else None
+
+
+def test_the_signature_is_the_table():
+    assert tuple(OPTIONS) == NAMES
+    assert [parameter.default for parameter in OPTIONS.values()] == [feature.default for feature in FEATURES]
+
+
+@BY_NAME
+def test_every_option_is_documented(feature):
+    text = documented(feature.name)
+    assert text
+    if feature in ARRAYS:
+        dtype = "floating" if feature.dtypes == features.FLOATING else feature.dtypes[0]
+        assert dtype in text
+        for axes in feature.axes:
+            assert f"({', '.join(SIZES[axis] for axis in axes)}{',' * (len(axes) == 1)})" in text
+        if not feature.gradient and feature.dtypes == ("float32",) and not feature.fp8:
+            assert "No gradient" in text
+
+
+@BY_NAME
+def test_every_option_reaches_its_field(feature, monkeypatch):
+    """attention() hands its options on by position."""
+    monkeypatch.setattr(api, "_forward", lambda function, arrays, options: options)
+    value = object()
+    options = attention(None, None, None, **{feature.name: value})
+    given = {name: getattr(options, name) for name in NAMES}
+    assert given == {other.name: other.default for other in FEATURES} | {feature.name: value}
+
+
+@BY_NAME
+def test_kernels_define_what_a_feature_becomes(feature):
+    config = (kernel_folder() / CONFIG).read_text()
+    members = dtypes()["Params"].names
+    if feature.constant:
+        assert f"constexpr bool {feature.constant} = false;" in config
+    if feature.element:
+        assert f"using {feature.element} = " in config
+    if feature in ARRAYS:
+        assert feature.name in members and feature.name in Operands._fields and feature.field in Problem._fields
+        assert (f"d{feature.name}" in members) == feature.gradient
+    for member in filter(None, (feature.member, feature.batch_stride)):
+        assert member in members
+
+
+def test_the_columns_of_a_kind_are_given_where_it_has_them():
+    for feature in FEATURES:
+        assert (feature.kind == features.ARRAY) == bool(feature.axes) == bool(feature.dtypes)
+        assert (feature.kind == features.NUMBER) == bool(feature.range)
+        assert not feature.element or feature.dtypes == features.FLOATING
+        assert set("".join(feature.axes)) <= SIZES.keys()

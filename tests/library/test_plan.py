@@ -1,0 +1,309 @@
+"""Plans: pure, printable, the same object for the same question; refusals with every engine's reasons; explain."""
+
+from dataclasses import FrozenInstanceError
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import DTYPES, Case, posed
+
+import cupy_flash
+from cupy_flash.backends import kernels
+from cupy_flash.device import GPUS, Device, named
+from cupy_flash.engines import mma, simt
+from cupy_flash.plan import MODULES, candidates, launches_at_any_length, plan
+from cupy_flash.problem import Saved, UnsupportedError
+
+DEVICE = Device("cpu", "x86_64", 8)
+PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
+
+
+def test_same_question_same_answer():
+    """Memoised by value; asked anew it is equal: nothing but problem and device decides."""
+    first = plan(PROBLEM, DEVICE)
+    assert plan(PROBLEM._replace(), Device("cpu", "x86_64", 8)) is first
+    plan.cache_clear()
+    assert plan(PROBLEM, DEVICE) == first and hash(plan(PROBLEM, DEVICE)) == hash(first)
+
+
+@pytest.mark.parametrize("record", [PROBLEM, DEVICE, plan(PROBLEM, DEVICE)], ids=["problem", "device", "plan"])
+def test_records_are_frozen(record):
+    assert record in {record}
+    with pytest.raises((FrozenInstanceError, AttributeError)):
+        setattr(record, next(iter(record.__dataclass_fields__)), None)
+
+
+def test_backend_names_the_simulated_gpu():
+    """Without an architecture it is sm_80; with one, engines that need it serve the call, and the result is theirs."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 64)).astype(np.float16)
+    for backend, arch in (("simulator", "sm_80"), ("simulator:sm_75", "sm_75"), ("simulator:sm_90a", "sm_90a")):
+        assert f"on simulator ({arch}," in cupy_flash.explain(q, k, v, backend=backend)
+    out = cupy_flash.attention(q, k, v, backend="simulator:sm_90a", engine="wgmma")
+    np.testing.assert_allclose(out, cupy_flash.attention(q, k, v), atol=2e-3)
+
+
+def test_equal_calls_are_one_problem():
+    """Two calls of the same shapes pose equal problems, whatever is in the arrays."""
+    one, other, different = (
+        posed(case)[0].problem
+        for case in (Case(causal=True, seed=1), Case(causal=True, seed=2), Case(causal="top_left"))
+    )
+    assert plan(one, DEVICE) is plan(other, DEVICE)
+    assert one != different
+
+
+@pytest.mark.parametrize("units", [1, 2, 8, 64])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("length", [0, 1, 100, 1000, 100_000, 1_000_000])
+def test_any_size_has_a_plan(length, backward, units):
+    """No array is needed, so no length is too long. Nothing to do wakes no thread, much to do all."""
+    problem = PROBLEM._replace(q_len=length, kv_len=length, backward=backward, bias=None)
+    chosen = plan(problem, DEVICE._replace(units=units))
+    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
+    assert chosen.block_q >= 1 and chosen.block_kv >= 1
+    assert 1 <= chosen.threads <= units
+    assert 0 <= chosen.cost < np.inf
+    if length == 0:
+        assert chosen.threads == 1
+    if length >= 100_000:
+        assert chosen.threads == units
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_tiles_do_not_follow_the_threads(backward):
+    """Their sizes decide how results are rounded, and results are those of any number of threads."""
+    for batch, heads, length, head_dim in product((1, 3), (1, 4, 32), (1, 100, 300, 512, 1500, 4096), (64, 128)):
+        sizes = dict(batch=batch, heads=heads, kv_heads=1, q_len=length, kv_len=length, head_dim=head_dim, bias=None)
+        problem = PROBLEM._replace(backward=backward, head_dim_v=head_dim, **sizes)
+        plans = [plan(problem, DEVICE._replace(units=units)) for units in (1, 2, 3, 4, 8, 16, 64)]
+        assert len({(its.block_q, its.block_kv) for its in plans}) == 1, problem
+        assert [its.threads for its in plans] == sorted(its.threads for its in plans)
+
+
+def test_longer_costs_more():
+    costs = [plan(PROBLEM._replace(kv_len=length, q_len=length), DEVICE).cost for length in (256, 512, 4096, 8192)]
+    assert costs == sorted(costs) and costs[-1] > 3 * costs[-2]
+    full = PROBLEM._replace(mask=type(PROBLEM.mask)(), q_len=8192, kv_len=8192)
+    assert plan(full, DEVICE).cost > 1.5 * costs[-1]  # a causal mask hides half
+
+
+def test_text_is_a_line():
+    text = str(plan(PROBLEM, DEVICE))
+    assert "\n" not in text
+    words = ("forward", "float32 bshd (numpy on cpu)", "batch 2", "1000 queries x 1500 keys", "causal (bottom-right)")
+    words += (
+        "8 query and 2 key/value heads",
+        "D 16",
+        "softcap 30",
+        "sink",
+        "bias (1, 8, 1000, 1500)",
+        "x86_64, 8 threads",
+    )
+    for word in words:
+        assert word in text, f"{word!r} not in {text}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(
+            dict(device="cuda:1"), ["cpu: the arrays are on cuda:1, and arrays never change device"], id="device"
+        ),
+        pytest.param(dict(backend="cuda"), ['cpu: backend="cuda" was asked for'], id="backend"),
+        pytest.param(
+            dict(engine="wgmma"),
+            ['cpu: engine="wgmma" was asked for', "wgmma: the call goes to backend cpu", "wgmma: float32 is not"],
+            id="engine",
+        ),
+        pytest.param(dict(dtype=np.dtype(np.int8)), ["cpu: int8 is not one of float16,"], id="dtype"),
+        pytest.param(
+            dict(device="cuda:0", backend="simulator", engine="mma"),
+            ['engine="mma" was', 'backend="simulator" was', "on cuda:0", 'simt: engine="mma" was'],
+            id="all-reasons",
+        ),
+    ],
+)
+def test_refusals(changes, words):
+    with pytest.raises(UnsupportedError) as caught:
+        plan(PROBLEM._replace(**changes), DEVICE)
+    message = str(caught.value)
+    for word in (*words, "no engine of this version serves this problem", *(f"{engine}: " for engine in MODULES)):
+        assert word in message, f"{word!r} not in:\n{message}"
+
+
+def test_an_explicit_choice_is_kept():
+    chosen = plan(PROBLEM._replace(backend="cpu", engine="cpu"), DEVICE)
+    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
+    assert dict(chosen.refused)["mma"][0] == 'engine="cpu" was asked for'
+
+
+def test_explain():
+    """Engine, tiles, why, and a line per reason for each other engine; nothing is computed."""
+    case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
+    q, k, v, options, *_ = case.call()
+    text = cupy_flash.explain(q, k, v, **options)
+    chosen = posed(case)[0]
+    assert text == chosen.explain()
+    for word in (
+        str(chosen.problem),
+        "engine",
+        "backend cpu",
+        f"{chosen.block_q} queries x {chosen.block_kv} keys",
+        "why",
+    ):
+        assert word in text, f"{word!r} not in:\n{text}"
+    lines = text.splitlines()
+    assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in MODULES if engine != "cpu")
+
+
+# Plans for a GPU, which need none
+
+
+def on_gpu(arch="sm_80", **changes):
+    return plan(PROBLEM._replace(**changes), named(arch))
+
+
+def test_a_gpu_needs_no_gpu_to_plan_for():
+    """Any length, any architecture: within its shared memory, and every tile of the output in one block at most."""
+    for arch in GPUS:
+        for backward in (False, True):
+            chosen = on_gpu(arch, backward=backward, q_len=5000, head_dim=256, head_dim_v=256)
+            assert (chosen.device.arch, chosen.engine) == (arch, "simt")
+            for launch in chosen.launches:
+                assert launch.shared_bytes <= chosen.device.shared_bytes
+                assert launch.threads == chosen.threads
+    forward = on_gpu().launches[0]
+    assert forward.grid == (-(-1000 // on_gpu().block_q), 8, 2)
+
+
+def test_what_a_grid_has_no_room_for_is_refused():
+    on_gpu(batch=65535, backward=True)
+    with pytest.raises(UnsupportedError, match="simt: 65536 sequences are more than the 65535"):
+        on_gpu(batch=65536)
+    with pytest.raises(UnsupportedError, match="simt: 65536 sequences"):
+        on_gpu(batch=65535, layout="thd")
+    with pytest.raises(UnsupportedError, match="simt: 65536 heads"):
+        on_gpu(heads=65536)
+    assert on_gpu(q_len=10_000_000, kv_len=10_000_000).launches
+
+
+def test_nothing_is_launched_on_no_block():
+    """CUDA refuses a grid of none. What is not empty is written: the zeros of a broadcast bias's gradient."""
+    assert on_gpu(batch=0).launches == ()
+    kernels = [launch.function for launch in on_gpu(batch=0, backward=True, bias_gradient=True).launches]
+    assert kernels == ["backward_bias", "dsink"]
+    for bias in ((2, 8, 0, 1500), (0,)):
+        kernels = [launch.function for launch in on_gpu(bias=bias, backward=True, bias_gradient=True).launches]
+        assert kernels == ["delta", "backward_kv", "backward_q", "dsink"]
+
+
+BFLOAT16 = DTYPES["bfloat16"]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arch", GPUS)
+def test_half_precision_goes_to_tensor_cores(arch, backward):
+    for dtype in (np.float16, BFLOAT16, np.float32, np.float64):
+        has_them = dtype == np.float16 or (dtype == BFLOAT16 and arch != "sm_75")
+        chosen = on_gpu(arch, dtype=np.dtype(dtype), backward=backward, head_dim=64, head_dim_v=64)
+        assert chosen.engine == ("mma" if has_them else "simt")
+        assert all(launch.shared_bytes <= chosen.device.shared_bytes for launch in chosen.launches)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "words"),
+    [
+        pytest.param("sm_90", {}, "float32 is not float16 or bfloat16", id="dtype"),
+        pytest.param(
+            "sm_75", dict(dtype=BFLOAT16), "the tensor cores of sm_75 multiply float16, not bfloat16", id="turing"
+        ),
+        pytest.param(
+            "sm_90", dict(dtype=BFLOAT16, head_dim=513), "head dimension 513 is larger than 512", id="head-dim"
+        ),
+        pytest.param(
+            "sm_75",
+            dict(dtype=np.dtype(np.float16), head_dim=512, head_dim_v=512, backward=True),
+            "no tile of head dimension 512 fits the 65536 bytes of shared memory",
+            id="shared-memory",
+        ),
+    ],
+)
+def test_what_tensor_cores_do_not_serve_is_refused(arch, changes, words):
+    with pytest.raises(UnsupportedError, match=f"mma: {words}"):
+        on_gpu(arch, **{"engine": "mma"} | changes)
+
+
+def test_deterministic_adds_nothing_up_in_any_order():
+    """Of all tiles that may be chosen, none adds dQ up; without it, only on GPUs that add four numbers at once."""
+    for arch in GPUS:
+        problem = PROBLEM._replace(dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
+        adds = [tile.q_tile is None for tile in mma.tiles(problem, named(arch))]
+        assert any(adds) == (arch in mma.VECTOR_ADDITION) and not all(adds)
+        problem = problem._replace(deterministic=True)
+        assert all(tile.q_tile is not None for tile in mma.tiles(problem, named(arch)))
+        kernels = [launch.kernel for launch in plan(problem, named(arch)).launches]
+        assert "mma/backward_q" in kernels and "dq" not in kernels
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
+    """lse and delta of every row, and where dQ is added up its sums in fp32; a packed sequence has 16 rows more."""
+    monkeypatch.setattr(mma, "legal_tiles", lambda *_, add_dq=False: [mma.Tile(64, 64, 128, 1, 1)] if add_dq else [])
+    plan.cache_clear()
+    for length in (1, 100, 1000, 2000):
+        lengths = dict(q_lengths=(length,) * 2, kv_lengths=(length,) * 2, packed=True) if packed else {}
+        case = Case(length, length, heads=2, kv_heads=1, head_dim=40, dtype="bfloat16", **lengths)
+        call = case.call()
+        on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
+        chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90")), []
+        kernels.backward(chosen, operands, works.append)
+        names = [workspace.name for workspace in chosen.workspaces(length, length)]
+        assert names == ["delta", "lse2", "dq_sums"]
+        bytes_of = {name: works[0].results[name].numpy().nbytes for name in names}
+        rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
+        assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
+        assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)
+    plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("factor", "chosen", "other"), [(0.5, "mma", "simt"), (2, "simt", "mma")], ids=["less", "more"]
+)
+def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monkeypatch):
+    """An engine that serves the problem and is not chosen says what it would cost; its kernels may be another's choice
+    at another length."""
+
+    def seconds(problem, pairs, device, tile):
+        return factor * simt.seconds(problem, pairs, device, tile)
+
+    def launches(problem, device, tile):
+        return tuple(
+            launch._replace(kernel=launch.kernel.replace("simt", "mma"))
+            for launch in simt.launches(problem, device, tile)
+        )
+
+    alone = on_gpu()
+    monkeypatch.setitem(MODULES, "mma", SimpleNamespace(**{**vars(simt), "seconds": seconds, "launches": launches}))
+    plan.cache_clear()
+    both = on_gpu()
+    assert (both.engine, both.launches[0].kernel) == (chosen, f"{chosen}/forward")
+    assert (both.block_q, both.block_kv, both.threads) == (alone.block_q, alone.block_kv, alone.threads)
+    assert both.cost == pytest.approx(min(factor, 1) * alone.cost)
+    slower = f"its smallest predicted time is {max(factor, 1) * alone.cost * 1e3:.3g} ms"
+    assert dict(both.refused)[other] == (slower,)
+    assert f"not {other:<7}{slower}" in both.explain()
+    assert {launch.kernel for launch in launches_at_any_length(PROBLEM, both.device)} == {"simt/forward", "mma/forward"}
+    assert on_gpu(engine="simt").engine == "simt"
+    plan.cache_clear()
+
+
+def test_candidates_are_every_tile_and_the_plans_first():
+    half = dict(dtype=np.dtype(np.float16), head_dim=64, head_dim_v=64)
+    for chosen in (on_gpu(**half), on_gpu(**half, backward=True), on_gpu()):
+        tiles, plans = zip(*candidates(chosen, chosen.engine), strict=True)
+        assert set(tiles) == set(MODULES[chosen.engine].tiles(chosen.problem, chosen.device)) and len(tiles) > 3
+        assert plans[0] == chosen and all(its.problem == chosen.problem for its in plans)
+        assert [its.cost for its in plans] == sorted(its.cost for its in plans)
+        assert len({its.launches for its in plans}) == len(tiles)
+    assert {its.engine for _, its in candidates(on_gpu(**half), "simt")} == {"simt"}

@@ -1,0 +1,141 @@
+"""Clusters of two blocks: cluster barrier, remote mbarrier arrivals, multicast copies; and each misuse."""
+
+import numpy as np
+import pytest
+from conformance.hopper import BY_NAME, PAIR, wait
+from micro import run
+
+from cupy_flash.backends.simulator import SimulationError, errors
+
+ORDERS = ["early", "late", "random"]
+MULTICAST, REMOTE = BY_NAME["cluster.multicast"], BY_NAME["cluster.remote"]
+
+
+def result(case, body=None, *, blocks=2, **options):
+    out = np.zeros(len(case.out) * blocks // 2, case.out.dtype)
+    run(body or case.body, *case.inputs, out, threads=128, blocks=blocks, maps=case.maps, **(case.options | options))
+    return out
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("clusters", [1, 3])
+def test_arrival_at_the_other_blocks_mbarrier(clusters, order):
+    out = result(REMOTE, blocks=2 * clusters, order=order).reshape(clusters, 2, 128)
+    assert (out[:, 0] == 2 * 16).all() and (out[:, 1] == 2 * 16 + 1).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_multicast_reaches_both_blocks(order):
+    case = BY_NAME["cluster.multicast"]
+    rows = case.inputs[0].reshape(2, 32, 8, 16)[1]
+    # The 16-byte pieces of the box's 128-byte rows are swizzled by the row index.
+    expected = np.stack([rows[i, np.arange(8) ^ i % 8] for i in range(32)]).reshape(-1)
+    out = result(case, order=order).reshape(2, -1)
+    assert np.array_equal(out[0], expected) and np.array_equal(out[1], expected)
+
+
+BARRIER = """barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;"""
+
+
+def test_copy_to_a_block_whose_mbarrier_is_not_ready():
+    first = MULTICAST.body.index("barrier.cluster.arrive")
+    last = MULTICAST.body.index("barrier.cluster.wait.acquire;") + len("barrier.cluster.wait.acquire;")
+    with pytest.raises(errors.SimulationError, match=r"without a barrier after its mbarrier\.init|no mbarrier\.init"):
+        result(MULTICAST, MULTICAST.body[:first] + MULTICAST.body[last:])
+
+
+def test_one_block_announces_too_few_bytes():
+    amount = "setp.eq.u32 %q0, %block, 0; selp.b32 %r40, 4096, 2048, %q0; @%q6 mbarrier.arrive.expect_tx"
+    body = MULTICAST.body.replace("@%q6 mbarrier.arrive.expect_tx", amount).replace("[%r50], 4096;", "[%r50], %r40;")
+    with pytest.raises(errors.Deadlock, match=r"block 1: warps \[0, 1, 2, 3\] wait for .* 2048 bytes too many"):
+        result(MULTICAST, body)
+
+
+def test_copy_over_bytes_that_the_other_block_still_reads():
+    again = """
+        @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 4096;
+        MEET
+        mov.u32 %r60, smem;
+        mad.lo.u32 %r60, %r0, 2048, %r60;
+        @%q6 cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster \
+[%r60], [%m0, {%r1, %r3, %r2, %r1}], [%r50], %h0;
+    """
+    end = MULTICAST.body.rindex("barrier.cluster.arrive")
+    body = MULTICAST.body[:end] + again + wait(1, "AGAIN") + MULTICAST.body[end:]
+    result(MULTICAST, body.replace("MEET", BARRIER))
+    with pytest.raises((errors.Race, errors.PendingCopy), match="then asynchronous write"):
+        result(MULTICAST, body.replace("MEET", "bar.sync 0;"))
+
+
+def without_the_last_barrier(case):
+    """A block exits while the other may still arrive at its mbarrier, or copy into its shared memory."""
+    return case.body[: case.body.rindex("barrier.cluster.arrive")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_before_the_other_block_has_arrived(order):
+    """Each block waits for both arrivals at its own mbarrier, so no cluster barrier is needed."""
+    body = without_the_last_barrier(REMOTE)
+    assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))
+    with pytest.raises(errors.EarlyExit, match="exit"):
+        result(REMOTE, body.replace(wait(), ""), order=order)
+    # A barrier without .release orders no accesses, but the arrivals still precede it.
+    barrier = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
+    result(REMOTE, body.replace(wait(), barrier), order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_before_the_copy_of_the_other_block_has_landed(order):
+    body = without_the_last_barrier(MULTICAST)
+    assert np.array_equal(result(MULTICAST, body, order=order), result(MULTICAST))
+    assert MULTICAST.body.count(wait()) == 1
+    with pytest.raises(errors.SimulationError, match="ends before its bulk copy completes|has exited"):
+        result(MULTICAST, body[: body.index(wait())], order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("what", ["arrives", "copies"])
+def test_use_of_a_block_that_has_exited(what, order):
+    """The second block arrives only after the first has exited."""
+    case = REMOTE if what == "arrives" else MULTICAST
+    first = case.body.index("barrier.cluster.wait") + len("barrier.cluster.wait.acquire")
+    first = case.body.index(";", first) + 1
+    leaves = "mov.u32 %r30, %cluster_ctarank; setp.eq.u32 %q3, %r30, 0; @%q3 exit;"
+    with pytest.raises(errors.EarlyExit, match="block 0 has exited, and its shared memory is accessed"):
+        result(case, case.body[:first] + leaves + BARRIER + case.body[first:], order=order)
+
+
+def test_deadlock_at_the_cluster_barrier_names_the_missing_warps():
+    body = f"setp.eq.u32 %q0, %block, 0; @%q0 bra MEET; bar.sync 1, 256; MEET: {BARRIER}"
+    with pytest.raises(errors.Deadlock, match=r"wait at the cluster barrier for warp 0 of block 1, warp 1 of block 1"):
+        run(body, threads=64, **PAIR)
+
+
+def test_exited_blocks_hold_up_no_cluster():
+    run(f"setp.eq.u32 %q0, %block, 0; @%q0 exit; {BARRIER}", threads=64, **PAIR)
+
+
+@pytest.mark.parametrize(
+    "text", ["barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"],
+    ids=["twice", "never"],
+)  # fmt: skip
+def test_arrivals_and_waits_take_turns(text):
+    with pytest.raises(errors.BarrierMisuse, match="cluster barrier"):
+        run(text, threads=64, **PAIR)
+
+
+def test_rank_that_no_block_has():
+    body = REMOTE.body.replace("xor.b32 %r1, %r0, 1;", "mov.b32 %r1, 2;")
+    with pytest.raises(errors.OutOfBounds, match="no block of the cluster"):
+        result(REMOTE, body)
+
+
+def test_multicast_to_no_block_of_the_cluster():
+    with pytest.raises(errors.OutOfBounds, match="multicast"):
+        result(MULTICAST, MULTICAST.body.replace("mov.b16 %h0, 3;", "mov.b16 %h0, 5;"))
+
+
+def test_grid_that_clusters_do_not_fill():
+    with pytest.raises(SimulationError, match="do not fill a grid"):
+        run(BARRIER, threads=32, blocks=3, directives=".reqnctapercluster 2")

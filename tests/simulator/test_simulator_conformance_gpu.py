@@ -1,0 +1,175 @@
+"""The simulator against results of GPUs: tests/conformance/gpu holds those of every micro-kernel, one file per GPU.
+
+conformance/on_gpu.py writes the files; without any, the comparison has no cases.
+"""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance import hopper, on_gpu
+from conformance.agreement import difference, disagreements, simulate
+from conformance.assembled import source
+from conformance.every import Kernel, every_kernel
+from conformance.kernels import BY_NAME, WARP_CASES
+from conformance.on_gpu import kernels, main
+from patience import FOREVER, give_workers_time, hang
+
+from cupy_flash import ahead, device, nvrtc
+from cupy_flash.source import assemble
+
+STORED = sorted((Path(__file__).parents[1] / "conformance" / "gpu").glob("*.npz"))
+KERNELS = {kernel.name: kernel for kernel in every_kernel()}
+
+
+def test_simulator_gives_what_gpus_gave():
+    assert {path.stem: disagreements(path) for path in STORED} == {path.stem: [] for path in STORED}
+
+
+def test_a_single_bit_is_seen(tmp_path):
+    some = "wgmma.bf16-n8", "add.u32", "add.f32", "ex2.approx.ftz.f32", "mma.m16n8k16-f16"
+    results = {KERNELS[name].key: simulate(KERNELS[name]) for name in some}
+    np.savez(tmp_path / "same.npz", **results)
+    assert disagreements(tmp_path / "same.npz") == []
+    for wrong in results.values():
+        wrong.view(np.uint32).flat[-1] ^= 1
+    np.savez(tmp_path / "other.npz", **results)
+    # One bit of an approximation is within its error bound.
+    assert sorted(disagreements(tmp_path / "other.npz")) == ["add.f32", "add.u32", "wgmma.bf16-n8"]
+    assert "1 of 512 differ, the first at (127, 3): " in difference(
+        results["wgmma_bf16-n8"], simulate(KERNELS[some[0]])
+    )
+
+
+def test_every_kernel_has_a_name_of_its_own():
+    assert set(BY_NAME) | {case.name for case in (*WARP_CASES, *hopper.CASES)} <= set(KERNELS)
+    assert len({kernel.key for kernel in KERNELS.values()}) == len(list(every_kernel()))
+
+
+WATCHED = (
+    "wgmma|cp|mbarrier|fence|barrier|bar|setmaxnreg|stmatrix|ldmatrix|mma|red|elect|mapa|ld.acquire|st.release|ex2|lg2"
+)
+
+
+def forms(ptx):
+    """The forms in use of instructions that only a GPU can verify: their names and, for wgmma, where A is and which
+    operand is transposed. bf16 counts as f16."""
+    found = set()
+    for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
+        if name.startswith("wgmma.mma_async"):
+            registers = "{" in operands.split("}", 1)[1]
+            majors = operands.replace(" ", "").split(",")[-2 + registers :] if "f16.f16" in name else []
+            name += f" A in {'registers' if registers else 'shared memory'}, {majors}"
+        found.add(name)
+    return found
+
+
+USED = [
+    ("sm_90a", "wgmma/forward", dict(head_dim=128)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=64, causal=True)),
+    ("sm_90a", "wgmma/backward", dict(head_dim=192, head_dim_v=128, deterministic=True)),
+    ("sm_90a", "wgmma/forward_fp8", dict(head_dim=96, dtype="float8_e4m3fn", engine=None, backward=False)),
+    ("sm_80", "mma/forward", dict(head_dim=64, engine="mma")),
+    ("sm_90", "mma/backward_kv", dict(head_dim=64, engine="mma")),
+]
+
+
+def test_kernels_use_only_forms_that_a_micro_kernel_verifies():
+    asked = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
+    for arch, name, words in USED:
+        launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
+        launches = [launch for launch in launches if launch.kernel == name]
+        for launch in launches[0], launches[-1]:
+            ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
+            used = forms(ptx)
+            assert len(used) > 3 and used <= asked, (name, sorted(used - asked))
+
+
+def test_the_assembler_takes_every_micro_kernel_of_more_than_one_thread():
+    """Kernels with setmaxnreg must also start with the registers that they assume: else they would wait forever."""
+    kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
+    compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
+    assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
+    registers = {
+        kernel.name: compiled.resources[f"micro_{i}"].registers
+        for i, kernel in enumerate(kernels)
+        if kernel.name.startswith("setmaxnreg")
+    }
+    assert registers == {"setmaxnreg": 168, "setmaxnreg.40-232": 168, "setmaxnreg.32-160": 128}
+    turns = KERNELS["turns"]
+    with pytest.raises(nvrtc.CompileError, match="acquire"):
+        wrong = replace(turns, text=turns.text.replace("ld.acquire.gpu.global.u32", "ld.acquire.all.global.u32"))
+        nvrtc.compile(source([wrong]), "micro", "sm_90a")
+
+
+# ---- the runner, without a GPU
+
+SOME = ("wgmma.bf16-n8", "load.1d", "bulk.add", "turns", "dynamic", "add.u32", "fma.rn.f32")
+HANGS, DIES, FAILS, DIFFERS = "load.1d", "bulk.add", "turns", "add.u32"
+
+
+class CUDADriverError(Exception):
+    """As CuPy calls it."""
+
+
+def stand_in(number, announce):
+    """A stand-in for conformance.on_gpu.work that runs on the simulator, and fails on demand."""
+    if number is None:
+        return 90
+    name = (kernel := kernels()[number]).name
+    announce(name, 0 if name == HANGS else FOREVER)
+    if name == HANGS:
+        hang()
+    if name == DIES:
+        os._exit(3)
+    if name == FAILS:
+        raise CUDADriverError("an illegal address")
+    out = simulate(kernel)
+    return out + 1 if name == DIFFERS else out
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Limit the runner to a few kernels and wait for each."""
+    give_workers_time(monkeypatch)
+    monkeypatch.setattr(Kernel, "runs_on", lambda kernel, capability: kernel.name in SOME)
+
+
+@pytest.mark.usefixtures("few")
+def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys):
+    assert main(tmp_path, stand_in) == 1
+    wrong = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert wrong[HANGS] == "timed out after 0 s" and wrong[DIES] == "process exited with status 3"
+    assert wrong[FAILS] == "CUDADriverError: an illegal address" and "simulator" in wrong[DIFFERS]
+    assert len(wrong) == 4
+    with np.load(tmp_path / "sm_90.npz") as stored:
+        assert set(stored) == {KERNELS[name].key for name in SOME} - {"load_1d", "bulk_add", "turns"}
+    assert disagreements(tmp_path / "sm_90.npz") == [DIFFERS]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_run_that_is_ended_stores_what_it_has(tmp_path, monkeypatch):
+    seen = []
+
+    def ended_at_the_second(kernel):
+        if seen:
+            raise SystemExit
+        seen.append(kernel.key)
+        return simulate(kernel)
+
+    monkeypatch.setattr(on_gpu, "simulate", ended_at_the_second)
+    with pytest.raises(SystemExit):
+        main(tmp_path, stand_in)
+    with np.load(tmp_path / "sm_90.npz") as stored:
+        assert list(stored) == seen
+
+
+@pytest.mark.parametrize(
+    ("name", "capabilities"),
+    [("wgmma.bf16-n8", [90]), ("add.u32", [80, 89, 90, 120]), ("mma.m16n8k32-e4m3", [90, 120]), ("stmatrix", [90])],
+)
+def test_what_runs_where(name, capabilities):
+    assert [each for each in (75, 80, 89, 90, 120) if KERNELS[name].runs_on(each)] == capabilities

@@ -324,7 +324,6 @@ def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> b
 
 def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
     """The arrays among the options, against the sizes of the call."""
-    lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
     for feature in ARRAYS:
         if feature.name not in arrays:
             continue
@@ -333,13 +332,19 @@ def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], si
             q = arrays["q"].dtype.name
             requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
         _check_dtype(requirements, feature, array)
-        shapes = [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
+        shapes = _shapes(feature, sizes)
         legal = array.shape in shapes or (feature.broadcast and _broadcasts(array.shape, shapes[-1]))
         axes_text = f"{' or '.join(map(_axes_text, feature.axes))} = {shapes[-1]}"
         reason = f"{name} must be {axes_text}, not {array.shape}"
         if feature.broadcast:
             reason = f"{name} {array.shape} must broadcast to {axes_text}"
         requirements.require(legal, reason)
+
+
+def _shapes(feature: Feature, sizes: Sizes) -> list[tuple[int, ...]]:
+    """The legal shapes of an array among the options, or those to which it must broadcast."""
+    lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
+    return [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
 
 
 def _axes_text(axes: str) -> str:
@@ -451,16 +456,18 @@ def check_boundaries(
 
 
 def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Sizes) -> None:
-    """The values of the arrays among the options in host memory."""
+    """The values of the arrays among the options in host memory; arrays of a wrong shape may be huge and stay unread."""
     for feature in WITH_VALUES:
         array = arrays.get(feature.name)
         if array is None or array.device != "cpu" or array.dtype.name not in feature.dtypes:
+            continue
+        if array.shape not in _shapes(feature, sizes):
             continue
         values = array.numpy()
         if feature.not_negative:
             legal = bool((np.isfinite(values) & (values >= 0)).all())
             requirements.require(legal, f"{feature.name} must be finite and not negative")
-        elif sizes.known and array.shape == (sizes.batch,) and sizes.batch:
+        elif sizes.batch:
             longest = getattr(sizes, feature.longest)
             requirements.require(
                 bool(values.min() >= 0 and values.max() <= longest),

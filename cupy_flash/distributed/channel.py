@@ -62,11 +62,14 @@ class Channel(NamedTuple):
 
         On exit raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
         other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
-        while they agree, and nothing without check_ranks.
+        while they agree, and nothing without check_ranks. Raises TypeError if check_ranks is not a bool.
         """
-        compares = check_ranks and self.ranks > 1
+        is_flag = isinstance(check_ranks, (bool, np.bool_))
+        compares = self.ranks > 1 and (not is_flag or bool(check_ranks))
         request: dict[str, Any] = {}
         try:
+            if not is_flag:
+                raise TypeError(f"{function}: check_ranks must be True or False, not {check_ranks!r}")
             yield request
             digest = self._digest(function, request) if compares else None
         except Exception as error:

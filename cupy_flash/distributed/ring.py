@@ -50,9 +50,10 @@ def ring_attention(
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         sharding: "zigzag", "contiguous" or "striped"; see `cupy_flash.distributed.positions`.
         seqlen: length of the whole sequence, or (Sq, Sk); None if all shards are equally long.
-        check_ranks: verify at every call that all ranks make the same call, by an all-gather of 8 bytes per rank. It
-            synchronises the host, with NCCL also with the stream's earlier work, and cannot be captured in a CUDA
-            graph. If False (on all ranks), a mismatch runs into the group's timeout or goes unnoticed.
+        check_ranks: verify at every call that all ranks make the same call, and all or none of them record a gradient,
+            by an all-gather of 8 bytes per rank. It synchronises the host, with NCCL also with the stream's earlier
+            work, and cannot be captured in a CUDA graph. If False (on all ranks), a mismatch runs into the group's
+            timeout or goes unnoticed.
         options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the diagonal
             offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
 
@@ -135,8 +136,8 @@ def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]
 
 
 def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict[str, Any]:
-    """The entries of a request: dtypes, shapes except the sharded dimension `axis`, and options."""
-    request: dict[str, Any] = {}
+    """The entries of a request: dtypes, shapes except the sharded dimension `axis`, requires_grad, and options."""
+    request: dict[str, Any] = {"requires_grad": _requires_grad(arrays, settings)}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
         request[name] = f"{x.dtype} ({sizes})"
@@ -145,6 +146,12 @@ def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict
         request[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     request["seed"] = settings.seed if settings.dropout else None
     return request
+
+
+def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
+    """Whether autograd records the call, so that its backward communicates: on all ranks or on none."""
+    inputs = (*arrays, *tensors_of(settings))
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Drop-in functions: the exact signatures of the peers, and the results of torch's functions."""
 
 import inspect
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -196,12 +196,49 @@ def test_sdpa_result_can_be_viewed_as_tokens():
     assert out.is_contiguous() and q.grad.shape == q.shape
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
+    """As torch's own on the CPU, whichever dimensions of query, in whatever order, are repeated in memory."""
+    k, inverse = normal(2, 4, S, E), [*map(order.index, range(3)), 3]
+    for repeated in product([False, True], repeat=3):
+        sizes = [1 if repeated[dim] else (2, 4, L)[dim] for dim in order]
+        q = normal(*sizes, E).permute(inverse).expand(2, 4, L, E)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            expected = F.scaled_dot_product_attention(q, k, k)
+        with adapter.sdpa():
+            out = F.scaled_dot_product_attention(q, k, k)
+        assert out.stride() == expected.stride(), repeated
+
+
+def test_sdpa_result_of_a_query_that_it_broadcasts_is_contiguous():
+    """As torch's own, which then is a matrix product."""
+    q, k = normal(1, L, 4, E).transpose(1, 2), normal(2, 4, S, E)
+    assert F.scaled_dot_product_attention(q, k, k).is_contiguous()
+    assert adapter.scaled_dot_product_attention(q, k, k).is_contiguous()
+
+
+def test_sdpa_of_learned_queries_compiles():
+    k = normal(2, 4, S, E)
+
+    def function(queries):
+        q = queries.view(1, -1, 4, E).expand(2, -1, -1, -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).view(2, queries.shape[0], -1)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    queries = normal(L, 4 * E).requires_grad_()
+    with adapter.sdpa():
+        results = [attend(queries) for attend in (compiled, function)]
+    gradients = [torch.autograd.grad(out.square().sum(), queries)[0] for out in results]
+    assert torch.equal(*results) and torch.equal(*gradients)
+    torch.compiler.reset()
+
+
 def test_sdpa_result_of_other_ranks_is_laid_out_as_query():
     q = normal(L, 4, E).transpose(0, 1)
     assert adapter.scaled_dot_product_attention(q, q, q).transpose(0, 1).is_contiguous()
     q = normal(3, 2, 4, L, E)
     assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
-    q = normal(1, 4, L, E).expand(3, -1, -1, -1)  # repeated rows have no order
+    q = normal(1, 4, L, E).expand(3, -1, -1, -1)
     assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
 
 
@@ -348,6 +385,7 @@ JAGGED = {
     "plain": ((4, 4, 4), {}),
     "causal": ((4, 4, 4), dict(is_causal=True, scale=0.7)),
     "gqa": ((4, 2, 2), dict(enable_gqa=True)),
+    "dropout-of-one": ((4, 4, 4), dict(dropout_p=1.0)),
 }
 OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])  # of queries, of keys; some are none
 
@@ -551,6 +589,35 @@ def test_flash_attn_refuses():
         adapter.flash_attn_func(Q, K, V, return_attn_probs="no")
     with pytest.raises(ValueError, match="softcap must be positive"):
         adapter.flash_attn_func(Q, K, V, softcap=-1.0)
+    with pytest.raises(TypeError, match="cu_seqlens_q"):
+        adapter.flash_attn_varlen_func(*packed[:3], BOUNDARIES[0].long().to_sparse(), *packed[4:])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(torch.zeros(2), id="two-elements"),
+        pytest.param(torch.zeros(2).numpy(), id="numpy"),
+        pytest.param(torch.zeros(2).to_sparse(), id="sparse"),
+        pytest.param(torch.zeros(2).to_mkldnn(), id="mkldnn"),
+        pytest.param(torch.zeros((), device="meta"), id="meta"),
+    ],
+)
+def test_flash_attn_refuses_tensors_as_options(value):
+    qkv = torch.stack((Q, Q, Q), 2)
+    whole = [BOUNDARIES[0]] * 2
+    for function, arrays in (
+        (adapter.flash_attn_func, (Q, K, V)),
+        (adapter.flash_attn_qkvpacked_func, (qkv,)),
+        (adapter.flash_attn_kvpacked_func, (Q, qkv[:, :, 1:])),
+        (adapter.flash_attn_varlen_func, (*qkv.flatten(0, 1).unbind(1), *whole, 7, 7)),
+        (adapter.flash_attn_varlen_kvpacked_func, (Q.flatten(0, 1), qkv[:, :, 1:].flatten(0, 1), *whole, 7, 7)),
+        (adapter.flash_attn_varlen_qkvpacked_func, (qkv.flatten(0, 1), whole[0], 7)),
+    ):
+        with pytest.raises(TypeError, match="softcap must be a number"):
+            function(*arrays, softcap=value)
+        with pytest.raises(TypeError, match="window must be None or"):
+            function(*arrays, window_size=value)
 
 
 def attend_with_sdpa(layer, x):
@@ -587,15 +654,23 @@ def test_causal_self_attention_drops_out_in_training_alone():
 
 
 @pytest.mark.parametrize(
-    "sizes, message",
+    "sizes, options, error, message",
     [
-        pytest.param((30, 4, None), "embed_dim 30 must be a multiple of num_heads 4", id="embed-dim"),
-        pytest.param((32, 0, None), "num_heads 0", id="no-heads"),
-        pytest.param((32, 4, 3), "num_heads 4 must be a multiple of num_kv_heads 3", id="kv-heads"),
-        pytest.param((32, 4, 0), "num_kv_heads 0", id="no-kv-heads"),
+        pytest.param((30, 4), {}, ValueError, "30 must be a positive multiple of num_heads 4", id="embed-dim"),
+        pytest.param((-32, 4), {}, ValueError, "embed_dim -32 must be a positive multiple", id="embed-dim-negative"),
+        pytest.param((0, 4), {}, ValueError, "embed_dim 0 must be a positive multiple", id="no-embed-dim"),
+        pytest.param((32, 0), {}, ValueError, "num_heads 0", id="no-heads"),
+        pytest.param((32, 4), dict(num_kv_heads=3), ValueError, "must be a multiple of num_kv_heads 3", id="kv-heads"),
+        pytest.param((32, 4), dict(num_kv_heads=0), ValueError, "num_kv_heads 0", id="no-kv-heads"),
+        pytest.param(("a", 4), {}, TypeError, "embed_dim must be a whole number, not 'a'", id="embed-dim-text"),
+        pytest.param((32, "4"), {}, TypeError, "num_heads must be a whole number, not '4'", id="heads-text"),
+        pytest.param((32, 4), dict(num_kv_heads=2.0), TypeError, "num_kv_heads must be a whole", id="kv-heads-float"),
+        pytest.param((32, 4), dict(dropout=2.0), ValueError, r"dropout must be in \[0, 1\), not 2.0", id="dropout"),
+        pytest.param((32, 4), dict(dropout=1), ValueError, r"dropout must be in \[0, 1\), not 1", id="dropout-of-one"),
+        pytest.param((32, 4), dict(dropout=torch.nan), ValueError, r"dropout must be in \[0, 1\)", id="dropout-nan"),
+        pytest.param((32, 4), dict(dropout="0.1"), TypeError, "dropout must be a number, not '0.1'", id="dropout-text"),
     ],
 )
-def test_causal_self_attention_refuses(sizes, message):
-    embed_dim, num_heads, num_kv_heads = sizes
-    with pytest.raises(ValueError, match=message):
-        adapter.CausalSelfAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads)
+def test_causal_self_attention_refuses(sizes, options, error, message):
+    with pytest.raises(error, match=rf"^CausalSelfAttention: .*{message}"):
+        adapter.CausalSelfAttention(*sizes, **options)

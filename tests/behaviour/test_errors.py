@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.nested import nested_tensor_from_jagged
 
 import cupy_flash
 from cupy_flash import UnsupportedError
@@ -371,7 +372,9 @@ def test_the_calls_are_good_without_the_change(function):
         ("window", (2**63, 0), ValueError, "a side of window must be less than"),
         ("window", (0, -(2**70)), ValueError, "a side of window must be None or -1"),
         ("window", (Raising(), 0), TypeError, "window must be None or"),
+        ("window", torch.ones(2).to_mkldnn(), TypeError, "window must be None or"),  # cannot be iterated over
         ("seed", np.timedelta64(3), TypeError, "seed must be None, an int or"),
+        ("seed", nested_tensor_from_jagged(torch.ones(1), torch.tensor([0, 1])), TypeError, "no memory of its own"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's reads attributes
 )

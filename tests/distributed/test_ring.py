@@ -330,6 +330,42 @@ def a_rank_that_changes_alone_is_heard_of_by_all(world):
 
 
 @check
+def ranks_that_record_a_gradient_alone_are_refused(world):
+    """The backward of those ranks would wait for the others'."""
+    q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
+    sink = torch.zeros(4, requires_grad=odd)
+    alone = q.clone().requires_grad_(odd)
+    everywhere = q.clone().requires_grad_()
+    differ = "must make the same call, but differ\n  - requires_grad: False on rank 0.* True on rank"
+    for attend in (ring_attention, ulysses_attention):
+        for arrays, options in (((alone, q, q), {}), ((q, q, alone), {}), ((q, q, q), dict(sink=sink))):
+            with pytest.raises(ValueError, match=differ):
+                attend(*arrays, **options)
+        with torch.set_grad_enabled(odd), pytest.raises(ValueError, match=differ):
+            attend(everywhere, q, q)
+        # Which input it is may differ: the backward of every rank communicates alike.
+        attend(*((everywhere, q, q) if odd else (q, everywhere, q))).sum().backward()
+        with torch.no_grad():
+            attend(alone, q, q)
+    bounds = torch.tensor([0, 8 * world.size], dtype=torch.int32)
+    for attend, longest in ((ring_attention_varlen, ()), (ulysses_attention_varlen, (99, 99))):
+        with pytest.raises(ValueError, match=differ):
+            attend(alone[0], q[0], q[0], bounds, bounds, *longest)
+
+
+@check
+def a_reentrant_checkpoint_records_gradients_in_its_recomputation_alone(world):
+    q, k, v = (torch.randn(1, 8, 4, 4, requires_grad=True) for _ in range(3))
+    for attend in (ring_attention, ulysses_attention):
+        expected = torch.autograd.grad(attend(q, k, v, causal=True).square().sum(), (q, k, v))
+        for use_reentrant in (True, False):
+            out = checkpoint(lambda *x, attend=attend: attend(*x, causal=True), q, k, v, use_reentrant=use_reentrant)
+            out.square().sum().backward()
+            assert all(map(torch.equal, (q.grad, k.grad, v.grad), expected))
+            q.grad = k.grad = v.grad = None
+
+
+@check
 def a_wrong_call_of_one_rank_reaches_all(world):
     q, odd = torch.randn(1, 8, 4, 4), world.rank == 1
     bounds = torch.tensor([0, 8 * world.size], dtype=torch.int32)
@@ -341,6 +377,7 @@ def a_wrong_call_of_one_rank_reaches_all(world):
 
     for attend in (ring_attention, ulysses_attention):
         refused("k and v must have one length, not 8 and 7", ValueError, attend, q, q, q[:, :7] if odd else q)
+        refused("check_ranks must be True or False", TypeError, attend, q, q, q, check_ranks="x" if odd else True)
         refused("unknown option 'casual'", TypeError, attend, q, q, q, **{"casual" if odd else "causal": True})
     refused("has 8 queries and 8 keys", ValueError, ring_attention, q, q, q, seqlen=1 if odd else None)
     refused("has 7 queries and 8 keys", ValueError, ring_attention_varlen, q[0, odd:], q[0], q[0], bounds, bounds)
@@ -521,3 +558,15 @@ def test_needs_a_process_group():
     q = torch.randn(1, 8, 4, 4)
     with pytest.raises(RuntimeError, match="init_process_group has not been called"):
         ring_attention(q, q, q)
+
+
+def test_check_ranks_is_a_flag_on_one_rank_too(tmp_path):
+    q = torch.randn(1, 8, 4, 4)
+    distributed.init_process_group("gloo", f"file://{tmp_path / 'rendezvous'}", world_size=1, rank=0)
+    try:
+        for attend in (ring_attention, ulysses_attention):
+            for value in ("x", 1, None):
+                with pytest.raises(TypeError, match=f"^{attend.__name__}: check_ranks must be True or False, not "):
+                    attend(q, q, q, check_ranks=value)
+    finally:
+        distributed.destroy_process_group()

@@ -340,6 +340,9 @@ def test_illegal_descales():
     others = {name: x.astype(np.float32) for name, x in asked().items()}
     with pytest.raises(TypeError, match="q_descale is for float8_e4m3fn, and q, k and v are float32"):
         cupy_flash.attention(**others, q_descale=np.ones((2, 2), np.float32))
+    huge = np.broadcast_to(np.float32(1), (1, 1 << 40, 2, 8))  # reading it would take terabytes
+    with pytest.raises(ValueError, match=r"q_descale must be \(B, Hk\) = \(2, 2\)"):
+        cupy_flash.attention(**asked(q_descale=huge))
     with pytest.raises(ValueError, match="k_descale must be finite"):
         cupy_flash.attention(**asked(k_descale=np.full((2, 2), np.nan, np.float32)), backend="simulator")
     again = asked(k_descale=np.ones((2, 2), np.float32), backend="simulator")

@@ -126,8 +126,9 @@ def scaled_dot_product_attention(
     _require_dimensions((query, key, value), trailing)
     if 0 in (value.shape[-1], *(heads for x in (query, key, value) for heads in x.shape[-3:-2])):
         return _zeros(query, key, value)
+    given_shape = query.shape
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, trailing)
-    drops_all = isinstance(dropout_p, (int, float)) and dropout_p == 1
+    drops_all = _drops_all(dropout_p)
     options = Options(causal="top_left" if is_causal else False, scale=scale)
     options.dropout = 0.0 if drops_all else dropout_p
     if isinstance(attn_mask, CausalBias):
@@ -141,19 +142,29 @@ def scaled_dot_product_attention(
         k, v = _with_equal_heads(q, k, v)
     if q.shape[-1] == k.shape[-1] == 0:
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # E = 1 of zeros: all scores are 0, as with E = 0
-    out = _attend(q, k, v, options)
+    # torch's result is contiguous if it broadcasts query itself.
+    out = _attend(q, k, v, options, _order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
     if drops_all:
-        out = out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
+        out = _zeroed(out)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _attend(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Attention of q, k, v (B, H, S, D): out (B, H, S, Dv) with q's order of dimensions in memory, Dv innermost.
+def _drops_all(dropout_p: Any) -> bool:
+    """Whether dropout_p is 1, which the kernels refuse: they scale what is kept by 1 / (1 - dropout)."""
+    return isinstance(dropout_p, (int, float)) and dropout_p == 1
 
-    Callers rely on that order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
+
+def _zeroed(out: Any) -> Any:
+    """Zeros in place of out, connected to it so that gradients are 0."""
+    return out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
+
+
+def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> Any:
+    """Attention of q, k, v (B, H, S, D): out (B, H, S, Dv) with its dimensions in `order` in memory, Dv innermost.
+
+    Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
     """
-    order = _order_in_memory(q.stride())
     if order.index(1) < order.index(2):
         options.layout = "bhsd"
         out = forward("attention", (q, k, v), options)
@@ -186,10 +197,11 @@ def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sc
     q, k, v = (x.transpose(1, 2) for x in tensors)  # their values are (T, H, E)
     if k.is_cpu and not torch.compiler.is_compiling() and not torch.equal(k.offsets(), v.offsets()):
         raise ValueError("scaled_dot_product_attention: jagged key and value must have the same lengths")
-    options = Options(causal="top_left" if is_causal else False, dropout=dropout_p, scale=scale)
+    options = Options(causal="top_left" if is_causal else False, scale=scale)
+    options.dropout = 0.0 if _drops_all(dropout_p) else dropout_p
     packed = Packed(q.offsets().to(torch.int32), k.offsets().to(torch.int32), _max_seqlen(q), _max_seqlen(k))
     out = forward("attention_varlen", (q.values(), k.values(), v.values()), options, packed)
-    return _jagged_like(q, out).transpose(1, 2)
+    return _jagged_like(q, _zeroed(out) if _drops_all(dropout_p) else out).transpose(1, 2)
 
 
 def _max_seqlen(x: Any) -> Any:
@@ -206,10 +218,12 @@ def _jagged_like(x: Any, values: Any) -> Any:
     )
 
 
-def _order_in_memory(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Order of the first three dimensions in memory, outermost first; (0, 1, 2) for expanded tensors (stride 0)."""
+def _order_in_memory(query: Any) -> tuple[int, ...]:
+    """Order of the first three dimensions of query in memory, outermost first."""
+    strides = query.stride()
     if 0 in strides[:3]:
-        return (0, 1, 2)
+        # The stride of an expanded dimension says nothing of its place. torch's result is an empty_like(query).
+        strides = torch.empty_like(query, device="meta").stride()
     # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(
         order for order in permutations(range(3)) if strides[order[0]] >= strides[order[1]] >= strides[order[2]]
@@ -512,7 +526,8 @@ def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
 
 def _as_int32(cu_seqlens: Any) -> Any:
     """Cast int64 cu_seqlens in host memory to int32; values out of range are clamped to ones that `pose` refuses."""
-    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
+    is_dense = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout == torch.strided
+    if is_dense and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
         return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return cu_seqlens
 
@@ -524,11 +539,19 @@ def _flash_attn_options(
         causal=causal,
         window=window,
         scale=scale,
-        softcap=None if softcap == 0 else softcap,
+        softcap=None if _is_zero(softcap) else softcap,
         alibi_slopes=alibi_slopes,
         dropout=dropout,
         deterministic=deterministic,
     )
+
+
+def _is_zero(softcap: Any) -> bool:
+    """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
+    try:
+        return bool(softcap == 0)
+    except Exception:  # foreign objects may raise anything
+        return False
 
 
 def _flash_attn(

@@ -134,7 +134,7 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
     for (name, optional), choice in zip(CHOICE_NAMES, choices, strict=True):
         if not isinstance(choice, str) and not (optional and choice is None):
             raise TypeError(f"{name} must be a string, not {choice!r}")
-    left, right = (None, None) if options.window is None else options.window
+    left, right = _sides(options.window)
     numbers = [_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
     q, k, v = _autocast(arrays)
     if fp8:
@@ -152,6 +152,16 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
         *(bool(flag) for flag in flags.values()),
         bool(fp8),
     )  # fmt: skip
+
+
+def _sides(window: Any) -> tuple[Any, Any]:
+    if window is None:
+        return None, None
+    try:
+        left, right = window
+    except Exception as error:  # objects of others raise what they like
+        raise TypeError("window must be None or (left, right)") from error
+    return left, right
 
 
 def _causal(causal: Any) -> str:
@@ -192,7 +202,7 @@ def _seed(seed: Any, dropout: Any, device: Any) -> Any:
     """A seed as the operator takes it: a tensor that CUDA graphs, checkpointing and the backward see."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
-    if isinstance(seed, torch.Tensor):
+    if isinstance(seed, torch.Tensor) and not seed.is_nested:
         return seed
     if isinstance(seed, (bool, np.timedelta64)) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")

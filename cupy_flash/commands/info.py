@@ -95,29 +95,28 @@ def compiler() -> str:
 
 
 def engines() -> dict[str, str]:
-    """For each engine, that it serves this machine, or the reasons why not."""
+    """For each engine, that it serves this machine, or the reasons why not and what else runs it."""
     try:
-        gpu, reason = ahead.device_for(None), ""
+        gpu, missing = ahead.device_for(None), ""
     except RuntimeError as error:
-        gpu, reason = None, f"no GPU that CuPy can use ({error.__cause__})"
+        gpu, missing = None, f"no GPU that CuPy can use ({error.__cause__})"
     texts = {}
     for name, engine in MODULES.items():
         if "cuda" not in engine.BACKENDS:
             texts[name] = "serves this machine: arrays in host memory"
         elif gpu is None:
-            reasons = refusals(name, device.named(SIMULATED))
-            simulated = 'backend="simulator" runs it, slowly, anywhere'
-            if reasons:
-                simulated = f'not chosen with backend="simulator" ({SIMULATED}): {"; ".join(reasons)}'
-            texts[name] = f"{reason}; {simulated}"
+            arch = next(arch for arch in (SIMULATED, *device.GPUS) if not refusals(name, device.named(arch), name))
+            backend = "simulator" if arch == SIMULATED else f"simulator:{arch}"
+            reasons = [missing, f'backend="{backend}" runs it, slowly, anywhere', *refusals(name, device.named(arch))]
+            texts[name] = "; ".join(reasons)
         else:
             reasons = refusals(name, gpu)
             texts[name] = f"not chosen on {gpu}: {'; '.join(reasons)}" if reasons else f"serves this machine: {gpu}"
     return texts
 
 
-def refusals(engine: str, on: Device) -> list[str]:
+def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
     """Why an engine would not serve a plain problem on a device: fp16, the one dtype that all engines have on all GPUs,
-    and D 64."""
-    (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False)
+    and D 64; `requested` is the problem's engine=."""
+    (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested)
     return MODULES[engine].refusals(problem, on)

@@ -29,7 +29,8 @@ def add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
     command.add_argument("--head-dim", type=size, required=True, metavar="D")
     command.add_argument("--head-dim-v", type=size, metavar="DV", help="default: D")
-    command.add_argument("--group", type=size, default=1, metavar="N", help="query per key/value head; default: 1")
+    text = "query heads per key/value head; default: 1"
+    command.add_argument("--group", type=size, default=1, metavar="N", help=text)
     command.add_argument("--no-backward", dest="backward", action="store_false", help="forward only (all that fp8 has)")
     command.add_argument("--packed", action="store_true", help="for attention_varlen")
     for feature in FEATURES:

@@ -178,7 +178,7 @@ def test_info_names_every_engine_with_its_reasons(arch, monkeypatch):
     assert texts["cpu"].startswith("serves this machine")
     if arch is None:
         assert texts["mma"] == 'no GPU that CuPy can use (no CuPy); backend="simulator" runs it, slowly, anywhere'
-        assert "(sm_80): " in texts["wgmma"] and "sm_90a" in texts["wgmma"]
+        assert 'backend="simulator:sm_90a" runs it' in texts["wgmma"] and 'engine="wgmma"' in texts["wgmma"]
     else:
         assert texts["simt"].startswith(f"serves this machine: cuda ({arch}, ")
         assert ("lacks the instructions of sm_90a" in texts["wgmma"]) == (arch == "sm_75")

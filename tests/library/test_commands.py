@@ -135,7 +135,6 @@ def test_compile_for_an_engine(capsys):
 
 
 def test_compile_with_a_progress_bar(capsys, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     with compile_command.progress(2) as report:
         report("1/2 [kernel]")

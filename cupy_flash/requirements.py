@@ -456,7 +456,7 @@ def check_boundaries(
 
 
 def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Sizes) -> None:
-    """The values of the arrays among the options in host memory; arrays of a wrong shape may be huge and stay unread."""
+    """The values of options that are arrays in host memory; those of a wrong shape may be huge and stay unread."""
     for feature in WITH_VALUES:
         array = arrays.get(feature.name)
         if array is None or array.device != "cpu" or array.dtype.name not in feature.dtypes:

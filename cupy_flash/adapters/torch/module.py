@@ -82,5 +82,5 @@ def _require_probability(dropout: Any) -> None:
     """Raise TypeError unless dropout is a number, ValueError unless it is in [0, 1)."""
     if isinstance(dropout, bool) or not isinstance(dropout, Real):
         raise TypeError(f"CausalSelfAttention: dropout must be a number, not {dropout!r}")
-    if not 0 <= dropout < 1:
+    if not 0 <= float(dropout) < 1:
         raise ValueError(f"CausalSelfAttention: dropout must be in [0, 1), not {dropout!r}")

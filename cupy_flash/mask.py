@@ -1,4 +1,4 @@
-"""The positional mask and the tiles that it leaves to visit: the Python twin of mask.cuh and tiles.cuh.
+"""The positional mask and the tiles that it leaves to visit: the Python twin of mask.cuh.
 
 Causal masks and windows are both a band around a diagonal. Query ``i`` sees key ``j`` when
 

@@ -164,7 +164,7 @@ def with_names_of(text: str, ptx: str) -> str:
 
     NVRTC prefixes them with the working directory, which would make the PTX of equal texts differ.
     """
-    # Longest first: a path that ends in simt/mask.cuh ends in mask.cuh too.
+    # Longest first: a path that ends in mma/tile.cuh ends in tile.cuh too.
     names = sorted(set(re.findall(r'^#line \d+ "(.+)"$', text, re.MULTILINE)), key=len, reverse=True)
 
     def rename(line: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Dropout bits: the published Philox vectors, API.md's definition element by element, and independence of tiles."""
+"""Dropout bits: the published Philox vectors, the documented counters element by element, and independence of tiles."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def scalar_philox(counter, seed):
 
 
 def scalar_half(seed, head_index, i, j):
-    """The 16 random bits of one element, straight from API.md."""
+    """The 16 random bits of one element, straight from the definition in dropout.py."""
     words = scalar_philox((i // 16, j // 16, head_index, 4 * (i % 8) + (j % 8) // 2), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return halves[4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2]

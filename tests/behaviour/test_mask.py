@@ -1,4 +1,4 @@
-"""Mask and Band against API.md's definition, pair by pair, over every small sequence, mask and tile."""
+"""Mask and Band against the docstring of `attention`, pair by pair, over every small sequence, mask and tile."""
 
 from itertools import combinations, product
 

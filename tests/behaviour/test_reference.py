@@ -120,7 +120,7 @@ def test_drawn_masks(q_length, kv_length, options, picture):
 
 
 def one_row(q, k, v, b, h, i, o):
-    """out and lse of one query by Python loops that follow API.md's definition."""
+    """out and lse of one query by Python loops that follow the docstring of `attention`."""
     q_length = o.get("q_lengths", [q.shape[1]] * BATCH)[b]
     kv_length = o.get("kv_lengths", [k.shape[1]] * BATCH)[b]
     causal, (left, right) = o.get("causal", False), o.get("window", (None, None))

@@ -20,5 +20,7 @@ def planted(monkeypatch, *changes):
 
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "assemble", assemble_planted)
-        yield
-    assert all(len(place) == 1 for place in places.values()), places
+        try:
+            yield
+        finally:  # also when no error was raised, which a text that is there no more explains
+            assert all(len(place) == 1 for place in places.values()), places

@@ -70,8 +70,11 @@ def engine_reason(engine: Any) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def plan(problem: Problem, device: Device) -> Plan:
-    """The plan of a problem on a device; UnsupportedError with every engine's reasons where none serves it."""
+def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
+    """The plan of a problem on a device; UnsupportedError with every engine's reasons where none serves it.
+
+    `tile`: one of the chosen engine's, in place of the one with the smallest cost.
+    """
     refused = {engine: reasons for engine in MODULES if (reasons := _refusals(engine, problem, device))}
     serving = [engine for engine in MODULES if engine not in refused]
     if not serving:
@@ -83,7 +86,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     for engine in serving:
         if engine != chosen:
             refused[engine] = (f"its smallest predicted time is {best[engine][0] * 1e3:.3g} ms",)
-    return _planned(problem, device, chosen, *best[chosen], tuple(refused.items()))
+    cost, best_tile = best[chosen]
+    if tile is not None:
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+    return _planned(problem, device, chosen, cost, best_tile if tile is None else tile, tuple(refused.items()))
 
 
 def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:

@@ -17,7 +17,7 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash import backends, device, reference
 from cupy_flash.backends import cpu
-from cupy_flash.plan import MODULES, Plan, plan
+from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Packed, Saved
 
@@ -226,10 +226,7 @@ def planned(
     """The plan of a case on a GPU, after `changes` of the problem, and its operands; optionally with a given tile of
     its engine, or with less shared memory per kernel."""
     on_cpu, operands = posed(case, saved)
-    chosen = plan(on_cpu.problem._replace(**changes), device.named(arch))
-    if tile is not None:
-        launches = MODULES[chosen.engine].launches(chosen.problem, chosen.device, tile)
-        chosen = chosen._replace(launches=launches, tile=tile)
+    chosen = plan(on_cpu.problem._replace(**changes), device.named(arch), tile)
     less = tuple(step._replace(shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
     return chosen._replace(launches=less), operands
 

@@ -34,6 +34,42 @@ def test_records_are_frozen(record):
         setattr(record, next(iter(record.__dataclass_fields__)), None)
 
 
+def test_a_tile_in_place_of_the_best():
+    """Its cost, its launches and its sizes; the engine and the refusals of the others stay."""
+    problem = PROBLEM._replace(backend="simulator")
+    best, tile = plan(problem, named("sm_80")), simt.Tile(8, 16, 64)
+    forced = plan(problem, named("sm_80"), tile)
+    assert (forced.tile, forced.block_q, forced.threads) == (tile, 8, 64)
+    assert forced.launches == simt.launches(problem, named("sm_80"), tile) != best.launches
+    assert forced.cost > best.cost and forced.refused == best.refused
+
+
+def test_an_engine_is_a_module_and_an_entry(monkeypatch):
+    """As engines/__init__.py says: simt's kernels in a tile of its own, for one head dimension, at no cost."""
+    toy = SimpleNamespace(
+        BACKENDS=("simulator",),
+        MEASURED=None,
+        refusals=lambda problem, device: [] if problem.head_dim == 16 else ["toy takes head dimension 16"],
+        tiles=lambda problem, device: [simt.Tile(16, 8, 64)],
+        seconds=lambda problem, pairs, device, tile: 0.0,
+        alike=lambda tile: None,
+        threads=simt.threads,
+        workspaces=simt.workspaces,
+        launches=simt.launches,
+    )
+    monkeypatch.setitem(MODULES, "toy", toy)
+    plan.cache_clear()
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 16)).astype(np.float32)
+    assert "engine     toy on simulator" in cupy_flash.explain(q, k, v, backend="simulator")
+    out = cupy_flash.attention(q, k, v, backend="simulator", engine="toy")
+    np.testing.assert_allclose(out, cupy_flash.attention(q, k, v), atol=1e-6)
+    wide = np.zeros((1, 4, 1, 32), np.float32)
+    assert "not toy    toy takes head dimension 16" in cupy_flash.explain(wide, wide, wide, backend="simulator")
+    with pytest.raises(UnsupportedError, match="toy takes head dimension 16"):
+        cupy_flash.attention(wide, wide, wide, backend="simulator", engine="toy")
+    plan.cache_clear()
+
+
 def test_backend_names_the_simulated_gpu():
     """Without an architecture it is sm_80; with one, engines that need it serve the call, and the result is theirs."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 64)).astype(np.float16)

@@ -9,11 +9,14 @@ SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=
 
 
 def every_kernel_in(tile):
-    """A replacement of mma.legal_tiles that returns this tile, with the fields that a kernel has."""
+    """A replacement of mma.legal_tiles that returns this tile, with the fields that a kernel has, and with one stage
+    where its pipeline does not fit the shared memory."""
 
     def legal_tiles(kernel, problem, device, *, add_dq=False):
         of_forward = dict(q_in_registers=tile.q_in_registers and kernel == "forward")
         stages = 1 if kernel == "backward_bias" else tile.stages
-        return [tile._replace(stages=stages, add_dq=add_dq, **of_forward)]
+        staged = tile._replace(stages=stages, add_dq=add_dq, **of_forward)
+        fits = mma._shared_bytes(kernel, problem, staged) <= device.shared_bytes
+        return [staged if fits else staged._replace(stages=1)]
 
     return legal_tiles

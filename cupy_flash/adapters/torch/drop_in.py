@@ -112,8 +112,8 @@ def scaled_dot_product_attention(
         and so is the result for 0 heads. With E = 0 all scores are 0.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`, each a ValueError and a RuntimeError too. It
-        never falls back to another implementation.
+        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`. Each is also a ValueError and a
+            RuntimeError, except where code that torch.compile has compiled raises it.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):

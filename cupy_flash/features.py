@@ -39,7 +39,7 @@ class Feature(NamedTuple):
     definition: bool = True  # part of what attention computes; False: how it runs, or which results it returns
     result: bool = False  # chooses results alone: no part of a Problem
 
-    # Of an array
+    # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, by the letters of SIZES
     broadcast: bool = False  # legal is what broadcasts to the axes
     dtypes: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Feature(NamedTuple):
     ranks: bool = False  # served over several ranks: all have the same, or each its heads
     once: bool = False  # joins a row once, however many shards its keys have
 
-    # Of a number
+    # Columns of numbers
     range: str = ""
     example: float = 0.0  # what compile's command takes for any value
 

@@ -26,7 +26,7 @@ SCALARS = {
     "double": np.float64,
 }
 
-# As struct.Struct writes them, which pads nowhere by itself.
+# Format characters of struct.Struct, which adds no padding in its "=" mode.
 CODES = {
     np.dtype(np.int32): "i",
     np.dtype(np.uint32): "I",
@@ -35,7 +35,7 @@ CODES = {
     np.dtype(np.float64): "d",
 }
 
-Address = Callable[[Array], int]  # where an array lies in the eyes of the kernel
+Address = Callable[[Array], int]  # the address of an array as the kernel sees it
 Encode = Callable[[TensorMap], bytes]
 Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
 

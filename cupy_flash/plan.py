@@ -104,7 +104,7 @@ def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """A launch of every kernel that the plans of this problem may have, whatever its batch, heads and lengths.
 
-    Of tiles that are alike (`Engine.alike`) the same is best at any length.
+    The cost ranking of tiles with the same `Engine.alike` does not depend on the length, so one tile per key suffices.
     """
     plan(problem, device)  # raises where nothing serves the problem
     launches: list[Launch] = []
@@ -144,7 +144,7 @@ def _by_cost(engine: str, problem: Problem, pairs: int, device: Device) -> list[
     """The legal tiles of an engine with their costs, the best first."""
     module = MODULES[engine]
     costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
-    # What else a tile has may be None beside a record, and such have no order: of equals the first found is first.
+    # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
 

@@ -185,7 +185,7 @@ def check_options(
     left, right = _check_window(requirements, options["window"])
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
 
-    # Of the dtype of scores and sums.
+    # The range of the accumulation dtype.
     limits = np.finfo(np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32)
     numbers = {
         feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)

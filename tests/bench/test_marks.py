@@ -1,4 +1,4 @@
-"""What a sweep has reached: ratios by hand, the table, the plot, and the blocks of a page."""
+"""The marks that a sweep has reached: ratios by hand, the table, the plot, and the blocks of a page."""
 
 import json
 

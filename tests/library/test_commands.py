@@ -21,7 +21,7 @@ TINY = ["--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]
 
 
 def run(capsys, *arguments):
-    """What a command prints."""
+    """The output of a command."""
     assert main(arguments) == 0
     return capsys.readouterr().out
 

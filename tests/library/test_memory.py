@@ -291,7 +291,7 @@ def test_config_without_dropout_or_with_relu(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_models_that_transformers_builds_have_the_same_tensors(name):
-    """Of a model whose config is read without transformers, too."""
+    """A config that transformers builds gives the tensors of the preset of that model."""
     model, preset = Transformer(**model_config.dimensions(CONFIGS[name])), PRESETS[name]
     assert model.parameters == preset.parameters and model.block_parameters == preset.block_parameters
     for attention in memory.ATTENTIONS:

@@ -444,8 +444,10 @@ def flash_attn_kvpacked_func(
     As `flash_attn_func`.
     """
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "(B, Sk, 2, Hk, D)")
-    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn((q, k, v), options, return_attn_probs)
+    return flash_attn_func(
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -469,9 +471,10 @@ def flash_attn_varlen_kvpacked_func(
     As `flash_attn_varlen_func`.
     """
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "(Tk, 2, Hk, D)")
-    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
-    return _flash_attn((q, k, v), options, return_attn_probs, packed)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
@@ -486,9 +489,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: Any = False,
 ) -> Any:
     """flash_attn.flash_attn_qkvpacked_func of flash-attn 2: qkv (B, S, 3, H, D), the rest as `flash_attn_func`."""
-    arrays = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
-    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _flash_attn(arrays, options, return_attn_probs)
+    q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
+    return flash_attn_func(
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -508,10 +513,12 @@ def flash_attn_varlen_qkvpacked_func(
 
     As `flash_attn_varlen_func`, with one cu_seqlens and max_seqlen for queries and keys.
     """
-    arrays = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
-    options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
     cu_seqlens = _as_int32(cu_seqlens)
-    return _flash_attn(arrays, options, return_attn_probs, Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:

@@ -71,7 +71,7 @@ class Packed(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward needs beyond q, k, v: the result of the forward and the gradients of it."""
+    """The inputs of a backward beyond q, k, v: the result of the forward and its gradients."""
 
     dout: Any
     out: Any

@@ -100,7 +100,7 @@ attention_backward = torch.ops.cupy_flash.attention_backward.default
 def forward(
     function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None, fp8: bool = False
 ) -> Any:
-    """What `cupy_flash.<function>` returns, recorded for autograd.
+    """Return the result of `cupy_flash.<function>`, recorded for autograd.
 
     What is wrong with the call is found by `pose`, in the operator; here only what the operator's schema cannot carry.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import environment
-from .arrays import Array
+from .arrays import Array, dtype_name
 from .features import ARRAY, ARRAYS, FEATURES, SEED, WINDOW
 from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
 from .requirements import (
@@ -224,5 +224,5 @@ def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
             facts[feature.field] = None if array is None else array.shape
         if feature.element:
             dtype = out_dtype(arrays["q"].dtype) if array is None else array.dtype
-            facts[f"{feature.field}_dtype"] = dtype.name
+            facts[f"{feature.field}_dtype"] = dtype_name(dtype)
     return facts

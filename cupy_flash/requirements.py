@@ -169,12 +169,11 @@ def check_options(
     options: dict[str, Any],
     backend: Any,
     packed: bool,
-    sizes: Sizes,
-    arrays: dict[str, ArrayFacts],
+    accumulation: type[np.floating[Any]],
 ) -> Settings:
     """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised.
 
-    backend: that of the options, else the environment's.
+    backend: that of the options, else the environment's. accumulation: the dtype in which numbers must be finite.
     """
     require = requirements.require
     causal = options["causal"]
@@ -185,14 +184,11 @@ def check_options(
     left, right = _check_window(requirements, options["window"])
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
 
-    # The range of the accumulation dtype.
-    limits = np.finfo(np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32)
+    limits = np.finfo(accumulation)
     numbers = {
         feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)
         for feature in NUMBERS
     }
-    if numbers["scale"] is None:
-        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
 
     for feature in FLAGS:
         given = options[feature.name]

@@ -113,7 +113,12 @@ def test_all_pairs_of_options(case, arch, take):
     check(case, run_mma(case, arch))
 
 
-@half_rows(PACKED_OPTIONS, "sm_90")
+# Packing differs from the options of a rectangle in the addresses and the lengths only.
+OF_PACKING = ("plain", "causal", "window-causal", "alibi-per-sequence", "sink", "dropout", "grouped-wide-values")
+OF_PACKING += ("zero-length-in-the-middle", "zero-length-last", "no-sequence")
+
+
+@half_rows(PACKED_OPTIONS, "sm_90", default={"sm_90": OF_PACKING})
 def test_packed(case, arch, take):
     take(SMALL_FRAGMENTS, DQ[arch])
     check(case, run_mma(case, arch))

@@ -20,11 +20,12 @@ import numpy as np
 
 
 class DLPackArray(Protocol):
-    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do."""
+    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    `__dlpack_device__` is required too, but jax's stubs do not declare it.
+    """
 
-    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+    def __dlpack__(self) -> Any: ...
 
 
 class CudaArray(Protocol):

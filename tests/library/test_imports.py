@@ -19,6 +19,8 @@ FLOW = (
     "arrays",
     "mask",
     "features",
+    "mods",
+    "mods.ir",
     "score",
     "dropout",
     "reference",

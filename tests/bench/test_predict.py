@@ -122,5 +122,7 @@ def test_a_regime_is_predicted():
     assert 0.7 < low < high < 1070 / predict.MATMUL_TFLOPS * 1.02
     assert prediction.binding[0] == "one warpgroup's chain"
     assert prediction.tensor_clocks == 2 * prediction.tile[0] * prediction.tile[1] * 128 / predict.MULTIPLY_ADDS
+    # The exponentials of a tile overlap PV of the previous one: they precede the wait for it.
+    assert [wait.exps for wait in prediction.waits if "WARPGROUP" in wait.instruction] == [0, prediction.exps]
     (row,) = predict.table([prediction._asdict()]).rows
     assert row[0] == regime.name and row[3] == "0.92"

@@ -34,6 +34,7 @@ constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one 
 constexpr int LARGEST_LOG2 = 0;  // log2 of the probability of a row's reference score: shifts P into the range of e4m3
 constexpr bool MODIFIED = true;  // scores are more than q.k times a positive scale
 constexpr bool LSE2 = false;     // delta.cu writes lse * log2(e) beside delta
+constexpr bool FAST_MATH = false;  // a score_mod's functions by ex2.approx and rcp.approx; float only
 constexpr bool ADD_DQ = false;   // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.

@@ -324,12 +324,12 @@ class TileClasses:
             name: Interval(*(np.asarray(bound, np.int64) for bound in bounds)) for name, bounds in inputs.items()
         }
         with np.errstate(all="ignore"):  # integers wrap
-            truth = Abstraction(_Tiles(intervals, self.numbers, self.extremes)).mask(self.mask)
+            truth = Abstraction(TileDomain(intervals, self.numbers, self.extremes)).mask(self.mask)
         classes = np.where(truth.may, np.where(truth.may_not, CUT, FULL), EMPTY).astype(np.uint8)
         return np.broadcast_to(classes, np.broadcast_shapes(*(np.shape(bound) for bound in (*queries, *keys))))
 
 
-class _Tiles:
+class TileDomain:
     """The domain of intervals.py with an array element per tile."""
 
     def __init__(

@@ -15,7 +15,7 @@ from . import dropout
 from .arrays import Array
 from .features import ARRAYS, NUMBERS
 from .problem import FP8, Operands, Problem
-from .source import kernel_folder
+from .source import chosen_lines, kernel_folder
 from .tensor_map import DATA_TYPES, Box, TensorMap
 
 SCALARS = {
@@ -43,10 +43,15 @@ BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
 BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
-@lru_cache(maxsize=1)
-def dtypes() -> dict[str, np.dtype[Any]]:
-    """Every struct of params.cuh as a NumPy dtype with the compiler's layout."""
-    text = re.sub(r"//.*", "", (kernel_folder() / "params.cuh").read_text())
+@lru_cache(maxsize=64)
+def dtypes(captured: str = "") -> dict[str, np.dtype[Any]]:
+    """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
+
+    `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
+    """
+    text = (kernel_folder() / "params.cuh").read_text()
+    lines = [line for _, line, _ in chosen_lines(text, {"MODS": captured != ""}, "params.cuh")]
+    text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype[Any]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         members: list[tuple[str, Any]] = []
@@ -199,8 +204,8 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str) -> _Struct:
-    dtype = dtypes()[name]
+def _struct(name: str, captured: str) -> _Struct:
+    dtype = dtypes(captured)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far
@@ -214,9 +219,9 @@ def _struct(name: str) -> _Struct:
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
-def _filled(name: str, members: dict[str, tuple[float, ...]]) -> np.ndarray[Any, Any]:
+def _filled(name: str, members: dict[str, tuple[float, ...]], captured: str = "") -> np.ndarray[Any, Any]:
     """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name)
+    layout = _struct(name, captured)
     numbers = layout.zeros.copy()
     for member, values in members.items():
         numbers[layout.places[member]] = values

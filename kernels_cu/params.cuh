@@ -21,6 +21,10 @@ struct Dense {
   long long column;
 };
 
+#if MODS
+#include "captured.cuh"
+#endif
+
 struct Params {
   Operand q;
   Operand k;
@@ -69,6 +73,9 @@ struct Params {
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
+#if MODS
+  Captured captured;  // arrays and numbers of a score_mod and a mask_mod
+#endif
 };
 
 // The argument of partials.cu: two results over disjoint sets of keys, and the merged result.

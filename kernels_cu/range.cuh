@@ -215,16 +215,18 @@ __device__ Truth agree(Truth equal, Bits<T> x, Bits<T> y) {
 
 // Bounds of the elements of a captured array in a box of clamped indices: read one by one if they are few, by the
 // chunks of one row, else `limits` of the dtype. The table `chunks` is [rows][chunks of the last axis].
-template <typename T, typename Element, typename Stride, int RANK>
+template <typename T, typename Element, int RANK>
 __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, const int (&size)[RANK],
-                                const Stride (&stride)[RANK], Interval<int> (&box)[RANK], Interval<T> limits) {
+                                const long long (&stride)[RANK], const Interval<int> (&indices)[RANK],
+                                Interval<T> limits) {
+  Interval<int> box[RANK];
   int count = 1;
   bool one_row = true;
   long long row = 0;
 #pragma unroll
   for (int d = 0; d < RANK; ++d) {
     if (size[d] == 0) return limits;
-    box[d] = {min(max(box[d].lo, 0), size[d] - 1), min(max(box[d].hi, 0), size[d] - 1)};
+    box[d] = {min(max(indices[d].lo, 0), size[d] - 1), min(max(indices[d].hi, 0), size[d] - 1)};
     count = min(count, MOST_ELEMENTS + 1) * min(box[d].hi - box[d].lo + 1, MOST_ELEMENTS + 1);
     if (d < RANK - 1) one_row = one_row && box[d].lo == box[d].hi, row = row * size[d] + box[d].lo;
   }

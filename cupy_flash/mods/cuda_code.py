@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,10 @@ class _Writer:
         lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
-        for name, arguments, start in ((QUERY, "int head, int position", "head, position"), (KEY, "int position", "position")):
+        for name, arguments, start in (
+            (QUERY, "int head, int position", "head, position"),
+            (KEY, "int position", "position"),
+        ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
@@ -149,7 +152,7 @@ class _Writer:
 
     def _kept(self, name: str) -> list[Node]:
         """The values of a stage that later ones read."""
-        later = {root for root in self.roots}
+        later = set(self.roots)
         for node in self.nodes:
             later |= {arg for arg in node.args if stage(arg) != stage(node)}
         return [node for node in self.nodes if stage(node) == name and node in later]
@@ -171,7 +174,7 @@ class _Writer:
     def _name(self, node: Node) -> str:
         """A value as the current stage reads it."""
         own, here = stage(node), self.at
-        prefix = "" if own == here or own == BATCH else f"{'q' if own == QUERY else 'k'}."
+        prefix = "" if own in (here, BATCH) else f"{'q' if own == QUERY else 'k'}."
         if node.op == "const":
             return _literal(node)
         if node.op == "score":
@@ -249,7 +252,9 @@ class _Writer:
         elif node.op == "neg":
             result = FUNCTIONS["scale"](operands[0], -1)
         else:
-            result = FUNCTIONS["add"](operands[0], operands[1] if node.op == "add" else FUNCTIONS["scale"](operands[1], -1))
+            result = FUNCTIONS["add"](
+                operands[0], operands[1] if node.op == "add" else FUNCTIONS["scale"](operands[1], -1)
+            )
         return not self.bounds.domain.fits(result, node.kind)
 
 
@@ -322,15 +327,15 @@ class _TileText:
 
     def __init__(self, program: Program, largest: int) -> None:
         self.program, self.bounds = program, _Bounds(program, largest)
-        self.variables: list[tuple[str, list[str]]] = []  # names and the lines that define them
+        self.variables: list[tuple[str, str]] = []  # names and definitions
 
     def body(self, result: _Value) -> list[str]:
         """The lines that the result needs, and its return."""
         needed, lines = _variables(result.text), [f"    return {result.text};"]
         for name, definition in self.variables[::-1]:
             if name in needed:
-                needed = needed.union(*map(_variables, definition))
-                lines += [f"    {line}" for line in definition[::-1]]
+                needed |= _variables(definition)
+                lines.append(f"    {definition}")
         return lines[::-1]
 
     def constant(self, value: int) -> _Value:
@@ -353,18 +358,12 @@ class _TileText:
         if not indices:
             return self._variable(f"Interval<{kind}>", f"point<{kind}>(*({data}))", known)
         chunks = f"(const Interval<{kind}>*)p.captured.chunks{slot}" if slot in chunked(self.program) else "nullptr"
-        name = f"x{len(self.variables)}"
         # A long index is clamped before it becomes an int.
-        box = ", ".join(index.text if index.type == "int" else f"narrowed({index.text})" for index in indices)
-        axes = range(len(indices))
-        definition = [
-            f"Interval<int> {name}_box[] = {{{box}}};",
-            f"int {name}_size[] = {{{', '.join(f'p.captured.size{slot}_{axis}' for axis in axes)}}};",
-            f"long long {name}_stride[] = {{{', '.join(f'p.captured.stride{slot}_{axis}' for axis in axes)}}};",
-        ]
-        limits = ", ".join(_integer(int(bound), kind) for bound in known)
-        call = f"elements<{kind}>({data}, {chunks}, {name}_size, {name}_stride, {name}_box, {{{limits}}})"
-        return self._variable(f"Interval<{kind}>", call, known, definition)
+        box = [index.text if index.type == "int" else f"narrowed({index.text})" for index in indices]
+        lists = [[f"p.captured.{name}{slot}_{axis}" for axis in range(len(box))] for name in ("size", "stride")]
+        limits = [_integer(int(bound), kind) for bound in known]
+        arguments = ", ".join(f"{{{', '.join(texts)}}}" for texts in (*lists, box, limits))
+        return self._variable(f"Interval<{kind}>", f"elements<{kind}>({data}, {chunks}, {arguments})", known)
 
     def call(self, function: str, *operands: Any) -> _Value:
         values = [operand for operand in operands if isinstance(operand, _Value)]
@@ -383,9 +382,9 @@ class _TileText:
     def fits(self, value: _Value, kind: str) -> bool:
         return self.bounds.fits(value.known, kind)
 
-    def _variable(self, declared: str, expression: str, known: Any, before: Iterable[str] = ()) -> _Value:
+    def _variable(self, declared: str, expression: str, known: Any) -> _Value:
         name = f"x{len(self.variables)}"
-        self.variables.append((name, [*before, f"{declared} {name} = {expression};"]))
+        self.variables.append((name, f"{declared} {name} = {expression};"))
         return _Value(name, known)
 
 

@@ -139,6 +139,8 @@ class Graph:
             return self.make("ne", x, self.const(0, x.kind))
         if x.op == "const" and (kind == REAL or (math.isfinite(x.value) and _fits(math.trunc(x.value), kind))):
             return self.const(x.value, kind)
+        if x.op in KINDS and WIDTH[x.args[0].kind] < WIDTH[x.kind] < WIDTH[kind]:  # widened twice
+            return self.cast(x.args[0], kind)
         return self.node(kind, kind, (x,))
 
     def _widened(self, op: str, args: tuple[Node, ...]) -> tuple[tuple[Node, ...], str]:

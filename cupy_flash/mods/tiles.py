@@ -7,7 +7,7 @@ functions by which intervals.py evaluates an expression are defined here and, al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -222,7 +222,7 @@ def agree(equal: Truth, x: Bits, y: Bits) -> Truth:
     return Truth(equal.may & ((x.known ^ y.known) & ~(x.unknown | y.unknown) == 0), equal.may_not)
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         always, never, unknown, any_int, any_long, add, scale, guarded, wrapped, multiply, smallest, largest,

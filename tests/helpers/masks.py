@@ -1,4 +1,4 @@
-"""Masks that models use, as functions (b, h, q_idx, kv_idx) of NumPy's operators, and which of their tiles a proof finds."""
+"""Masks that models use, as functions (b, h, q_idx, kv_idx) of NumPy's operators, and random ones."""
 
 from __future__ import annotations
 
@@ -198,7 +198,10 @@ def random_mask(seed, depth):
     hidden = np.arange(320) % 150 > 100
     huge = np.sort(rng.integers(-(2**63), 2**63 - 1, 320))
 
+    choices = f"{seed} {depth}"  # text, as a captured number stays symbolic in a trace
+
     def mask(b, h, q, kv):
+        seed, depth = map(int, choices.split())
         return _truth(np.random.default_rng(seed), depth, Tokens(q, kv, h, ids, wide, rows, hidden, huge))
 
     return mask
@@ -251,7 +254,8 @@ def _whole(rng, depth, x):
         lambda: np.minimum(whole(), whole()), lambda: np.maximum(whole(), whole()), lambda: np.sign(whole()),
         lambda: np.where(_truth(rng, depth - 1, x), whole(), whole()), lambda: ~whole(), lambda: -whole(),
         lambda: _read(x.ids, whole()), lambda: _read(x.wide, whole()), lambda: _read(x.rows, x.h, whole()),
-        lambda: _read(x.rows, whole() % 3, whole()), lambda: _read(x.huge, whole()), lambda: whole() * whole(), lambda: whole() // whole(),
+        lambda: _read(x.rows, whole() % 3, whole()), lambda: _read(x.huge, whole()),
+        lambda: whole() * whole(), lambda: whole() // whole(),
         lambda: whole() & _small(rng, 0, 256), lambda: whole() | _small(rng, 0, 64), lambda: whole() ^ whole(),
         lambda: whole() >> _small(rng, 0, 5), lambda: whole() << _small(rng, 0, 30), lambda: whole() & whole(),
         lambda: np.clip(whole(), _small(rng, -9, 9), _small(rng, 9, 300)), lambda: whole() + _small(rng, -99, 99),

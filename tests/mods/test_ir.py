@@ -102,6 +102,7 @@ def test_simplification(graph):
         (make("div", const(1), const(4)), const(0.25)),
         (make("floordiv", const(-7), const(2)), const(-4)),
         (make("int", const(-1.5)), const(-1)),
+        (make("real", make("int", less)), make("real", less)),
     ]
     for index, (simplified, expected) in enumerate(cases):
         assert simplified is expected, (index, simplified, expected)

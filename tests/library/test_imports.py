@@ -25,6 +25,8 @@ FLOW = (
     "mods.sources",
     "mods.values",
     "mods.trace",
+    "mods.derive",
+    "mods.numpy_code",
     "score",
     "dropout",
     "reference",

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "cupy_flash"
 FLOW = (
     "environment",
     "arrays",
+    "arguments",
     "mask",
     "features",
     "mods",
@@ -128,7 +129,7 @@ FLOW = (
 )
 
 OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
-LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs")
+LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """
 import numpy as np

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "cupy_flash"
 FLOW = (
     "environment",
     "arrays",
+    "arguments",
     "mask",
     "features",
     "mods",
@@ -25,6 +26,8 @@ FLOW = (
     "mods.sources",
     "mods.values",
     "mods.trace",
+    "mods.derive",
+    "mods.numpy_code",
     "score",
     "dropout",
     "reference",
@@ -126,7 +129,7 @@ FLOW = (
 )
 
 OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
-LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs")
+LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """
 import numpy as np

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,7 @@ def captured_struct(program: Program, wide: bool = False) -> str:
     `wide`: strides take 64 bits. An array whose bounds the mask may ask for by chunks has its table in `chunks`.
     """
     stride = "long long" if wide else "int"
-    lines = ["struct Captured {"]
-    tables = chunked(program)
+    tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
         lines.append(f"  void* array{slot};")
         if slot in tables:
@@ -75,7 +74,22 @@ def captured_struct(program: Program, wide: bool = False) -> str:
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
         lines += [f"  {stride} stride{slot}_{axis};" for axis in range(element.rank)]
     lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
-    return "\n".join([*lines, "};", ""])
+    # An empty struct would have a byte in C++, and none in NumPy.
+    return "\n".join(["struct Captured {", *(lines or ["  int nothing;"]), "};", ""])
+
+
+def captured_numbers(
+    program: Program,
+    arrays: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    chunks: Mapping[int, int],
+    numbers: Sequence[int | float],
+) -> tuple[int | float, ...]:
+    """The members of `struct Captured` in their order. `arrays`: address, shape and strides in elements of each;
+    `chunks`: the address of the table of each chunked slot."""
+    members: list[int | float] = []
+    for slot, (address, shape, strides) in enumerate(arrays):
+        members += [address, *([chunks[slot]] if slot in chunks else []), *shape, *strides]
+    return (*members, *numbers) or (0,)
 
 
 def chunked(program: Program) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ each value that evaluation can give, wrapped integers included; reals, and opera
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 from .ir import BOOL, INT, LONG, REAL, Node, order
@@ -218,10 +219,14 @@ class Abstraction:
 
     def _sum(self, form: Form, kind: str) -> Any:
         """The interval of a linear form, not wrapped; of longs that are too large for it, anything."""
-        total = self.domain.constant(form.constant)
         terms = [self.interval(term) for term in form.terms]
-        for term, factor in zip(terms, form.terms.values(), strict=True):
-            total = self.call("add", total, term if factor == 1 else self.call("scale", term, factor))
+        scaled = [
+            term if factor == 1 else self.call("scale", term, factor)
+            for term, factor in zip(terms, form.terms.values(), strict=True)
+        ]
+        if form.constant or not scaled:
+            scaled.append(self.domain.constant(form.constant))
+        total = reduce(partial(self.call, "add"), scaled)
         far = [term for term in terms if not self.domain.fits(term, kind)]
         return self.call("guarded", total, *far) if far else total
 

@@ -296,3 +296,43 @@ MASKS = {
     "top blocks": (top_blocks(128, 4), 1, 1),
     "permuted": (permuted(), 1, 1),
 }
+
+# ---- score_mods
+
+SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
+TABLE = np.random.default_rng(8).normal(size=(4, 99)).astype(np.float32)
+ROW_BIAS = np.random.default_rng(9).normal(size=LENGTH).astype(np.float64)
+
+
+def alibi(score, b, h, q, kv):
+    return score - SLOPES[h] * abs(q - kv)
+
+
+def softcap(cap):
+    return lambda score, b, h, q, kv: np.tanh(score / cap) * cap
+
+
+def relative(score, b, h, q, kv):
+    return score + TABLE[h, np.clip(q - kv, -49, 49) + 49]
+
+
+def everything(score, b, h, q, kv):
+    """Every operator on reals."""
+    x = np.where(score > 0, np.log(np.abs(score) + 0.5), score) + np.exp(-np.abs(score)) * np.sin(score)
+    x = np.maximum(x, -1.5) + np.minimum(score, 1.0) * np.cos(x) + np.sqrt(1.0 + np.square(score))
+    x = x + np.expm1(score * 0.1) + np.log1p(np.abs(x)) + np.exp2(x * 0.125) + np.log2(1.5 + np.abs(x))
+    x = x + np.floor(score * 3) * 0.25 + np.ceil(score) + np.trunc(x) + np.rint(x * 2) + np.sign(score)
+    x = x + np.power(np.abs(score) + 0.25, 1.5) + (q % 7) / (kv % 5 + 1) + score % 0.75 + x // 0.5
+    return x + ROW_BIAS[kv] * 0.5 + np.where(q > kv, 1.0, -1.0) / (1.0 + np.exp(-x))
+
+
+SCORES = {
+    "alibi": alibi,
+    "softcap": softcap(30.0),
+    "relative": relative,
+    "row bias": lambda score, b, h, q, kv: score + ROW_BIAS[kv],
+    "head scale": lambda score, b, h, q, kv: score * SLOPES[h],
+    "relu": lambda score, b, h, q, kv: np.maximum(score, 0.0),
+    "distance": lambda score, b, h, q, kv: score / (1 + abs(q - kv)),
+    "everything": everything,
+}

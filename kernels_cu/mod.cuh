@@ -1,5 +1,5 @@
-// What the generated code of a score_mod and a mask_mod calls, and that code: struct Mod of traced.cuh, which
-// cupy_flash/mods/cuda_code.py writes.
+// The score_mod and the mask_mod of a call: struct Mod of traced.cuh, which cupy_flash/mods/cuda_code.py writes, and
+// the functions that it calls. Included under `#if MODS` alone.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"

@@ -255,3 +255,32 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
   for (int n = first + 1; n <= last; ++n) found = {min(found.lo, chunks[n].lo), max(found.hi, chunks[n].hi)};
   return found;
 }
+
+// Fills the table of `elements`: warp w of `warps` takes every warps-th chunk. Lane l reads every 32nd element.
+template <typename T, typename Element, int RANK>
+__device__ void fill_chunks(Interval<T>* chunks, const Element* data, const int (&size)[RANK],
+                            const long long (&stride)[RANK], int warp, int warps) {
+  long long rows = 1;
+#pragma unroll
+  for (int d = 0; d < RANK - 1; ++d) rows *= size[d];
+  int per_row = (size[RANK - 1] + CHUNK - 1) / CHUNK;
+  for (long long n = warp; n < rows * per_row; n += warps) {
+    long long rest = n / per_row;
+    const Element* row = data;
+#pragma unroll
+    for (int d = RANK - 2; d >= 0; --d) {
+      row += rest % size[d] * stride[d];
+      rest /= size[d];
+    }
+    // The last element stands for those past the end.
+    int first = (int)(n % per_row) * CHUNK, lane = threadIdx.x % 32, last = size[RANK - 1] - 1;
+    T x = (T)row[min(first + lane, last) * stride[RANK - 1]],
+      y = (T)row[min(first + lane + 32, last) * stride[RANK - 1]];
+    Interval<T> bounds = {min(x, y), max(x, y)};
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      bounds = {min(bounds.lo, __shfl_xor_sync(0xFFFFFFFF, bounds.lo, distance)),
+                max(bounds.hi, __shfl_xor_sync(0xFFFFFFFF, bounds.hi, distance))};
+    if (lane == 0) chunks[n] = bounds;
+  }
+}

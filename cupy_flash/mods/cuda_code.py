@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from .derive import may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order
 from .tiles import FUNCTIONS, Interval, TileDomain, Truth
@@ -120,12 +121,20 @@ class _Writer:
         self.at = BATCH
 
     def struct(self) -> list[str]:
-        lines = ["struct Mod {", "  const Params& p;", "  int batch;"]
+        infinite = self.slope is not None and may_be_infinite(self.slope)
+        lines = [
+            "struct Mod {",
+            f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
+            "  const Params& p;",
+            "  int batch;",
+        ]
         lines += [f"  {member};" for member in self._members(BATCH)]
         for name, head in ((QUERY, " int head;"), (KEY, "")):
             members = "".join(f" {member};" for member in self._members(name))
             lines.append(f"  struct {name.title()} {{{head} int position;{members} }};")
         lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
+        # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
+        lines.append("    if (batch >= p.batch) return;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
@@ -136,7 +145,7 @@ class _Writer:
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
-        return [*lines, *self._score(), *self._sees(), *self._tile(), "};"]
+        return [*lines, *self._score(), *self._sees(), *self._tile(), *self._fill_tables(), "};"]
 
     def _score(self) -> list[str]:
         lines = ["  __device__ real score(real s, const Query& q, const Key& k, real& slope) const {"]
@@ -161,6 +170,13 @@ class _Writer:
         text = _TileText(self.program, self.largest)
         result = Abstraction(text).mask(self.program.mask)
         return [head, *text.body(result), "  }"]
+
+    def _fill_tables(self) -> list[str]:
+        lines = ["  static __device__ void fill_tables(const Params& p, int warp, int warps) {"]
+        for slot in chunked(self.program):
+            data, table, sizes, strides = _array_text(self.program, slot)
+            lines.append(f"    fill_chunks({table}, {data}, {sizes}, {strides}, warp, warps);")
+        return [*lines, "  }"]
 
     # ---- values
 
@@ -365,19 +381,18 @@ class _TileText:
         return _Value(f"point(p.captured.number{node.value})", self.bounds.argument(node))
 
     def load(self, node: Node, indices: Sequence[_Value]) -> _Value:
-        slot, dtype = node.value, self.program.arrays[node.value].dtype
+        slot = node.value
         known = self.bounds.load(node, [])
         kind = _Value("", known).type
-        data = f"(const {STORED[dtype]}*)p.captured.array{slot}"
+        data, table, sizes, strides = _array_text(self.program, slot)
         if not indices:
             return self._variable(f"Interval<{kind}>", f"point<{kind}>(*({data}))", known)
-        chunks = f"(const Interval<{kind}>*)p.captured.chunks{slot}" if slot in chunked(self.program) else "nullptr"
+        table = table if slot in chunked(self.program) else "nullptr"
         # A long index is clamped before it becomes an int.
-        box = [index.text if index.type == "int" else f"narrowed({index.text})" for index in indices]
-        lists = [[f"p.captured.{name}{slot}_{axis}" for axis in range(len(box))] for name in ("size", "stride")]
-        limits = [_integer(int(bound), kind) for bound in known]
-        arguments = ", ".join(f"{{{', '.join(texts)}}}" for texts in (*lists, box, limits))
-        return self._variable(f"Interval<{kind}>", f"elements<{kind}>({data}, {chunks}, {arguments})", known)
+        box = _list(index.text if index.type == "int" else f"narrowed({index.text})" for index in indices)
+        limits = _list(_integer(int(bound), kind) for bound in known)
+        arguments = ", ".join((data, table, sizes, strides, box, limits))
+        return self._variable(f"Interval<{kind}>", f"elements<{kind}>({arguments})", known)
 
     def call(self, function: str, *operands: Any) -> _Value:
         values = [operand for operand in operands if isinstance(operand, _Value)]
@@ -400,6 +415,23 @@ class _TileText:
         name = f"x{len(self.variables)}"
         self.variables.append((name, f"{declared} {name} = {expression};"))
         return _Value(name, known)
+
+
+def _array_text(program: Program, slot: int) -> tuple[str, str, str, str]:
+    """The text of a captured array of bools or integers: its data, its table, its sizes and strides."""
+    dtype, rank = program.arrays[slot]
+    kind = _Value("", _limits(dtype)).type
+    sizes, strides = (_list(f"p.captured.{name}{slot}_{axis}" for axis in range(rank)) for name in ("size", "stride"))
+    return (
+        f"(const {STORED[dtype]}*)p.captured.array{slot}",
+        f"(Interval<{kind}>*)p.captured.chunks{slot}",
+        sizes,
+        strides,
+    )
+
+
+def _list(texts: Iterable[str]) -> str:
+    return f"{{{', '.join(texts)}}}"
 
 
 def _variables(text: str) -> set[str]:

@@ -1,5 +1,6 @@
 """The CUDA struct of a mod compiles, and in the simulator it gives the scores, slopes, masks and classes of NumPy."""
 
+import re
 import struct
 
 import numpy as np
@@ -37,6 +38,7 @@ extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interva
   classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
 }
 """
+EXTREMES = (kernel_folder() / "extremes.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
 
 
@@ -54,9 +56,16 @@ def kernel_text(mod, kernel, constants=(), **options):
     return "\n".join(text.lines) + kernel
 
 
+def table_of(array):
+    """The table of a captured array, (rows, chunks, 2)."""
+    bounds = Extremes(array).chunks
+    number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
+    return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
+
+
 def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
     """Run a kernel of one thread per element of `inputs` in the simulator, filling `outputs`."""
-    name = kernel.partition("void ")[2].partition("(")[0]
+    name = re.search(r"(\w+)\(const __grid_constant__", kernel)[1]
     text = kernel_text(mod, kernel, constants, **options)
     assert plant[0] in text
     ptx = nvrtc.compile(text.replace(*plant) if plant[0] else text, name, "compute_80").ptx
@@ -65,19 +74,21 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
     for slot, array in enumerate(mod.arrays):
         strides = tuple(stride // array.itemsize for stride in array.strides)
         arrays.append((memory.add(array, f"array {slot}", writable=False), array.shape, strides))
-    for slot in cuda_code.chunked(mod.program):
-        array = mod.arrays[slot]
-        bounds = Extremes(array).chunks
-        number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
-        table = np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
-        chunks[slot] = memory.add(table, f"chunks {slot}", writable=False)
+    tables = {slot: table_of(mod.arrays[slot]) for slot in cuda_code.chunked(mod.program)}
+    if kernel == EXTREMES:
+        tables = outputs = {slot: np.empty_like(table) for slot, table in tables.items()}
+    for slot, table in tables.items():
+        chunks[slot] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
-    params = _filled("Params", {"captured": captured}, cuda_code.captured_struct(mod.program)).tobytes()
+    packed = _filled("Params", {"captured": captured, "batch": (1,)}, cuda_code.captured_struct(mod.program)).tobytes()
+    if kernel == EXTREMES:
+        launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
+        return outputs
     pointers = [memory.add(array, f"input {n}", writable=False) for n, array in enumerate(inputs)]
     pointers += [memory.add(array, f"output {n}", initialised=False) for n, array in enumerate(outputs)]
     assert len(inputs[0]) % 128 == 0
     grid = (len(inputs[0]) // 128, 1, 1)
-    launch(ptx, name, grid, (128, 1, 1), params + struct.pack(f"{len(pointers)}Q", *pointers), memory=memory)
+    launch(ptx, name, grid, (128, 1, 1), packed + struct.pack(f"{len(pointers)}Q", *pointers), memory=memory)
     return outputs
 
 
@@ -140,6 +151,17 @@ def test_fast_functions_are_as_exact_as_16_bit_products_need(score_mod):
     )
     np.testing.assert_allclose(score, expected_score, 2e-5, 2e-5)
     np.testing.assert_allclose(slope, expected_slope, 2e-5, 2e-5)
+
+
+def test_tables_of_extremes_equal_numpy():
+    rng = np.random.default_rng(1)
+    ids, hidden = rng.integers(-(2**62), 2**62, (3, 2, 200)), rng.random(130) < 0.02
+    places = rng.integers(0, 99, (5, 300)).astype(np.uint8)[::2, ::3]
+    mod = Mod(mask_mod=lambda b, h, q, kv: (ids[h, b, q] < ids[h, b, kv]) & hidden[kv] & (places[h, q] < 9))
+    tables = run(mod, EXTREMES, [], [])
+    assert len(tables) == 3
+    for slot, table in tables.items():
+        assert np.array_equal(table, table_of(mod.arrays[slot])), slot
 
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -144,11 +145,17 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
-    """One `Partials`: out_a, out_b, out in `layout`, lse_a, lse_b, lse."""
-    members: dict[str, tuple[float, ...]] = {
-        name: (_rows if name.startswith("lse") else _tensor)(array, layout, address) for name, array in arrays.items()
-    }
-    return _filled("Partials", members | {"rows": (arrays["lse"].shape[-1],)})
+    """One `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    members: dict[str, tuple[float, ...]] = {"stacked": (1,), "rows": (arrays["lse"].shape[-1],)}
+    for name, array in arrays.items():
+        form = _rows if name.startswith("lse") else _tensor
+        if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):
+            members |= {"stacked": (array.shape[0],), f"{name}_next": (array.strides[0],)}
+            first = replace(array, shape=array.shape[1:], strides=array.strides[1:])
+            members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
+        else:
+            members[name] = form(array, layout, address)
+    return _filled("Partials", members)
 
 
 def pack_maps(

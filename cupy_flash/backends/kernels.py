@@ -70,7 +70,7 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
-    """(out, lse) of two partial results, out_a, lse_a, out_b, lse_b."""
+    """(out, lse) of partial results out_a, lse_a, out_b, lse_b, of which b may be a stack (see partials.merge)."""
     inputs = {
         name: part if _has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
@@ -84,7 +84,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
-    """The launch that merges two partial results with this lse, (B, H, S) or (H, T), one warp a row."""
+    """The launch that merges partial results with this lse, (B, H, S) or (H, T), one warp a row."""
     batch, heads, rows = (1, *lse.shape)[-3:]
     constants = (
         ("element", ELEMENTS[dtype.name]),

@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from .derive import may_be_infinite
+from .derive import derivative, may_be_infinite
 from .intervals import Abstraction
-from .ir import BOOL, INT, LONG, REAL, Node, Program, order
-from .tiles import FUNCTIONS, Interval, TileDomain, Truth
+from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
+from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
 
 TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
 NUMBER_TYPES = {INT: "int", LONG: "long long", REAL: "double"}
@@ -33,8 +34,7 @@ STORED = {
     "bfloat16": "bfloat16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
-# Positions, heads, sequences and integers among the run-time numbers are below it in magnitude; a call with larger ones
-# is generated with LARGE, which takes more 64-bit arithmetic.
+# Positions, heads and sequences are below it. The text of a longer call has LARGE, which takes more 64-bit arithmetic.
 SMALL, LARGE = 2**24, 2**31
 
 INFIX = {
@@ -61,19 +61,19 @@ def stage(node: Node) -> str:
     return QUERY if of_query else KEY if of_key else BATCH
 
 
-def captured_struct(program: Program, wide: bool = False) -> str:
+@lru_cache(maxsize=256)
+def captured_struct(program: Program) -> str:
     """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
 
-    `wide`: strides take 64 bits. An array whose bounds the mask may ask for by chunks has its table in `chunks`.
+    An array whose bounds the mask may ask for by chunks has its table in `chunks`.
     """
-    stride = "long long" if wide else "int"
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
         lines.append(f"  void* array{slot};")
         if slot in tables:
             lines.append(f"  void* chunks{slot};")
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
-        lines += [f"  {stride} stride{slot}_{axis};" for axis in range(element.rank)]
+        lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
     lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
     # An empty struct would have a byte in C++, and none in NumPy.
     return "\n".join(["struct Captured {", *(lines or ["  int nothing;"]), "};", ""])
@@ -93,6 +93,7 @@ def captured_numbers(
     return (*members, *numbers) or (0,)
 
 
+@lru_cache(maxsize=256)
 def chunked(program: Program) -> tuple[int, ...]:
     """The slots of arrays whose least and greatest elements by chunk the classes of tiles need: those that the mask
     reads at positions or heads, along the last axis."""
@@ -102,8 +103,30 @@ def chunked(program: Program) -> tuple[int, ...]:
     return tuple(sorted({load.value for load in loads if load.args[-1].inputs & {"h", "q", "kv"}}))
 
 
+def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+    """(shape, dtype) of the table of a chunked array: (rows, chunks, least and greatest)."""
+    kind = _Value("", _limits(program.arrays[slot].dtype)).type
+    dtype = np.dtype(np.int32 if kind == "int" else np.int64)
+    return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
+
+
+def headers(mods: str, backward: bool, longest: int) -> tuple[tuple[str, str], ...]:
+    """The generated headers of a kernel, (name, text), from the text of a Program.
+
+    `longest` is at least the number of sequences, of heads, of queries and of keys.
+    """
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE)
+
+
+@lru_cache(maxsize=256)
+def _headers(mods: str, backward: bool, largest: int) -> tuple[tuple[str, str], ...]:
+    program = parse(mods)
+    slope = derivative(program.score).slope if backward and program.score is not None else None
+    return ("captured.cuh", captured_struct(program)), ("traced.cuh", mod_struct(program, slope, largest))
+
+
 def mod_struct(program: Program, slope: Node | None = None, largest: int = SMALL) -> str:
-    """`struct Mod`. `slope` is the derivative of program.score by the score; `largest` bounds positions and numbers."""
+    """`struct Mod`. `slope` is the derivative of program.score by the score; `largest` exceeds all positions."""
     return "\n".join([*_Writer(program, slope, largest).struct(), ""])
 
 
@@ -318,11 +341,10 @@ class _Bounds(TileDomain):
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))
         super().__init__(dict.fromkeys(("b", "h", "q", "kv"), whole), (), {})
-        self.program, self.largest = program, largest
+        self.program = program
 
     def argument(self, node: Node) -> Interval:
-        limit = np.int64(self.largest - 1)
-        return Interval(-limit, limit) if node.kind == INT else FUNCTIONS["any_long"]()
+        return self.call("any_int" if node.kind == INT else "any_long")
 
     def load(self, node: Node, indices: Sequence[Interval]) -> Interval:
         return _limits(self.program.arrays[node.value].dtype)

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
       Score score(p, sequence, head);
       Dropout dropout(p, b, head);
       for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
-        for (auto kv_tiles = bias.kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+        for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
           int2 start = {q_start, kv_tiles.start};
           Range existing = {0, sequence.q_len};
           __syncthreads();

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
     load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
 
-    for (KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+    for (KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int2 start = {q_start, kv_tiles.start};
       __syncthreads();
       load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, start.y), kv_tiles.visible);

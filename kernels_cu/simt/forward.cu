@@ -13,8 +13,8 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      real softcap_slope;
-      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
+      real derivative;
+      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, derivative) : -infinity();
     }
 }
 
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);
 
-    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       __syncthreads();
       load_tile<BLOCK_KV, HEAD_DIM>(X_smem, sequence.key_tile<element>(p.k, kv_head, kv_start), kv_tiles.visible);

@@ -8,6 +8,7 @@
 // must lie in different banks: chunk c of row r is stored at c ^ swizzle(r).
 #pragma once
 #include "../fragments.cuh"
+#include "../walk.cuh"
 
 constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with different rows
 
@@ -97,12 +98,11 @@ struct Loader {
   static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads load at once
   static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
 
-  const Operand& x;
   // REGULAR: offsets of this thread's chunk in the tile's first rows: in the tensor, and in shared memory.
   long long from;
   unsigned int to;
 
-  __device__ Loader(const Operand& x) : x(x) {
+  __device__ Loader(const Operand& x) {
     int row = threadIdx.x / T::CHUNKS;
     from = row * x.row + (bytes(chunk()) ? 8 * chunk() : 0);
     to = T::at(row, chunk());
@@ -116,45 +116,45 @@ struct Loader {
   // Valid bytes of a chunk: 16 except at the end of a row.
   __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
 
-  // Loads rows [first, first + ROWS) of one head, those with `read(row)`; `whole`: all of them.
-  template <typename Read>
-  __device__ void load(unsigned int tile, const element* rows, int first, bool whole, Read read) const {
-    if (x.aligned < 8) {
+  // Loads rows of the tile whose position is with `read(position)`; `whole`: all of them.
+  template <typename Rows, typename Read>
+  __device__ void load(unsigned int tile, const Rows& rows, bool whole, Read read) const {
+    if (rows.aligned < 8) {
 #pragma unroll 1
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
-        load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows + (long long)(first + row) * x.row, chunk,
-                                   read(first + row));
+        load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows(row), chunk, read(rows.first + row));
       }
     } else if constexpr (REGULAR) {
-      const element* next = rows + first * x.row + from;
+      const element* next = rows(0) + from;
       if (whole) {
 #pragma unroll
-        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row)
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride)
           cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
       } else {
 #pragma unroll 1
-        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * x.row) {
-          bool valid = read(first + threadIdx.x / T::CHUNKS + n * STEP);
-          cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows, valid ? bytes(chunk()) : 0);
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride) {
+          bool valid = read(rows.first + threadIdx.x / T::CHUNKS + n * STEP);
+          cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows.data, valid ? bytes(chunk()) : 0);
         }
       }
     } else {
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
-        int size = read(first + row) ? bytes(chunk) : 0;
-        cp_async<16>(tile + T::at(row, chunk), rows + (size ? (long long)(first + row) * x.row + 8 * chunk : 0), size);
+        int size = read(rows.first + row) ? bytes(chunk) : 0;
+        cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + 8 * chunk : rows.data, size);
       }
     }
   }
-  __device__ void load(unsigned int tile, const element* rows, int first, Range range) const {
-    load(tile, rows, first, first >= range.begin && first + ROWS <= range.end, range);
+  template <typename Rows>
+  __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
+    load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end, range);
   }
 };
 
-template <int ROWS, int DIM>
-__device__ void load_tile(unsigned int tile, const element* rows, const Operand& x, int first, Range range) {
-  Loader<ROWS, DIM>(x).load(tile, rows, first, range);
+template <int ROWS, int DIM, typename Rows>
+__device__ void load_tile(unsigned int tile, const Rows& rows, const Operand& x, Range range) {
+  Loader<ROWS, DIM>(x).load(tile, rows, range);
 }
 
 // Multistage cp.async pipeline: a ring of STAGES slots, of which STAGES - 1 are in flight while one is used. With one

@@ -1,11 +1,26 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
-#include "tile.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+
+// S becomes the probabilities of a tile; O is rescaled if the reference of their exponents moves.
+__device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
+                       bool masked, const Score& score, const Band& band, const Dropout& dropout, float scale_log2,
+                       int q_start, int kv_start) {
+  if (masked)
+    modify<true>(S, score, band, q_start, kv_start);
+  else if constexpr (MODIFIED || DENSE_MASK)
+    modify<false>(S, score, band, q_start, kv_start);
+  float O_scale[M][2];
+  if (update_max(O_scale, softmax, S, scale_log2)) rescale(O, O_scale);
+  exponentiate(S, softmax, scale_log2);
+  if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
@@ -79,14 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-      if (kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      else if constexpr (MODIFIED || DENSE_MASK)
-        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      float O_scale[M][2];
-      if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
-      exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
+      attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
+             kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);

@@ -1,7 +1,8 @@
 // A step that the backward kernels of the mma engine share.
 #pragma once
 #include "../gradients.cuh"
-#include "tile.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
 
 // Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
 // contribute, whatever its dO: positions alone exclude such rows from `queries`; with a dense mask or a bias, lse

@@ -475,11 +475,11 @@ BUGS = {
         "mma/backward_q.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
     ),
     "no-barrier-after-the-wait": Bug(
-        "mma/tile.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
+        "mma/load.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
     ),
-    "wait-one-too-lenient": Bug("mma/tile.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
+    "wait-one-too-lenient": Bug("mma/load.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
     "wait-one-too-lenient-of-three": Bug(
-        "mma/tile.cuh",
+        "mma/load.cuh",
         "STAGES - 2 : 0)>();",
         "STAGES - 1 : 0)>();",
         PendingCopy,
@@ -520,13 +520,13 @@ BUGS = {
         "mma/tile.cuh", "(chunk ^ swizzle(row)) << 4", "(chunk ^ swizzle(row + 1)) << 4", case=LONG
     ),
     "alignment-ignored": Bug(
-        "mma/tile.cuh", "if (rows.aligned < 8) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
+        "mma/load.cuh", "if (rows.aligned < 8) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
     ),
     "alignment-ignored-when-stored": Bug(
         "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
-        "mma/tile.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
+        "mma/load.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
     ),
     "squares-of-packed-sequences-shared": Bug(
         "dq_sums.cuh",

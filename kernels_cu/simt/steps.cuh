@@ -41,7 +41,7 @@ __device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
 __device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
                                Range queries) {
   const real* lse = sequence.queries<real>(p.lse, head);
-  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, sequence.query_tile<element>(p.dout, head, q_start),
+  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, sequence.query_rows<element>(p.dout, head).tile(q_start),
                                  [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
 }
 

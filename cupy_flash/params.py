@@ -1,5 +1,7 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the filling of it; and tensor maps, which
-are the second argument of those that copy boxes."""
+"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+
+Kernels that use TMA take tensor maps as a second argument.
+"""
 
 from __future__ import annotations
 
@@ -179,9 +181,11 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a row of those;
-    strides of the last three in elements. Where there is one row, head or batch, nothing is known of its stride: it may
-    be what no map takes."""
+    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
+    be one that no map takes.
+    """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
         itemsize * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True)

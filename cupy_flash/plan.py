@@ -31,12 +31,15 @@ class Plan(NamedTuple):
 
     @property
     def tiles(self) -> str:
+        """The tiles as a phrase: queries, keys and threads."""
         each = "" if self.device.backend == "cpu" else " a block"
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
 
     def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """The memory that the kernels need beside operands and results, for arrays of so many rows: of one sequence, or
-        of the whole packed batch."""
+        """The memory that the kernels need beside operands and results, for arrays of this many rows.
+
+        Rows are those of one sequence, or of the whole packed batch.
+        """
         return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:

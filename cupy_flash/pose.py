@@ -129,8 +129,11 @@ def _are_aligned(call: dict[str, Array]) -> bool:
 
 
 def has_boxes(array: Array) -> bool:
-    """Whether TMA can copy the array: every row starts at a multiple of 16 bytes, and no stride repeats or reverses
-    rows. Rows that are not contiguous count as the contiguous copy that is made of them."""
+    """Whether TMA can copy the array.
+
+    Every row must start at a multiple of 16 bytes, and no stride may repeat or reverse rows. Rows that are not
+    contiguous count as the contiguous copy that is made of them.
+    """
     return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
 
 

@@ -225,8 +225,10 @@ _Operands: Any = record(
 
 
 class Operands(_Operands):
-    """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
-    element)."""
+    """The arrays of one call, None for those that it does not have, and the seed.
+
+    The seed is an int, or an int64 array of one element.
+    """
 
     __slots__ = ()
 

@@ -31,11 +31,13 @@ class Requirements:
         self.about_type = False
 
     def require(self, met: bool, reason: str) -> bool:
+        """Note `reason` unless the requirement is met; return whether it is."""
         if not met:
             self.unmet.append(reason)
         return met
 
     def require_type(self, met: bool, reason: str) -> bool:
+        """As `require`, for a requirement about a type: the error is then a TypeError."""
         self.about_type |= not met
         return self.require(met, reason)
 
@@ -102,6 +104,7 @@ def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
 
 
 def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
+    """All arrays must be of one library and on one device."""
     frameworks = {array.framework for array in arrays.values()}
     devices = {array.device for array in arrays.values()}
     # The results for a library that cannot allocate are NumPy's, or CuPy's on a GPU: a backward takes both.
@@ -401,6 +404,10 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def check_seed(
     requirements: Requirements, arrays: dict[str, Array], seed: Any, dropout: bool, backward: bool
 ) -> Array | int | None:
+    """Return the seed as an int or an Array; None if there is none or it is wrong.
+
+    With dropout it may be None only in a forward, and not for jax, which has no generator to draw one from.
+    """
     framework = arrays["q"].framework if "q" in arrays else ""
     if seed is None:
         why = "attention_backward cannot draw one" if backward else "jax has no generator to draw one from"

@@ -66,13 +66,20 @@ def attention(
     jit, vmap, scan and jax.checkpoint; what jit compiles may run on a CPU alone, and for a GPU does not compile.
 
     Args:
-        q, k, v and the arrays among the options: of jax; NumPy's become jax's.
-        seed: of dropout: an int, under jit the same in every call, or an array of one integer of any width, whose value
-            is brought to the host.
-        options: the others have values while jax traces: a scale, say, is no result of a jitted computation.
+        q: of jax, as are the arrays among the options; NumPy's become jax's.
+        k: likewise.
+        v: likewise.
+        **options: those of `cupy_flash.attention`. Options that are no arrays must have values while jax traces: a
+            scale, say, cannot be the result of a jitted computation. The seed of dropout is an int, under jit the same
+            in every call, or an array of one integer of any width, whose value is brought to the host.
+
+    Returns:
+        out, or (out, lse), as `cupy_flash.attention`.
 
     Raises:
-        As `cupy_flash.attention`; under jit while jax traces.
+        TypeError: as `cupy_flash.attention`; under jit while jax traces.
+        ValueError: likewise.
+        UnsupportedError: likewise.
     """
     asked = Options.of("attention", options)
     operands = {"q": q, "k": k, "v": v}

@@ -103,8 +103,11 @@ def _by_any_stride() -> frozenset[str]:
 
 
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan on these outputs, and on workspaces from the caller's framework. Operands whose rows are not
-    contiguous are copied, by their own framework, and a gradient of the result that TMA copies and cannot."""
+    """The launches of a plan with these outputs, and with workspaces from the caller's framework.
+
+    Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
+    cannot load.
+    """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)

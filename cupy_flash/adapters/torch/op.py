@@ -58,10 +58,12 @@ class Call(_Call):
 
     @property
     def is_packed(self) -> bool:
+        """Whether the batch is packed: (T, H, D) with cu_seqlens."""
         return self.cu_seqlens_q is not None
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
+        """The shape of lse: (B, Hq, Sq), or (Hq, Tq) of a packed batch."""
         if self.is_packed:
             tokens, heads, _ = self.q.shape
             return (heads, tokens)
@@ -221,7 +223,10 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """torch gives a Python operator no device guard; what it launches and allocates belongs on its arrays' device."""
+    """Context in which kernels are launched, and memory is allocated, on the device of a tensor.
+
+    Operators written in Python get no device guard from torch.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 

@@ -245,7 +245,7 @@ class Operands(_Operands):
     dlse: Array | None
 
 
-@lru_cache(maxsize=16)  # np.dtype.name costs microseconds
+@lru_cache(maxsize=16)
 def out_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype of out for q, k and v of `dtype`: the same, bfloat16 for fp8."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype

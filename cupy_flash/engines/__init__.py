@@ -1,6 +1,6 @@
 """The engines: one module per kernel family, with its legal tiles, cost model and launches. Nothing is computed here.
 
-To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`.
+To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`; CONTRIBUTING.md lists the other files.
 """
 
 from __future__ import annotations

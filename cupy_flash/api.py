@@ -1,4 +1,4 @@
-"""The public functions. Each states its problem, runs it, and hands the result back in the caller's own arrays."""
+"""The public functions. Each states its problem, runs it, and returns the result in the caller's type of arrays."""
 
 from __future__ import annotations
 
@@ -325,16 +325,16 @@ def attention_vjp(
     >>> vjp(np.ones_like(out)).dq.shape
     (1, 4, 2, 8)
     """
-    asked = Options.of("attention_vjp", options)
-    problem, operands = pose("attention_vjp", (q, k, v), asked)
+    settings = Options.of("attention_vjp", options)
+    problem, operands = pose("attention_vjp", (q, k, v), settings)
     out, lse = (array.result() for array in backends.forward(problem, operands))
     # A seed drawn for the forward is the backward's too.
-    asked.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+    settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
-        return _backward("vjp", (q, k, v), asked, Saved(dout, out, lse, dlse))
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
 
-    return ((out, lse) if asked.return_lse else out), vjp
+    return ((out, lse) if settings.return_lse else out), vjp
 
 
 def merge(

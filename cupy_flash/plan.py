@@ -1,4 +1,7 @@
-"""How a problem will run: legal candidates, a written cost, the smallest. Pure: nothing is computed, no GPU asked."""
+"""Chooses how a problem will run: the legal tile with the smallest predicted time, of all engines.
+
+Pure: nothing is computed, and no GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ BUCKETS = 4
 
 
 class Plan(NamedTuple):
-    """The decision: which engine, in which tiles, on how many threads. `print(plan)` tells the story in a line."""
+    """How a problem runs: engine, tiles, threads and launches. `print(plan)` summarises it in a line."""
 
     problem: Problem
     device: Device
@@ -31,7 +34,7 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # of the CPU; of one block on a GPU
     launches: tuple[Launch, ...]  # none on the CPU
-    tile: Any  # the engine's
+    tile: Any  # of the engine's own type
     cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
 

@@ -1,6 +1,6 @@
-"""The kernels of a plan on their operands: outputs and workspaces from the caller's framework, then every launch.
+"""Runs the kernels of a plan on a call's operands, for the backends cuda and simulator.
 
-What starts a kernel is the backend's: a GPU, or the simulator.
+Outputs and workspaces are allocated by the caller's framework. The backend passes a function that starts the launches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Results = dict[str, Array | None]
 
 
 class Work(NamedTuple):
-    """Launches on arrays, for a backend to start in order."""
+    """Launches and their arrays, which a backend starts in order."""
 
     launches: tuple[Launch, ...]
     arch: str
     inputs: dict[str, Array]
     results: Results
     layout: str
-    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all of them, once arrays have addresses
+    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
-        """Those of one launch: params, and its tensor maps where it copies boxes."""
+        """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
@@ -48,7 +48,7 @@ Start = Callable[[Work], object]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
-    """The kernel of a launch, compiled for a target; from the cache where it is there."""
+    """Compile the kernel of a launch for a target, unless the cache has it."""
     return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
 
 
@@ -62,7 +62,7 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    """Gradients of the call, from out, lse and their gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     start(_work(plan, operands, gradients))
@@ -96,7 +96,7 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
     return Launch("partials", constants, (-(-rows // (128 // 32)), heads, batch), 128)
 
 
-# Arrays that kernels read by the strides of all axes; of the others they read the last dimension as contiguous.
+# Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
@@ -133,5 +133,5 @@ def given(operands: Operands) -> dict[str, Array]:
 
 
 def _has_contiguous_row(array: Array) -> bool:
-    """Kernels read the last dimension as contiguous."""
+    """Whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

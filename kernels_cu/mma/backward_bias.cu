@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
       Dropout dropout(p, b, head);
       for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
         Range queries = {0, sequence.q_len};
-        for (auto kv_tiles = bias.kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+        for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
           int kv_start = kv_tiles.start;
           __syncthreads();
           load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q, queries);

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
     Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // that see any key
-    KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, q_start);
+    KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
     auto loaded = kv_tiles;  // the tile to load next
     Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
 

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
-    KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, q_start);
+    KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
     kv_tiles.first = keep(kv_tiles.first);
     kv_tiles.unmasked = {keep(kv_tiles.unmasked.begin), keep(kv_tiles.unmasked.end)};
     auto loaded = kv_tiles;  // the tile to load next

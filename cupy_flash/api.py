@@ -1,50 +1,83 @@
-"""The public functions. Each states its problem, runs it, and hands the result back in the caller's own arrays."""
+"""The public functions. Each states its problem, runs it, and returns the result in the caller's type of arrays."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
-from .arrays import Array
+from .arrays import AnyArray, Array, ArrayT
 from .partials import pose_merge
 from .pose import pose
 from .problem import Gradients, Options, Packed, Saved
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import (
+        Causal,
+        DType,
+        Layout,
+        PackedOptions,
+        PackedOptionsWithoutLse,
+        PaddedOptions,
+        PaddedOptionsWithoutLse,
+        Presence,
+        Window,
+    )
     from .nvrtc import Compiled
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> ArrayT: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+
+
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     *,
-    causal: Any = False,
-    window: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    dropout: Any = 0.0,
-    seed: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    layout: Any = "bshd",
-    return_lse: Any = False,
-    deterministic: Any = False,
-    backend: Any = None,
-    engine: Any = None,
-) -> Any:
+    causal: Causal = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: AnyArray | None = None,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    q_lengths: AnyArray | None = None,
+    kv_lengths: AnyArray | None = None,
+    dropout: float = 0.0,
+    seed: int | AnyArray | None = None,
+    q_descale: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    engine: str | None = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Exact softmax attention, softmax(scale Q K^T + ...) V, without ever holding a matrix of scores.
 
-    Arrays of NumPy, torch (gradients included), jax, or anything with ``__dlpack__`` or ``__cuda_array_interface__``;
+    Arrays of NumPy, torch (gradients included), jax, or anything with `__dlpack__` or `__cuda_array_interface__`;
     all of one type and on one device. The result has that type and device. With B sequences of Sq queries and Sk keys,
     Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
 
@@ -55,7 +88,7 @@ def attention(
         v: (B, Sk, Hk, Dv), the dtype of q.
         causal: True or "bottom_right" hides the keys after a query, the last query seeing all keys; "top_left" lets
             the first query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of
-            2 queries x 5 keys, and of 5 queries x 2 keys::
+            2 queries x 5 keys, and of 5 queries x 2 keys:
 
                 1 1 1 1 0     1 0 0 0 0          0 0     1 0
                 1 1 1 1 1     1 1 0 0 0          0 0     1 1
@@ -64,7 +97,7 @@ def attention(
                                                  1 1     1 1
 
         window: (left, right): query i sees the keys i + o - left <= j <= i + o + right, o = Sk - Sq (0 for "top_left");
-            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys::
+            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys:
 
                 1 1 1 0
                 0 1 1 1
@@ -108,7 +141,7 @@ def attention(
         ValueError: only requirements about values are not met.
         UnsupportedError: no engine of this version serves the problem, which is legal; lists each engine's reasons.
 
-    The definition, for one head (`cupy_flash.reference` has all of it)::
+    The definition, for one head (`cupy_flash.reference` has all of it):
 
         s = scale * q @ k.T                                     # (Sq, Sk)
         s = np.where(visible, softcap * np.tanh(s / softcap) + bias, -np.inf)
@@ -124,26 +157,52 @@ def attention(
     return _forward("attention", (q, k, v), options)
 
 
+@overload
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    **options: Any,
-) -> Any:
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> ArrayT: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """`attention` on sequences of different lengths packed into one row of tokens, without padding.
 
     Args:
-        q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv).
+        q: (Tq, Hq, D).
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Lengths of 0
             are legal. Rows past cu_seqlens_q[-1] belong to no sequence: their out is 0, their lse -inf.
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
         max_seqlen_k: likewise for keys.
-        options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
+        **options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
             and dropout count within each sequence.
 
     Returns:
@@ -154,16 +213,29 @@ def attention_varlen(
 
 
 def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, **options: Any
-) -> Gradients:
-    """Gradients of `attention`, the probabilities recomputed from q, k and lse; nothing of the size of the scores is
-    kept.
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = None,
+    **options: Unpack[PaddedOptions[AnyArray]],
+) -> Gradients[ArrayT]:
+    """Gradients of `attention`.
+
+    The probabilities are recomputed from q, k and lse, so nothing of the size of the scores is kept.
 
     Args:
         dout: the gradient of out, its shape and dtype.
-        q, k, v, out, lse: arguments and results of the forward (`return_lse=True`).
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the first result of the forward.
+        lse: its second result, with `return_lse=True`.
         dlse: the gradient of lse, its shape and dtype; None is 0.
-        options: those of the forward; with dropout its seed, too.
+        **options: those of the forward; with dropout its seed, too.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias and dsink None without a
@@ -175,28 +247,77 @@ def attention_backward(
 
 
 def attention_varlen_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    dlse: Any = None,
-    **options: Any,
-) -> Gradients:
-    """`attention_backward` for `attention_varlen`; gradients of rows past cu_seqlens[-1] are 0."""
+    dlse: AnyArray | None = None,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> Gradients[ArrayT]:
+    """`attention_backward` for `attention_varlen`.
+
+    Args:
+        dout: the gradient of out, its shape and dtype.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the first result of the forward.
+        lse: its second result, with `return_lse=True`.
+        cu_seqlens_q: as in the forward.
+        cu_seqlens_k: as in the forward.
+        max_seqlen_q: as in the forward.
+        max_seqlen_k: as in the forward.
+        dlse: the gradient of lse, its shape and dtype; None is 0.
+        **options: those of the forward; with dropout its seed, too.
+
+    Returns:
+        Gradients(dq, dk, dv, None, dsink); gradients of rows past cu_seqlens[-1] are 0.
+    """
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(name, (q, k, v), Options.of(name, options), Saved(dout, out, lse, dlse), packed)
 
 
-def attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Callable[..., Gradients]]:
-    """(out, vjp), or ((out, lse), vjp) with return_lse; vjp(dout, dlse=None) gives the Gradients of `attention`.
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...
+
+
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[PaddedOptions[AnyArray]]
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
+    """`attention` and its backward as a function.
+
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        **options: those of `attention`. A seed that is drawn for the forward is the backward's too.
+
+    Returns:
+        (out, vjp), or ((out, lse), vjp) with return_lse. vjp(dout, dlse=None) gives the Gradients of `attention`.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
@@ -204,69 +325,87 @@ def attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Callable
     >>> vjp(np.ones_like(out)).dq.shape
     (1, 4, 2, 8)
     """
-    asked = Options.of("attention_vjp", options)
-    problem, operands = pose("attention_vjp", (q, k, v), asked)
+    settings = Options.of("attention_vjp", options)
+    problem, operands = pose("attention_vjp", (q, k, v), settings)
     out, lse = (array.result() for array in backends.forward(problem, operands))
     # A seed drawn for the forward is the backward's too.
-    asked.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+    settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
 
-    def vjp(dout: Any, dlse: Any = None) -> Gradients:
-        return _backward("vjp", (q, k, v), asked, Saved(dout, out, lse, dlse))
+    def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
 
-    return ((out, lse) if asked.return_lse else out), vjp
+    return ((out, lse) if settings.return_lse else out), vjp
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: Any = "bshd") -> tuple[Any, Any]:
-    """Attention over two disjoint sets of keys from the results over each: (out, lse) as one call over both would give.
+def merge(
+    out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
+) -> tuple[ArrayT, ArrayT]:
+    """Attention over two disjoint sets of keys, from the results over each.
 
-    out_a, out_b (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv); lse_a, lse_b (B, Hq, Sq) or (Hq, T), float32
-    (float64 for float64). Computed in the dtype of lse; out has the dtype of out_a. A sink belongs into exactly one of
-    the parts. A row that saw no key in one part takes the other's; one that saw none in both stays 0 and -inf. No
-    gradients are recorded.
+    The result is that of one call over both sets:
 
         lse = np.logaddexp(lse_a, lse_b)
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
+
+    Computed in the dtype of lse. A row that saw no key in one part takes the other's result; one that saw none in both
+    stays 0 and -inf. A sink belongs into exactly one of the parts. No gradients are recorded.
+
+    Args:
+        out_a: (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv).
+        lse_a: (B, Hq, Sq) or (Hq, T), float32 (float64 for float64).
+        out_b: the shape of out_a.
+        lse_b: the shape and dtype of lse_a.
+        layout: "bshd", or "bhsd" for out (B, Hq, Sq, Dv).
+
+    Returns:
+        (out, lse), out in the dtype of out_a.
     """
-    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
-    out, lse = backends.merge(parts, layout)
+    chosen, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    out, lse = backends.merge(parts, chosen)
     return out.result(), lse.result()
 
 
 def compile(
     *,
-    dtype: Any,
-    head_dim: Any,
-    head_dim_v: Any = None,
-    group: Any = 1,
+    dtype: DType,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 1,
     arch: str | None = None,
     backward: bool = True,
     packed: bool = False,
-    **options: Any,
+    **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
-    """Compile what later calls on a GPU will need, before the first of them; no GPU is needed, no array, no length.
+    """Compile what later calls on a GPU will need, before the first of them.
 
-    Kernels know neither batch nor lengths, but the plan chooses tile sizes by them: compiled is every tile that it may
-    choose, a few of each kernel. They land in the cache folder; without `arch` they are loaded, too, so that a
-    CUDA graph can capture the calls from the start. With CuPy a capture needs a memory pool of its own
-    (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the capture gave back.
+    No GPU is needed, no array, and no length. Kernels know neither batch nor lengths, but the plan chooses tile sizes
+    by them: compiled is every tile that it may choose, a few of each kernel. They are stored in the cache folder;
+    without `arch` they are loaded, too, so that a CUDA graph can capture the calls from the start. With CuPy a capture
+    needs a memory pool of its own (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the
+    capture gave back.
 
     Args:
-        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...
-            float8_e4m3fn needs backward=False.
-        head_dim, head_dim_v: D and Dv, the same by default. group: Hq // Hk.
+        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.
+        head_dim: D.
+        head_dim_v: Dv; None is D.
+        group: Hq // Hk.
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is not
-            the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
+        **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
+            not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
 
     Returns:
-        Of every kernel a record: name, target, path (None where nothing could be stored), resources, warnings.
+        A record for every kernel: name, target, path (None where nothing could be stored), resources, warnings.
 
     Raises:
-        TypeError, ValueError: as the call would. UnsupportedError: no engine serves it. CompileError. ImportError:
-        NVRTC is missing. RuntimeError: neither `arch` nor a GPU.
+        TypeError: as the call would.
+        ValueError: as the call would.
+        UnsupportedError: no engine serves it.
+        CompileError: NVRTC refuses the source, which is a bug in cupy_flash.
+        ImportError: NVRTC is missing.
+        RuntimeError: neither `arch` nor a GPU.
     """
     from . import ahead
     from .backends.kernels import compile_launch  # with the compiler and the cache, which other calls may never need
@@ -282,10 +421,20 @@ def compile(
     return results
 
 
-def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
-    """How `attention` with these arguments would run, as text: engine, tiles, why, and why not the other engines.
+def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> str:
+    """How `attention` with these arguments would run, as text; nothing is computed.
 
-    Nothing is computed. UnsupportedError where no engine serves the problem.
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        **options: those of `attention`.
+
+    Returns:
+        Engine and tiles, why these, and why not the other engines.
+
+    Raises:
+        UnsupportedError: no engine serves the problem.
     """
     problem, _ = pose("explain", (q, k, v), Options.of("explain", options))
     return backends.plan_for(problem).explain()

@@ -14,9 +14,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+
+
+class DLPackArray(Protocol):
+    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
+
+    `__dlpack_device__` is required too, but jax's stubs do not declare it.
+    """
+
+    def __dlpack__(self) -> Any: ...
+
+
+class CudaArray(Protocol):
+    """An array on a GPU that exports its memory by Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+AnyArray = DLPackArray | CudaArray
+ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
 
 
 @dataclass(slots=True, eq=False)
@@ -134,8 +154,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """Copy to a new C-contiguous array of the same framework and device, even if `array` is contiguous: a new
-    allocation is aligned."""
+    """Copy to a new C-contiguous array of the same framework and device.
+
+    The copy is made even if `array` is contiguous: a new allocation is aligned.
+    """
     if array.framework == "torch":
         import torch
 
@@ -399,8 +421,10 @@ def _from_dlpack(x: Any, framework: str) -> Array:
 
 
 def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
-    """(tensor in a DLPack capsule, read-only flag). The capsule keeps its name, instead of "used_dltensor", so that its
-    destructor calls the deleter."""
+    """Return (tensor in a DLPack capsule, read-only flag).
+
+    The capsule keeps its name, instead of "used_dltensor", so that its destructor calls the deleter.
+    """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.major != 1:

@@ -6,13 +6,14 @@ nothing about how it will run; `pose.pose` builds it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, named_dtype
+from .arrays import Array, ArrayT, named_dtype
 from .features import (
     ARRAY,
     ARRAYS,
@@ -51,7 +52,7 @@ class Options(_Options):
     __slots__ = ()
 
     @classmethod
-    def of(cls, function: str, options: dict[str, Any]) -> Options:
+    def of(cls, function: str, options: Mapping[str, object]) -> Options:
         """Options from keyword arguments; an unknown name is an error that lists the known ones."""
         unknown = [name for name in options if name not in NAMES]
         if unknown:
@@ -62,7 +63,7 @@ class Options(_Options):
 
 
 class Packed(NamedTuple):
-    """The sequences of a packed (varlen) batch, in the caller's words."""
+    """The sequences of a packed (varlen) batch, as the caller gives them."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -81,10 +82,10 @@ class Saved(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Which part of a larger call a call is: causal, window, ALiBi and dropout count positions and heads of the whole.
+    """The part of a larger call that a call computes; causal, window, ALiBi and dropout use positions in the whole.
 
-    `starts`, int32 (B, 3), holds of every sequence the position of its first query, that of its first key, and the
-    first plus the whole's diagonal offset o minus the second. None: the sequences are whole.
+    `starts`, int32 (B, 3), holds for every sequence the position of its first query, the position of its first key, and
+    their difference plus the diagonal offset o of the whole. None: the sequences are whole.
     """
 
     starts: Any = None
@@ -99,14 +100,18 @@ WHOLE = Shard()
 _Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
 
 
-class Gradients(_Gradients):
+class Gradients(_Gradients, Generic[ArrayT]):
     """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested."""
 
     __slots__ = ()
 
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+
 
 class _Call:
-    """The fields of a Problem that are no facts of a feature."""
+    """The fields of a Problem that do not come from the table of features."""
 
     __slots__ = ()
 
@@ -124,8 +129,8 @@ class _Call:
     head_dim_v: int
     mask: Mask  # causal and window
     dlse: bool
-    aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
-    empty: bool  # q, k or v has no element: of a packed batch the lengths above do not tell
+    aligned: bool  # TMA can load q, k and v (pose.has_boxes)
+    empty: bool  # q, k or v has no element, which the lengths of a packed batch do not show
     shard: bool  # positions are not those of whole sequences
     step: int
     first_head: int
@@ -220,8 +225,10 @@ _Operands: Any = record(
 
 
 class Operands(_Operands):
-    """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
-    element)."""
+    """The arrays of one call, None for those that it does not have, and the seed.
+
+    The seed is an int, or an int64 array of one element.
+    """
 
     __slots__ = ()
 

@@ -10,6 +10,33 @@ struct Range {
   __device__ bool operator()(int n) const { return n >= begin && n < end; }
 };
 
+// Addresses of the rows of a tile in global memory.
+template <typename T>
+struct TileRows {
+  T* data;  // position 0 of the sequence
+  long long stride;
+  int first;    // position of the tile's row 0
+  int aligned;  // of the operand
+
+  __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
+};
+
+// The rows of one head of a tensor; `tile` finds those from position `first`.
+template <typename T>
+struct HeadRows {
+  T* data;
+  long long stride;
+  int aligned;
+
+  __device__ TileRows<T> tile(int first) const { return {data, stride, first, aligned}; }
+};
+
+// TMA coordinates of a tile, beside its column and head.
+struct Box {
+  int row;
+  int batch;
+};
+
 struct Sequence {
   int batch;
   int q_len;  // valid queries and keys
@@ -55,4 +82,16 @@ struct Sequence {
   __device__ T* keys(const Operand& x, int kv_head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + kv_head * x.head + kv_start * x.row;
   }
+
+  // Rows that are loaded tile by tile. The loads of K and V get the addresses of keys from key_rows or, if TMA loads
+  // them, their coordinates from key_box, so that a cache of keys with another layout is a change of these two.
+  template <typename T>
+  __device__ HeadRows<T> query_rows(const Operand& x, int head) const {
+    return {queries<T>(x, head), x.row, x.aligned};
+  }
+  template <typename T>
+  __device__ HeadRows<T> key_rows(const Operand& x, int kv_head) const {
+    return {keys<T>(x, kv_head), x.row, x.aligned};
+  }
+  __device__ Box key_box(int first) const { return {kv_start + first, PACKED ? 0 : batch}; }
 };

@@ -9,9 +9,10 @@ partial result, while it receives the next shards. In the backward dK and dV cir
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -23,30 +24,70 @@ from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import (
+        Boundaries,
+        Group,
+        Layout,
+        Lengths,
+        PackedRanksOptions,
+        PackedRanksOptionsWithoutLse,
+        RanksOptions,
+        RanksOptionsWithoutLse,
+        Sharding,
+    )
+
 UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)  # options not supported over several ranks
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
 ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)
 
 
+@overload
 def ring_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    group: Any = None,
-    sharding: str = "zigzag",
-    seqlen: Any = None,
+    group: Group = None,
+    sharding: Sharding = "zigzag",
+    seqlen: Lengths = None,
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[RanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group.
 
     Every rank calls it with its own shards and the same options. Autograd saves the shards of q, k, v, out and lse.
 
     Args:
         q: (B, Sq_r, Hq, D), rows `positions(Sq, rank, ranks, sharding)` of the whole q.
-        k, v: (B, Sk_r, Hk, D) and (B, Sk_r, Hk, Dv), likewise.
+        k: (B, Sk_r, Hk, D), likewise.
+        v: (B, Sk_r, Hk, Dv), likewise.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         sharding: "zigzag", "contiguous" or "striped"; see `cupy_flash.distributed.positions`.
         seqlen: length of the whole sequence, or (Sq, Sk); None if all shards are equally long.
@@ -54,8 +95,8 @@ def ring_attention(
             by an all-gather of 8 bytes per rank. It synchronises the host, with NCCL also with the stream's earlier
             work, and cannot be captured in a CUDA graph. If False (on all ranks), a mismatch runs into the group's
             timeout or goes unnoticed.
-        options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the diagonal
-            offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the
+            diagonal offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
 
     Returns:
         out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r): the rank's rows of the whole result.
@@ -63,9 +104,10 @@ def ring_attention(
         ranks.
 
     Raises:
-        TypeError, ValueError: for an invalid call on this rank. ValueError on every rank, before any data is sent, if
-        the ranks' calls differ or another rank's call is invalid. RuntimeError from torch.distributed if a rank is gone
-        or the group's timeout expires.
+        TypeError: the call is invalid on this rank.
+        ValueError: the call is invalid on this rank; or, on every rank, before any data is sent, the ranks' calls
+            differ or another rank's call is invalid.
+        RuntimeError: from torch.distributed, if a rank is gone or the group's timeout expires.
     """
     function = "ring_attention"
     channel = Channel.of(function, group)
@@ -79,26 +121,57 @@ def ring_attention(
     return _attend((q, k, v), settings, call)
 
 
+@overload
 def ring_attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ring_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ring_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ring_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
     *,
-    group: Any = None,
-    sharding: str = "zigzag",
+    group: Group = None,
+    sharding: Sharding = "zigzag",
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PackedRanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` of a packed batch, each sequence of which is sharded over the ranks.
 
     Args:
         q: (Tq_r, Hq, D), rows `packed_rows(cu_seqlens_q, rank, ranks, sharding)` of the whole packed q.
-        k, v: (Tk_r, Hk, D) and (Tk_r, Hk, Dv), likewise.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers in host memory, of the whole batch: every rank computes all shards
-            from them.
-        group, sharding, check_ranks, options: as for `ring_attention`, without layout.
+        k: (Tk_r, Hk, D), likewise.
+        v: (Tk_r, Hk, Dv), likewise.
+        cu_seqlens_q: (B + 1,) integers in host memory, of the whole batch: every rank computes all shards from them.
+        cu_seqlens_k: likewise for the keys.
+        group: as in `ring_attention`.
+        sharding: as in `ring_attention`.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`, without layout.
 
     Returns:
         out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).
@@ -118,7 +191,7 @@ def ring_attention_varlen(
     return _attend((q, k, v), settings, call)
 
 
-def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Options:
+def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, object]) -> Options:
     """Options of a call over several ranks; raises TypeError or ValueError listing what such calls do not support."""
     settings = Options.of(function, options)
     for x in arrays:
@@ -298,7 +371,7 @@ class _Ring(torch.autograd.Function):
             for pair in pairs:
                 out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
                 if pair.queries in parts:
-                    layout = "bhsd" if call.layout == "bhsd" else "bshd"
+                    layout: Layout = "bhsd" if call.layout == "bhsd" else "bshd"
                     parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
                 else:
                     parts[pair.queries] = out.to(lse.dtype), lse  # merge in lse's dtype, round once at the end

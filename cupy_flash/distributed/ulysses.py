@@ -6,8 +6,9 @@ divide the number of key/value heads. Jacobs et al., DeepSpeed Ulysses (2023).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -27,43 +28,137 @@ from .ring import (
 )
 from .shards import runs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import (
+        Group,
+        Lengths,
+        PackedRanksOptions,
+        PackedRanksOptionsWithoutLse,
+        RanksOptions,
+        RanksOptionsWithoutLse,
+    )
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
 
 def ulysses_attention(
-    q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, check_ranks: bool = True, **options: Any
-) -> Any:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group = None,
+    seqlen: Lengths = None,
+    check_ranks: bool = True,
+    **options: Unpack[RanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
 
     Args:
-        q, k, v: (B, S_r, H, D), rows `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`.
-            The number of key/value heads must be a multiple of the number of ranks.
-        group, seqlen, check_ranks, options: as for `ring_attention`.
+        q: (B, S_r, Hq, D), rows `positions(S, rank, ranks, "contiguous")` of the whole q.
+        k: (B, S_r, Hk, D), likewise. Hk must be a multiple of the number of ranks.
+        v: (B, S_r, Hk, Dv), likewise.
+        group: as in `ring_attention`.
+        seqlen: as in `ring_attention`.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`.
 
-    Returns, raises: as `ring_attention`. The sink's gradient is that of the rank's heads and 0 for the others: sum it
-        over the ranks.
+    Returns:
+        As `ring_attention`. The sink's gradient is that of the rank's heads and 0 for the others: sum it over the
+        ranks.
+
+    Raises:
+        TypeError: as `ring_attention`.
+        ValueError: as `ring_attention`.
+        RuntimeError: as `ring_attention`.
     """
     return _attend("ulysses_attention", (q, k, v), group, seqlen, check_ranks, options)
 
 
+@overload
 def ulysses_attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ulysses_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    group: Any = None,
-    seqlen: Any = None,
+    group: Group = None,
+    seqlen: Lengths = None,
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PackedRanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`ulysses_attention` of a packed batch.
 
     Unlike in `ring_attention_varlen`, the packed rows are sharded as a whole: rank r has rows
-    `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries. cu_seqlens (int32, on the
-    device of q) and max_seqlen are those of `attention_varlen` for the whole batch, equal on all ranks; seqlen is T, or
-    (Tq, Tk).
+    `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries.
+
+    Args:
+        q: (Tq_r, Hq, D).
+        k: (Tk_r, Hk, D).
+        v: (Tk_r, Hk, Dv).
+        cu_seqlens_q: int32 (B + 1,) of the whole batch, on the device of q, equal on all ranks.
+        cu_seqlens_k: likewise for the keys.
+        max_seqlen_q: of the whole batch, as in `attention_varlen`.
+        max_seqlen_k: likewise for the keys.
+        group: as in `ring_attention`.
+        seqlen: T, or (Tq, Tk); None if all shards are equally long.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`, without layout.
+
+    Returns:
+        out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, check_ranks, options, packed)
@@ -75,7 +170,7 @@ def _attend(
     group: Any,
     seqlen: Any,
     check_ranks: bool,
-    options: dict[str, Any],
+    options: Mapping[str, object],
     packed: Packed | None = None,
 ) -> Any:
     channel = Channel.of(function, group)

@@ -253,6 +253,14 @@ BUGS = {
         "mask.cuh", "sequence.offset + p.window_right", "sequence.offset + p.window_right - 1", OPTIONS["causal"],
         AssertionError,
     ),
+    "cut-tile-not-masked": (
+        "walk.cuh", "start + offset + count > unmasked.end", "false", OPTIONS["causal"], AssertionError,
+    ),
+    "first-tile-not-visited": ("walk.cuh", "start >= first", "start > first", EVERYTHING, AssertionError),
+    "queries-of-the-first-head-only": ("walk.cuh", "++head;", "head = head_end;", OPTIONS["grouped"], AssertionError),
+    "bias-of-other-tiles": (
+        "walk.cuh", "visible.end = min(visible.end, limits.end);", "", EVERYTHING, AssertionError,
+    ),
     "no-sink": (
         "simt/forward.cu", "softmax[r].init(sink)", "softmax[r].init(-infinity())", OPTIONS["sink"], AssertionError,
     ),
@@ -278,6 +286,20 @@ BUGS = {
 def test_planted_bugs_are_found(file, old, new, case, error, monkeypatch):
     with planted_in(monkeypatch, file, old, new), pytest.raises(error):
         check(case, backend="simulator")
+
+
+def test_keys_are_addressed_in_one_place(monkeypatch):
+    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_tile."""
+    case = Case(q_len=19, kv_len=23, batch=1, causal=True)
+    call = case.call()
+    k, v = (np.ascontiguousarray(x[:, ::-1]) for x in (call.k, call.v))
+    with planted_in(
+        monkeypatch,
+        "sequence.cuh",
+        "return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};",
+        "return {keys<T>(x, kv_head) + (kv_rows - 1 - first) * x.row, -x.row, first, x.aligned};",
+    ):
+        check(case, run_kernels(case, tile=small_tile, call=call._replace(k=k, v=v)))
 
 
 def test_a_planted_stride_has_bank_conflicts(monkeypatch, watch):

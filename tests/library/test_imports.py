@@ -17,9 +17,22 @@ PACKAGE = ROOT / "cupy_flash"
 FLOW = (
     "environment",
     "arrays",
+    "arguments",
     "mask",
     "features",
+    "mods",
+    "mods.ir",
+    "mods.functions",
+    "mods.sources",
+    "mods.values",
+    "mods.trace",
+    "mods.derive",
+    "mods.numpy_code",
+    "mods.intervals",
+    "mods.tiles",
+    "mods.cuda_code",
     "score",
+    "mods.visits",
     "dropout",
     "reference",
     "problem",
@@ -120,7 +133,7 @@ FLOW = (
 )
 
 OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
-LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs")
+LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """
 import numpy as np

@@ -59,8 +59,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of a problem's kernels.
 
-    `q_tile` is that of the forward or dQ kernel, None where the dK/dV kernel also accumulates dQ; `kv_tile` of the dK/dV
-    kernel; `bias_tile` of the dbias kernel, None where the problem has no bias.
+    `q_tile` is that of the forward or dQ kernel, None where the dK/dV kernel also accumulates dQ; `kv_tile` that of the
+    dK/dV kernel; `bias_tile` that of the dbias kernel, None where the problem has no bias.
     """
 
     block_q: int

@@ -318,8 +318,7 @@ class TileClasses:
 
     def of(self, batch: int, head: int, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> np.ndarray:
         """EMPTY, CUT or FULL for tiles of queries and keys from first to last, both included: uint8 arrays of the
-        shape that these four broadcast to.
-        """
+        shape that these four broadcast to."""
         inputs = {"b": (batch, batch), "h": (head, head), "q": queries, "kv": keys}
         intervals = {
             name: Interval(*(np.asarray(bound, np.int64) for bound in bounds)) for name, bounds in inputs.items()

@@ -108,6 +108,7 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def opcode(instruction: str) -> str:
+    """Return the opcode of an instruction without its predicate and modifiers."""
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
 
 

@@ -288,18 +288,22 @@ def test_planted_bugs_are_found(file, old, new, case, error, monkeypatch):
         check(case, backend="simulator")
 
 
-def test_keys_are_addressed_in_one_place(monkeypatch):
-    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_tile."""
-    case = Case(q_len=19, kv_len=23, batch=1, causal=True)
+@pytest.mark.parametrize("engine", ["simt", "mma"])
+def test_keys_are_addressed_in_one_place(engine, monkeypatch):
+    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_rows."""
+    dtype = "float16" if engine == "mma" else "float32"
+    case = Case(q_len=19, kv_len=23, batch=1, causal=True, dtype=dtype)
     call = case.call()
+    expected = run_kernels(case, tile=small_tile, engine=engine)
     k, v = (np.ascontiguousarray(x[:, ::-1]) for x in (call.k, call.v))
     with planted_in(
         monkeypatch,
         "sequence.cuh",
-        "return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};",
-        "return {keys<T>(x, kv_head) + (kv_rows - 1 - first) * x.row, -x.row, first, x.aligned};",
+        "return {keys<T>(x, kv_head), x.row, x.aligned};",
+        "return {keys<T>(x, kv_head) + (kv_rows - 1) * x.row, -x.row, x.aligned};",
     ):
-        check(case, run_kernels(case, tile=small_tile, call=call._replace(k=k, v=v)))
+        actual = run_kernels(case, tile=small_tile, call=call._replace(k=k, v=v), engine=engine)
+    assert_bitwise_equal(actual, expected, case)
 
 
 def test_a_planted_stride_has_bank_conflicts(monkeypatch, watch):

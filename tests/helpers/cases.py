@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from mods import mods_of
 from on_gpu import has_gpu
 from threadpoolctl import threadpool_limits
 from tiles import small_tile
@@ -17,6 +18,7 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import backends, device, reference
+from cupy_flash.arrays import Array
 from cupy_flash.backends import cpu, kernels
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.plan import Plan, plan
@@ -37,6 +39,7 @@ class Result(NamedTuple):
     dv: np.ndarray
     dbias: np.ndarray | None
     dsink: np.ndarray | None
+    dcaptured: tuple[np.ndarray | None, ...] | None = None
 
 
 class Call(NamedTuple):
@@ -78,6 +81,8 @@ class Case:
     sink: bool | tuple[float, ...] = False  # True: random
     q_lengths: tuple[int, ...] | None = None  # rows past the lengths are NaN
     kv_lengths: tuple[int, ...] | None = None
+    score_mod: str | None = None  # a name in mods.SCORE_MODS
+    mask_mod: str | None = None  # a name in mods.MASK_MODS
     packed: bool = False  # a packed batch of sequences of these lengths, with rows of NaN past the last one
     dropout: float = 0.0
     dlse: bool = True
@@ -119,6 +124,7 @@ class Case:
                         entry[length:] = np.nan
         if self.dropout:
             options |= dict(dropout=self.dropout, seed=2**63 + 12345 + self.seed)
+        options |= mods_of(self)
         packed = None
         if self.packed:
             q_lengths, kv_lengths = options.pop("q_lengths"), options.pop("kv_lengths")
@@ -221,7 +227,7 @@ def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
     call = call or case.call()
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
-    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+    return Result(out, lse, *gradients.map(Array.numpy))
 
 
 def planned(
@@ -252,7 +258,7 @@ def run_kernels(case: Case, *, call: Call | None = None, start: kernels.Start = 
     out, lse = (array.numpy() for array in kernels.forward(*planned(case, call=call, **how), start))
     saved = Saved(call.dout, out, lse, call.dlse)
     gradients = kernels.backward(*planned(case, saved, call=call, **how), start)
-    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+    return Result(out, lse, *gradients.map(Array.numpy))
 
 
 @cache
@@ -326,6 +332,8 @@ def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[
     dtypes = dict.fromkeys(Result._fields, DTYPES[case.dtype])
     dtypes |= {"lse": case.accumulation, "dbias": DTYPES[case.bias_dtype or case.dtype]}
     for name in only:
+        if name == "dcaptured":  # the reference has none: tests/mods compares it with autograd
+            continue
         actual, expected = getattr(result, name), getattr(exact, name)
         assert (actual is None) == (expected is None), f"{name} of {case}"
         if actual is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import backends, features
 from ..pose import pose
-from ..problem import Gradients, Operands, Options, Problem, Saved
+from ..problem import Gradients, Operands, Options, Problem, Saved, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,6 +75,11 @@ def attention(
         As `cupy_flash.attention`; under jit while jax traces.
     """
     asked = Options.of("attention", options)
+    given = [feature.name for feature in features.MODS if getattr(asked, feature.name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{' and '.join(given)}: this adapter has no mods yet; cupy_flash.attention takes them with jax arrays"
+        )
     operands = {"q": q, "k": k, "v": v}
     operands |= {name: getattr(asked, name) for name in ARRAYS if getattr(asked, name) is not None}
     if isinstance(asked.seed, (jax.Array, np.ndarray)):
@@ -168,5 +173,5 @@ def _forward(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 def _backward(words: Words, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
     gradients: Gradients = backends.backward(*_pose(words, operands, Saved(dout, out, lse, dlse)))
-    named = zip(features.DIFFERENTIATED, gradients, strict=True)
+    named = zip(features.DIFFERENTIATED, gradients, strict=False)
     return {name: gradient.result() for name, gradient in named if gradient is not None}

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -35,7 +35,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Bias, Positions, ScoreTile, four_dimensional, steps
+from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -150,12 +150,20 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
-    others: dict[str, Array] = {}
-    for name, total in sums.items():
-        operand: Array = getattr(operands, name)
-        others[f"d{name}"] = empty(operand.shape, operand.dtype, q)
-        others[f"d{name}"].numpy()[...] = total.reshape(operand.shape)
-    return Gradients(dq, dk, dv, **others)
+    return Gradients(
+        dq, dk, dv, **{f"d{name}": _rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+    )
+
+
+def _rounded(total: Any, operand: Any, like: Array) -> Any:
+    """A sum in the shape and dtype of its operand; of a tuple each, None where there is none."""
+    if isinstance(operand, tuple):
+        return tuple(_rounded(one, array, like) for one, array in zip(total, operand, strict=True))
+    if total is None:
+        return None
+    gradient = empty(operand.shape, operand.dtype, like)
+    gradient.numpy()[...] = total.reshape(operand.shape)
+    return gradient
 
 
 class Softmax:
@@ -236,8 +244,7 @@ class _Call:
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
-        # Tasks that add to one slice of it run in turn.
-        self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
+        self.mask_mod = MaskMod(problem, operands) if problem.mask_mod else None
 
     def scale(self, product: np.ndarray) -> None:
         """Apply the part of the scale that is not in Q."""
@@ -263,17 +270,18 @@ class _Call:
         return None if self.sink is None else self.sink[head]
 
     def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
-        """Set masked scores of S to -inf: by position, by the dense mask, or by a bias of -inf."""
+        """Set masked scores of S to -inf: by position, by the dense mask, or by mask_mod."""
         if not band.sees_all(*tile.queries, *tile.keys):
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.bias is not None and np.isnan(_square_sum(S)):  # NaN + -inf is NaN, which hides nothing
-            np.copyto(S, -np.inf, where=tile.cut(self.bias).astype(S.dtype) == -np.inf)
+        if self.mask_mod is not None:
+            np.copyto(S, -np.inf, where=~self.mask_mod.visible(tile))
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
         """Whether any score of the tile may be masked."""
-        return self.mask is not None or self.bias is not None or not band.sees_all(*tile.queries, *tile.keys)
+        given = (self.mask, self.bias, self.mask_mod)
+        return any(x is not None for x in given) or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
@@ -292,14 +300,16 @@ class _Call:
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
         """One task per sequence and key/value head, calling differentiate(sequence, kv_head).
 
-        Heads that add to the same slice of dbias run one after another in one task, which fixes the summation order.
+        Heads that add to the same elements of a gradient, of the bias or of an array that score_mod captures, run one
+        after another in one task, which fixes the summation order.
         """
         slices: dict[object, list[Callable[[], None]]] = defaultdict(list)
+        by_sequence, by_head = (
+            all(getattr(step, name) for step in self.score_steps) for name in ("by_sequence", "by_head")
+        )
         for sequence in self.sequences:
             for kv_head in range(self.problem.kv_heads):
-                target = (sequence.batch, kv_head)
-                if self.dbias is not None:
-                    target = (target[0] if self.dbias.shape[0] > 1 else 0, target[1] if self.dbias.shape[1] > 1 else 0)
+                target = (sequence.batch if by_sequence else 0, kv_head if by_head else 0)
                 slices[target].append(partial(differentiate, sequence, kv_head))
         return [partial(_in_turn, tasks) for tasks in slices.values()]
 

@@ -9,7 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import grid_refusals, known_constants, nonempty, sequences
+from .shared import grid_refusals, known_constants, mod_refusals, nonempty, sequences
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + mod_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")

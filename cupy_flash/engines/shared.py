@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arrays import dtype_name
-from ..features import FEATURES, is_given
+from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -80,6 +80,12 @@ def dtype_refusals(problem: Problem) -> list[str]:
     if problem.dtype.name in DTYPES:
         return []
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
+
+
+def mod_refusals(problem: Problem) -> list[str]:
+    """Why an engine whose kernels know no mods does not serve a problem."""
+    given = [feature.name for feature in MODS if is_given(problem, feature)]
+    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
 
 
 def grid_refusals(problem: Problem) -> list[str]:

@@ -12,6 +12,7 @@ from .shared import (
     dtype_refusals,
     grid_refusals,
     known_constants,
+    mod_refusals,
     nonempty,
     row_workspaces,
     sequences,
@@ -36,7 +37,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + mod_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")

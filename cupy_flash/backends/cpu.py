@@ -32,8 +32,10 @@ import numpy as np
 from ..arrays import Array, dtype_name, empty
 from ..device import blas_controller
 from ..dropout import keep_mask, keep_mask_at, keep_scale
-from ..mask import Band
-from ..mods.visits import Visit, Visits
+from ..engines import cpu as engine
+from ..mask import Band, Mask
+from ..mods.ir import order
+from ..mods.visits import Visit, VisitedPairs, Visits
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
@@ -167,6 +169,28 @@ def _rounded(total: Any, operand: Any, like: Array) -> Any:
     gradient = empty(operand.shape, operand.dtype, like)
     gradient.numpy()[...] = total.reshape(operand.shape)
     return gradient
+
+
+def fitted(plan: Plan, operands: Operands) -> Plan:
+    """The plan with the best tile for the pairs that its mask_mod leaves of the longest sequence, in head 0."""
+    problem = plan.problem
+    sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
+    if sequence is None:
+        return plan
+    place = sequence.batch, problem.first_head, sequence.band, sequence.positions
+    classes = MaskMod(problem, operands).classes
+    pairs = VisitedPairs(classes, *place)
+    unbounded = problem._replace(mask=Mask())  # edges are among the pairs
+    of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
+    masking = problem.batch * problem.heads * (len(of_pairs) + 1) / 2 * engine.EDGE * 1e-9
+
+    def cost(tile: engine.Tile) -> float:
+        visited, cut = pairs.count(*tile, by_query=not problem.backward)
+        return engine.seconds(unbounded, visited, plan.device, tile) + cut * masking
+
+    best = min(engine.tiles(problem, plan.device), key=cost)
+    threads = engine.threads(plan.device, best, cost(best))
+    return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
 
 
 class Softmax:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .mods.ir import parse
 from .mods.numpy_code import Function, mask_function, score_function, slope_of
+from .mods.tiles import TileClasses
 
 
 class Positions(NamedTuple):
@@ -39,6 +41,7 @@ class ScoreTile(NamedTuple):
     kv_start: int
     kv_stop: int
     positions: Positions
+    is_cut: bool = False  # whether a mask_mod may hide any of its scores
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -238,6 +241,9 @@ class MaskMod:
     def __init__(self, problem: Any, operands: Any) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function = mask_function(problem.mods)
+        mask = parse(problem.mods).mask
+        assert mask is not None
+        self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
 
     def visible(self, tile: ScoreTile) -> np.ndarray[Any, Any]:
         """The mask, True = attend, which broadcasts to (queries, keys) of the tile."""

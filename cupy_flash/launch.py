@@ -21,6 +21,7 @@ class Launch(NamedTuple):
 
     @property
     def function(self) -> str:
+        """The name of the kernel's function."""
         return self.kernel.rsplit("/")[-1]
 
     @property

@@ -1,5 +1,7 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the filling of it; and tensor maps, which
-are the second argument of those that copy boxes."""
+"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+
+Kernels that use TMA take tensor maps as a second argument.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,12 @@ def dtypes(captured: str = "") -> dict[str, np.dtype[Any]]:
 
 
 class Workspace(NamedTuple):
-    """Memory that kernels need beside operands and results; the engine says of which shape."""
+    """Memory that kernels need beside operands and results, as an engine requests it."""
 
     name: str  # its member of Params
     shape: tuple[int, ...]  # contiguous
     dtype: np.dtype[Any]
-    strides: tuple[int, ...]  # the member's other numbers: batch, head, row, aligned of an Operand; none of a pointer
+    strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
 
 
 class Captured:
@@ -111,7 +113,7 @@ def pack(
     captured: Captured | None,
     address: Address,
 ) -> np.ndarray[Any, Any]:
-    """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
+    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     for name, array in zip(Operands._fields, operands, strict=True):
@@ -163,7 +165,7 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """How each array but a workspace becomes the numbers of its member; a gradient as its input."""
+    """The function that returns the numbers of an array's member, by name; a gradient has that of its input."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
@@ -222,9 +224,11 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a row of those;
-    strides of the last three in elements. Where there is one row, head or batch, nothing is known of its stride: it may
-    be what no map takes."""
+    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
+    be one that no map takes.
+    """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
         itemsize * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True)
@@ -233,7 +237,7 @@ def _encoded(
 
 
 class _Struct(NamedTuple):
-    """How the numbers of a struct become its bytes, and which of them are a member's."""
+    """The layout of a struct: how its numbers are packed into bytes, and where those of each member are."""
 
     dtype: np.dtype[Any]
     packer: struct.Struct
@@ -267,7 +271,7 @@ def _filled(name: str, members: dict[str, tuple[float, ...]], captured: str = ""
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand with a contiguous last dimension: pointer, strides of (batch, head, row), how rows are aligned."""
+    """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
     start, strides = address(array), array.strides
     if layout == "bshd":
         batch, row, head, _ = strides
@@ -282,17 +286,17 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
 
 
 def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand of one column: (B, H, S), or (H, T) of a packed batch."""
+    """The Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand of one number: (B, H)."""
+    """The Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """A Dense: what broadcasts to (B, Hq, Sq, Sk) has stride 0 where a dimension is missing or of size 1."""
+    """The Dense of an array that broadcasts to (B, Hq, Sq, Sk): stride 0 for dimensions missing or of size 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
 

@@ -1,4 +1,7 @@
-"""`pose`: the Problem and the Operands of a call. Facts are checked once and cached, values at every call."""
+"""States the Problem and the Operands of a call.
+
+Facts (shapes, dtypes, options) are checked once and cached; the contents of arrays are checked at every call.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from .requirements import (
 if TYPE_CHECKING:
     from .mods.trace import Mod
 
-CACHED = 1024  # statements kept
+CACHED = 1024  # entries of each cache
 
 
 def pose(
@@ -99,7 +102,7 @@ def _given(
     shard: Shard,
     mod: Mod | None,
 ) -> dict[str, Any]:
-    """The arrays of a call by name, as the caller gives them; None only where one is required."""
+    """The arrays of a call by name, as the caller gives them; only a required one may be None."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
     for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
         if value is not None:
@@ -117,15 +120,16 @@ def _given(
     return given
 
 
-# A window is plain if its sides are; a seed is no fact, and of a mod its text is.
+# The options in the cache key as they are. The sides of a window are checked one by one; a seed is no fact, and a
+# mod's text is one.
 PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
-# Types of values that are equal only to what means the same, and cannot change.
+# Options of other types are not cached: they may be mutable, unhashable, or equal to something with another meaning.
 PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Facts(NamedTuple):
-    """Everything that decides over a call and its Problem, except the seed and the contents of arrays."""
+    """All that a Problem and the checks of a call depend on, except the seed and the contents of arrays."""
 
     options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
     window: Any
@@ -168,13 +172,16 @@ def _facts(
 
 
 def _are_aligned(call: dict[str, Array]) -> bool:
-    """Whether q, k and v, as far as they could be read, can be copied in boxes."""
+    """Whether TMA can load q, k and v; one that could not be read does not count."""
     return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
 
 
 def has_boxes(array: Array) -> bool:
-    """Whether TMA can copy the array: every row starts at a multiple of 16 bytes, and no stride repeats or reverses
-    rows. Rows that are not contiguous count as the contiguous copy that is made of them."""
+    """Whether TMA can copy the array.
+
+    Every row must start at a multiple of 16 bytes, and no stride may repeat or reverse rows. Rows that are not
+    contiguous count as the contiguous copy that is made of them.
+    """
     return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
 
 

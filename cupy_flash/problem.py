@@ -65,7 +65,7 @@ class Options(_Options):
 
 
 class Packed(NamedTuple):
-    """The sequences of a packed (varlen) batch, in the caller's words."""
+    """The sequences of a packed (varlen) batch, as the caller gives them."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -85,10 +85,10 @@ class Saved(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Which part of a larger call a call is: causal, window, ALiBi and dropout count positions and heads of the whole.
+    """The part of a larger call that a call computes; causal, window, ALiBi and dropout use positions in the whole.
 
-    `starts`, int32 (B, 3), holds of every sequence the position of its first query, that of its first key, and the
-    first plus the whole's diagonal offset o minus the second. None: the sequences are whole.
+    `starts`, int32 (B, 3), holds for every sequence the position of its first query, the position of its first key, and
+    their difference plus the diagonal offset o of the whole. None: the sequences are whole.
     """
 
     starts: Any = None
@@ -127,7 +127,7 @@ class Gradients(_Gradients, Generic[ArrayT]):
 
 
 class _Call:
-    """The fields of a Problem that are no facts of a feature."""
+    """The fields of a Problem that do not come from the table of features."""
 
     __slots__ = ()
 
@@ -147,8 +147,8 @@ class _Call:
     mods: str  # text of the traced score_mod and mask_mod (mods/ir.py); "" without
     captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
     dlse: bool
-    aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
-    empty: bool  # q, k or v has no element: of a packed batch the lengths above do not tell
+    aligned: bool  # TMA can load q, k and v (pose.has_boxes)
+    empty: bool  # q, k or v has no element, which the lengths of a packed batch do not show
     shard: bool  # positions are not those of whole sequences
     step: int
     first_head: int
@@ -243,8 +243,10 @@ _Operands: Any = record(
 
 
 class Operands(_Operands):
-    """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
-    element)."""
+    """The arrays of one call, None for those that it does not have, and the seed.
+
+    The seed is an int, or an int64 array of one element.
+    """
 
     __slots__ = ()
 

@@ -71,9 +71,14 @@ class Forward(NamedTuple):
 def attention(
     q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
 ) -> tuple[Array, Array]:
-    """Attention of q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv): out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+    """Attention: out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
-    Keyword options are the fields of `Options`; with layout="bhsd", heads precede the sequence in q, k, v and out.
+    Args:
+        q: (B, Sq, Hq, D); with layout="bhsd", heads precede the sequence in q, k, v and out.
+        k: (B, Sk, Hk, D).
+        v: (B, Sk, Hk, Dv).
+        **options: the fields of `Options`.
+
     For one sequence and one head it is:
 
     >>> import numpy as np
@@ -109,7 +114,13 @@ def attention_backward(
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
 
-    dout has the shape and layout of out, dlse is (B, Hq, Sq); their rows where lse is -inf are ignored.
+    Args:
+        dout: the shape and layout of out; rows where lse is -inf are ignored.
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        dlse: (B, Hq, Sq), likewise; None is 0.
+        **options: those of the forward.
     """
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
@@ -126,10 +137,18 @@ def attention_varlen(
     cu_seqlens_k: npt.ArrayLike,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> tuple[Array, Array]:
-    """Attention of packed q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
+    """Attention of packed sequences: out (Tq, Hq, Dv) and lse (Hq, Tq).
 
-    Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v.
-    Rows past the last sequence get out 0 and lse -inf.
+    Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v. Rows past the last sequence
+    get out 0 and lse -inf.
+
+    Args:
+        q: (Tq, Hq, D).
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
+        cu_seqlens_q: (B + 1,).
+        cu_seqlens_k: (B + 1,).
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout.
     """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
@@ -155,7 +174,18 @@ def attention_varlen_backward(
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
-    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`."""
+    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`.
+
+    Args:
+        dout: (Tq, Hq, Dv).
+        q: as in `attention_varlen`.
+        k: as in `attention_varlen`.
+        v: as in `attention_varlen`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        dlse: (Hq, Tq); None is 0.
+        **options: those of the forward.
+    """
     dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
@@ -371,8 +401,11 @@ def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _multiply_in_14_bits(a: Array, b: Array) -> Array:
-    """a @ b in Hopper's fp8 arithmetic: 32 products and the accumulator are aligned to the largest of them, truncated
-    to 14 bits and added; their sum is truncated to 14 bits."""
+    """Return a @ b in Hopper's fp8 arithmetic.
+
+    32 products and the accumulator are aligned to the largest of them, truncated to 14 bits and added; their sum is
+    truncated to 14 bits.
+    """
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for first in range(0, a.shape[-1], 32):
         columns = range(first, min(first + 32, a.shape[-1]))

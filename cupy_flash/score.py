@@ -45,10 +45,12 @@ class ScoreTile(NamedTuple):
 
     @property
     def queries(self) -> tuple[int, int]:
+        """The half-open range of queries."""
         return self.q_start, self.q_stop
 
     @property
     def keys(self) -> tuple[int, int]:
+        """The half-open range of keys."""
         return self.kv_start, self.kv_stop
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
@@ -68,9 +70,11 @@ class ScoreStep(Protocol):
     by_sequence: bool  # its gradients of different sequences go to different elements
     by_head: bool  # likewise of query heads
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None: ...
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+        """Modify S in place; with `save`, return what the gradient needs."""
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None: ...
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+        """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of its own arrays, by the name of the option."""
@@ -105,6 +109,7 @@ class Softcap:
         self.cap = cap
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+        """S <- c tanh(S / c); the gradient needs 1 - tanh(S / c)^2."""
         S /= self.cap
         np.tanh(S, out=S)
         slope = 1 - S * S if save else None
@@ -112,9 +117,11 @@ class Softcap:
         return slope
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
+        """The dS of the capped scores, times the slope of the cap."""
         dS *= saved
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """None: the cap is a number."""
         return {}
 
 
@@ -128,15 +135,18 @@ class Alibi:
         self.slopes = slopes  # (B or 1, Hq)
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
+        """S <- S - slope * distance; the gradient needs nothing."""
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
         i = np.arange(tile.q_start, tile.q_stop)[:, None]
         j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
         S -= slope * np.abs((i - j) * tile.positions.step + tile.positions.offset)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Leave dS as it is: a constant was added to each score."""
         pass
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """None: slopes get no gradient."""
         return {}
 
 
@@ -152,18 +162,21 @@ class Bias:
         self.by_head = dbias is None or dbias.shape[1] > 1
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
+        """S <- S + bias; the gradient needs nothing."""
         bias = tile.cut(self.bias).astype(S.dtype, copy=False)
         S += bias
         if np.isnan(np.vdot(S, S)):  # NaN + -inf is NaN, which hides nothing
             np.copyto(S, -np.inf, where=bias == -np.inf)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Add dS to dbias, summed over the dimensions that bias broadcasts; dS itself is unchanged."""
         if self.dbias is not None:
             target = tile.cut(self.dbias)
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """The sum over all tiles so far: dbias."""
         return {} if self.dbias is None else {"bias": self.dbias}
 
 
@@ -202,6 +215,7 @@ class Modified:
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
     def apply(self, S: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+        """Replace S by the modified scores; with `save`, return the slope and the reads of captured arrays."""
         inputs = self.inputs.of(tile)
         if self.slope is None or not save:
             (S[...],) = self.function(S, *inputs)
@@ -211,6 +225,7 @@ class Modified:
         return slope, reads
 
     def gradient(self, dS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+        """Multiply dS by the slope, and add the gradients of what was read to those of the captured arrays."""
         slope, reads = saved
         for slot, factor, indices in reads:
             total = self.dcaptured[slot]
@@ -219,6 +234,7 @@ class Modified:
         dS[...] = _times(dS, slope)
 
     def gradients(self) -> dict[str, Any]:
+        """The sums over all tiles so far: one for each captured array, None where none is wanted."""
         return {"captured": tuple(self.dcaptured)}
 
 

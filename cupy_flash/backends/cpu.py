@@ -243,10 +243,12 @@ class Sequence(NamedTuple):
 
     @property
     def q_len(self) -> int:
+        """Queries of the sequence."""
         return self.band.q_len
 
     @property
     def kv_len(self) -> int:
+        """Keys of the sequence."""
         return self.band.kv_len
 
 

@@ -1,6 +1,6 @@
-"""The kernels of a plan on their operands: outputs and workspaces from the caller's framework, then every launch.
+"""Runs the kernels of a plan on a call's operands, for the backends cuda and simulator.
 
-What starts a kernel is the backend's: a GPU, or the simulator.
+Outputs and workspaces are allocated by the caller's framework. The backend passes a function that starts the launches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Results = dict[str, Array | None]
 
 
 class Work(NamedTuple):
-    """Launches on arrays, for a backend to start in order."""
+    """Launches and their arrays, which a backend starts in order."""
 
     launches: tuple[Launch, ...]
     arch: str
     inputs: dict[str, Array]
     results: Results
     layout: str
-    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all of them, once arrays have addresses
+    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
-        """Those of one launch: params, and its tensor maps where it copies boxes."""
+        """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if not launch.headers and params.nbytes > (size := dtypes()["Params"].itemsize):
             params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
         if not launch.boxes:
@@ -50,7 +50,7 @@ Start = Callable[[Work], object]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
-    """The kernel of a launch, compiled for a target; from the cache where it is there."""
+    """Compile the kernel of a launch for a target, unless the cache has it."""
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     return compiled(text, launch.kernel, target)
 
@@ -65,7 +65,7 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    """Gradients of the call, from out, lse and their gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     start(_work(plan, operands, gradients))
@@ -99,15 +99,18 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
     return Launch("partials", constants, (-(-rows // (128 // 32)), heads, batch), 128)
 
 
-# Arrays that kernels read by the strides of all axes; of the others they read the last dimension as contiguous.
+# Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
 
 
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan on these outputs, and on workspaces from the caller's framework. Operands whose rows are not
-    contiguous are copied, by their own framework, and a gradient of the result that TMA copies and cannot."""
+    """The launches of a plan with these outputs, and with workspaces from the caller's framework.
+
+    Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
+    cannot load.
+    """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
@@ -136,5 +139,5 @@ def given(operands: Operands) -> dict[str, Array]:
 
 
 def _has_contiguous_row(array: Array) -> bool:
-    """Kernels read the last dimension as contiguous."""
+    """Whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

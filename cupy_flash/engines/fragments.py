@@ -71,7 +71,7 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """delta and lse2; where dQ is added up its sums; where in order the turns of blocks."""
+    """Workspaces of a backward: delta and lse2; with `add_dq` the sums of dQ; with `in_order` the turns of blocks."""
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces

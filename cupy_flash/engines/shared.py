@@ -71,8 +71,10 @@ def row_workspaces(problem: Problem, q_rows: int, *names: str) -> tuple[Workspac
 
 
 def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """The shape (B, Hq, rows), or (Hq, rows) of a packed batch, and its strides (batch, head, row) in rows of so many
-    columns."""
+    """Shape and strides of an array with `columns` numbers per row and head.
+
+    The shape is (B, Hq, rows), or (Hq, rows) of a packed batch; the strides are those of (batch, head, row) in numbers.
+    """
     packed = problem.layout == "thd"
     shape = (problem.heads, rows) if packed else (problem.batch, problem.heads, rows)
     return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)

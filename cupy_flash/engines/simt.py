@@ -32,12 +32,15 @@ FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the res
 
 
 class Tile(NamedTuple):
+    """Queries, keys and threads of a block."""
+
     block_q: int
     block_kv: int
     threads: int
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
+    """Refused are fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem) + captured_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
@@ -78,19 +81,22 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    # The length enters the cost through the waves and scores of a block, which depend on block_q only.
+    """The rows of queries: only they enter the cost together with the length, through waves and scores of a block."""
     return tile.block_q
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
+    """The threads of the tile."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The delta of every row, for a backward."""
     return row_workspaces(problem, q_rows, "delta") if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The forward; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
     constants: dict[str, Constant] = shared_constants(problem) | {

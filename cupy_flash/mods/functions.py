@@ -127,10 +127,12 @@ def _extremum_of_numbers(op: str) -> Callable[..., Node]:
 
 
 def isnan(graph: Graph, x: Node) -> Node:
+    """Whether x is NaN, which alone differs from itself."""
     return graph.make("ne", x, x)
 
 
 def sigmoid(graph: Graph, x: Node) -> Node:
+    """1 / (1 + exp(-x))."""
     return make(graph, "div", 1.0, make(graph, "add", make(graph, "exp", make(graph, "neg", x)), 1.0))
 
 
@@ -248,4 +250,5 @@ def conversion(dtype: Any) -> str | None:
 
 
 def unknown(name: str) -> Untraceable:
+    """The error for a call of a function that is not in FUNCTIONS."""
     return Untraceable(f"a mod cannot call {name}; it can call {', '.join(sorted(FUNCTIONS))}")

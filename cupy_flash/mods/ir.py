@@ -353,6 +353,7 @@ class Program(NamedTuple):
 
     @property
     def roots(self) -> tuple[Node, ...]:
+        """The traced expressions, score first."""
         return tuple(root for root in (self.score, self.mask) if root is not None)
 
     @property

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .mods.ir import parse
 from .mods.numpy_code import Function, mask_function, score_function, slope_of
-from .mods.tiles import TileClasses
 
 
 class Positions(NamedTuple):
@@ -244,6 +242,9 @@ class MaskMod:
     def __init__(self, problem: Any, operands: Any) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function = mask_function(problem.mods)
+        from .mods.ir import parse  # imported by the first call that has a mod
+        from .mods.tiles import TileClasses
+
         mask = parse(problem.mods).mask
         assert mask is not None
         self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)

@@ -116,10 +116,10 @@ class Gradients(_Gradients, Generic[ArrayT]):
     dv: ArrayT
 
     def map(self, function: Callable[[Any], Any]) -> Gradients[Any]:
-        """The gradients with a function applied to each.
+        """The gradients with a function applied to each array that is there.
 
         Args:
-            function: of one array; it is not called for None.
+            function: from an array to what replaces it.
         """
 
         def applied(gradient: Any) -> Any:

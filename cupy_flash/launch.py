@@ -17,6 +17,7 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int = 0
     boxes: tuple[Box, ...] = ()  # a tensor map of each is the second argument
+    headers: tuple[tuple[str, str], ...] = ()  # generated from mods, (name, text): then Params has a member `captured`
 
     @property
     def function(self) -> str:

@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Captured, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -38,6 +38,8 @@ class Work(NamedTuple):
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
+        if not launch.headers and params.nbytes > (size := dtypes()["Params"].itemsize):
+            params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
@@ -49,7 +51,8 @@ Start = Callable[[Work], object]
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     """Compile the kernel of a launch for a target, unless the cache has it."""
-    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
+    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
+    return compiled(text, launch.kernel, target)
 
 
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
@@ -70,7 +73,7 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
-    """(out, lse) of two partial results, out_a, lse_a, out_b, lse_b."""
+    """(out, lse) of partial results out_a, lse_a, out_b, lse_b, of which b may be a stack (see partials.merge)."""
     inputs = {
         name: part if _has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
@@ -84,7 +87,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
-    """The launch that merges two partial results with this lse, (B, H, S) or (H, T), one warp a row."""
+    """The launch that merges partial results with this lse, (B, H, S) or (H, T), one warp a row."""
     batch, heads, rows = (1, *lse.shape)[-3:]
     constants = (
         ("element", ELEMENTS[dtype.name]),
@@ -122,7 +125,10 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     tokens = (operands.q.shape[0], operands.k.shape[0])
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
-    params = partial(pack, problem, operands, results, workspaces)
+    captured = Captured(problem.mods, operands) if problem.mods else None
+    if captured is not None:
+        inputs, results = inputs | captured.arrays, results | captured.tables
+    params = partial(pack, problem, operands, results, workspaces, captured)
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
 
 

@@ -1,0 +1,102 @@
+"""The tiles of scores that the CPU engine visits under a mask_mod: those that the classes of tiles leave."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from ..mask import Band
+from ..score import Positions
+from .tiles import EMPTY, FULL, TileClasses
+
+GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
+AT_ONCE = 2**18  # classes computed at a time: their intervals take dozens of arrays
+
+
+class Visit(NamedTuple):
+    """A range of keys that a query tile visits, or of queries that visit a key tile."""
+
+    start: int
+    stop: int
+    cut: bool  # whether the mask_mod may hide any of its scores
+
+
+class Visits:
+    """The visited tiles of a call, found once for all heads and sequences that share them. Threads may share it."""
+
+    def __init__(self, classes: TileClasses, block_q: int, block_kv: int) -> None:
+        self.classes, self.block_q, self.block_kv = classes, block_q, block_kv
+        self._found: dict[object, list[list[Visit]]] = {}
+        self._lock = threading.Lock()
+
+    def kv_tiles(self, batch: int, head: int, band: Band, positions: Positions, q_start: int) -> list[Visit]:
+        """The key tiles that the query tile from q_start on visits, last first, as Band.kv_tiles."""
+        rows = self._rows(batch, head, band, positions, by_query=True)
+        q_stop = min(q_start + self.block_q, band.q_len)
+        return _clipped(rows[q_start // self.block_q], *band.kv_range(q_start, q_stop))[::-1]
+
+    def q_tiles(self, batch: int, head: int, band: Band, positions: Positions, kv_start: int) -> list[Visit]:
+        """The query tiles that visit the key tile from kv_start on, first to last, as Band.q_tiles."""
+        rows = self._rows(batch, head, band, positions, by_query=False)
+        kv_stop = min(kv_start + self.block_kv, band.kv_len)
+        return _clipped(rows[kv_start // self.block_kv], *band.q_range(kv_start, kv_stop))
+
+    def _rows(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
+        read = self.classes.mask.inputs
+        key = (by_query, batch if "b" in read else 0, head if "h" in read else 0, band.q_len, band.kv_len, positions)
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = self._find(batch, head, band, positions, by_query)
+            return self._found[key]
+
+    def _find(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
+        """The visits of every query tile, or of every key tile."""
+
+        def places(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+            """Positions of the first and the last row of each tile."""
+            starts = np.arange(0, length, block)
+            ends = np.minimum(starts + block, length) - 1
+            return first + starts * positions.step, first + ends * positions.step
+
+        block = self.block_kv if by_query else self.block_q
+        grain = GRAIN if block % GRAIN == 0 else block
+        queries = places(positions.q_first, band.q_len, self.block_q if by_query else grain)
+        keys = places(positions.kv_first, band.kv_len, grain if by_query else self.block_kv)
+        outer, inner = (queries, keys) if by_query else (keys, queries)
+        at_once = max(AT_ONCE // max(len(inner[0]), 1), 1)
+        visits: list[list[Visit]] = []
+        for n in range(0, len(outer[0]), at_once):
+            rows = outer[0][n : n + at_once, None], outer[1][n : n + at_once, None]
+            classes = self.classes.of(batch, head, *((rows, inner) if by_query else (inner, rows)))
+            visits += runs(classes, grain, block)
+        return visits
+
+
+def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Visit]]:
+    """The tiles that each row of classes visits: ranges without an EMPTY class, split at multiples of `block`.
+
+    Column n of classes covers [n grain, (n + 1) grain).
+    """
+    seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
+    column = np.arange(classes.shape[1])
+    per_block = block // grain
+    rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
+    last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
+    not_full = np.pad((classes != FULL).cumsum(axis=1), ((0, 0), (1, 0)))
+    cut = not_full[rows, last + 1] > not_full[rows, first]
+    visits: list[list[Visit]] = [[] for _ in classes]
+    columns = ((first * grain).tolist(), ((last + 1) * grain).tolist(), cut.tolist())
+    for row, *visit in zip(rows.tolist(), *columns, strict=True):
+        visits[row].append(Visit(*visit))
+    return visits
+
+
+def _clipped(visits: list[Visit], start: int, stop: int) -> list[Visit]:
+    """The visits inside [start, stop)."""
+    return [
+        Visit(max(visit.start, start), min(visit.stop, stop), visit.cut)
+        for visit in visits
+        if visit.start < stop and visit.stop > start
+    ]

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
         Causal,
         DType,
         Layout,
+        MaskMod,
         PackedOptions,
         PackedOptionsWithoutLse,
         PaddedOptions,
         PaddedOptionsWithoutLse,
         Presence,
+        ScoreMod,
         Window,
     )
     from .nvrtc import Compiled
@@ -65,6 +67,8 @@ def attention(
     sink: AnyArray | None = None,
     q_lengths: AnyArray | None = None,
     kv_lengths: AnyArray | None = None,
+    score_mod: ScoreMod = None,
+    mask_mod: MaskMod = None,
     dropout: float = 0.0,
     seed: int | AnyArray | None = None,
     q_descale: AnyArray | None = None,
@@ -114,6 +118,13 @@ def attention(
         q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch. Rows past it are never
             read, the offset o uses it, and rows of out past it are 0 (lse -inf).
         kv_lengths: int32 (B,): likewise for the keys.
+        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as of FlexAttention: the score that the
+            masks and the softmax then see. It is called once, with stand-ins, and must be arithmetic, comparisons and
+            functions of NumPy, torch or jax on numbers, and elements of arrays that it captures: `table[h, q_idx -
+            kv_idx]`. h is the query head, b the sequence; q_idx and kv_idx are int32 row numbers inside the sequence,
+            from 0, without the offset o. Of the captured arrays floating ones have gradients, and an index beyond its
+            dimension is clamped. -inf hides a key. A `Mod` holds functions that are traced already.
+        mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with the others.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
         seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
@@ -152,7 +163,7 @@ def attention(
     Algorithm: online softmax over tiles, Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     options = Options(
-        causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths,
+        causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
         dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
@@ -239,9 +250,10 @@ def attention_backward(
         **options: those of the forward; with dropout its seed, too.
 
     Returns:
-        Gradients(dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias and dsink None without a
-        bias or sink. Sums over heads of a group and over broadcast dimensions are in float32 (float64 for float64),
-        rounded once.
+        Gradients(dq, dk, dv, dbias, dsink, dcaptured), each in the shape and dtype of its input; dbias and dsink None
+        without a bias or sink; dcaptured a tuple in the order of `Mod.arrays`, None without a score_mod, and None in
+        the place of an array that is not floating. Sums over heads of a group, over broadcast dimensions and over
+        reads of one element are in float32 (float64 for float64), rounded once.
     """
     saved = Saved(dout, out, lse, dlse)
     return _backward("attention_backward", (q, k, v), Options.of("attention_backward", options), saved)
@@ -432,13 +444,21 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines.
+        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod the expressions, the
+        slope of the score, and what they capture.
 
     Raises:
         UnsupportedError: no engine serves the problem.
     """
-    problem, _ = pose("explain", (q, k, v), Options.of("explain", options))
-    return backends.plan_for(problem).explain()
+    settings = Options.of("explain", options)
+    problem, _ = pose("explain", (q, k, v), settings)
+    text = backends.plan_for(problem).explain()
+    if not problem.mods:
+        return text
+    from .mods import explain as mods
+    from .mods.trace import mod_of
+
+    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
 
 
 def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
@@ -456,7 +476,7 @@ def _backward(
 ) -> Gradients:
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = backends.backward(problem, operands)
-    return Gradients(*(None if gradient is None else gradient.result() for gradient in gradients))
+    return gradients.map(Array.result)
 
 
 def _is_torch(x: Any) -> bool:

@@ -22,6 +22,7 @@ CHOICE = "choice"  # a string, or None for the default
 CAUSAL = "causal"  # bool or string: which corner the diagonal starts from
 WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
+MOD = "mod"  # None, a Python function of a score and its place, or a Mod
 
 # Ranges of numbers, by their check in requirements.py.
 FINITE = "finite"
@@ -101,6 +102,8 @@ FEATURES = (
     ),
     Feature("q_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"),
     Feature("kv_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"),
+    Feature("score_mod", MOD, constant="SCORE_MOD", changes_score=True),
+    Feature("mask_mod", MOD, constant="MASK_MOD"),
     Feature("dropout", NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT"),
     Feature("seed", SEED),
     Feature("q_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
@@ -117,6 +120,7 @@ NAMES = tuple(feature.name for feature in FEATURES)
 ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
 NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
 FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
+MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 

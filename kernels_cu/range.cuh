@@ -29,12 +29,12 @@ struct Truth {
 
 // The bits of an integer: the known ones, 0 elsewhere, and which are unknown.
 template <typename T>
-struct Bits {
+struct KnownBits {
   T known;
   T unknown;
 
   template <typename U>
-  __device__ operator Bits<U>() const {
+  __device__ operator KnownBits<U>() const {
     return {(U)known, (U)unknown};
   }
 };
@@ -169,7 +169,7 @@ __device__ Interval<T> choose(Truth condition, Interval<T> x, Interval<T> y) {
 
 // Known are the bits above the highest in which the bounds differ.
 template <typename T>
-__device__ Bits<T> bits_of_interval(Interval<T> x) {
+__device__ KnownBits<T> bits_of_interval(Interval<T> x) {
   T differ = x.lo ^ x.hi;
 #pragma unroll
   for (int shift = 1; shift < 8 * sizeof(T); shift *= 2) differ |= differ >> shift;
@@ -177,39 +177,39 @@ __device__ Bits<T> bits_of_interval(Interval<T> x) {
 }
 // The sign counts down, the other bits up.
 template <typename T>
-__device__ Interval<T> interval_of_bits(Bits<T> x) {
+__device__ Interval<T> interval_of_bits(KnownBits<T> x) {
   constexpr T sign = (T)1 << (8 * sizeof(T) - 1);
   return {x.known | (x.unknown & sign), x.known | (x.unknown & ~sign)};
 }
 template <typename T>
-__device__ Bits<T> bits_and(Bits<T> x, Bits<T> y) {
+__device__ KnownBits<T> bits_and(KnownBits<T> x, KnownBits<T> y) {
   T known = x.known & y.known;
   return {known, (x.known | x.unknown) & (y.known | y.unknown) & ~known};
 }
 template <typename T>
-__device__ Bits<T> bits_or(Bits<T> x, Bits<T> y) {
+__device__ KnownBits<T> bits_or(KnownBits<T> x, KnownBits<T> y) {
   T known = x.known | y.known;
   return {known, (x.unknown | y.unknown) & ~known};
 }
 template <typename T>
-__device__ Bits<T> bits_xor(Bits<T> x, Bits<T> y) {
+__device__ KnownBits<T> bits_xor(KnownBits<T> x, KnownBits<T> y) {
   T unknown = x.unknown | y.unknown;
   return {(x.known ^ y.known) & ~unknown, unknown};
 }
 template <typename T>
-__device__ Bits<T> bits_not(Bits<T> x) {
+__device__ KnownBits<T> bits_not(KnownBits<T> x) {
   return {~x.known & ~x.unknown, x.unknown};
 }
 template <typename T>
-__device__ Bits<T> bits_shift_left(Bits<T> x, T count) {
+__device__ KnownBits<T> bits_shift_left(KnownBits<T> x, T count) {
   return {x.known << count, x.unknown << count};
 }
 template <typename T>
-__device__ Bits<T> bits_shift_right(Bits<T> x, T count) {
+__device__ KnownBits<T> bits_shift_right(KnownBits<T> x, T count) {
   return {x.known >> count, x.unknown >> count};
 }
 template <typename T>
-__device__ Truth agree(Truth equal, Bits<T> x, Bits<T> y) {
+__device__ Truth agree(Truth equal, KnownBits<T> x, KnownBits<T> y) {
   return {equal.may && ((x.known ^ y.known) & ~(x.unknown | y.unknown)) == 0, equal.may_not};
 }
 

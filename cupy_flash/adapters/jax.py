@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import backends, features
 from ..pose import pose
-from ..problem import Gradients, Operands, Options, Problem, Saved
+from ..problem import Gradients, Operands, Options, Problem, Saved, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,6 +82,11 @@ def attention(
         UnsupportedError: likewise.
     """
     settings = Options.of("attention", options)
+    given = [feature.name for feature in features.MODS if getattr(settings, feature.name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{' and '.join(given)}: this adapter has no mods yet; cupy_flash.attention takes them with jax arrays"
+        )
     operands = {"q": q, "k": k, "v": v}
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
@@ -175,5 +180,5 @@ def _forward(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 def _backward(static: Static, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
     gradients: Gradients = backends.backward(*_pose(static, operands, Saved(dout, out, lse, dlse)))
-    named = zip(features.DIFFERENTIATED, gradients, strict=True)
+    named = zip(features.DIFFERENTIATED, gradients, strict=False)
     return {name: gradient.result() for name, gradient in named if gradient is not None}

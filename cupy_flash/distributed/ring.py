@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ..api import merge
-from ..features import ARRAYS, FEATURES, SEED
+from ..features import ARRAYS, FEATURES, MODS, SEED
 from ..pose import pose
 from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         Sharding,
     )
 
-UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)  # options not supported over several ranks
+# Options not supported over several ranks.
+UNSERVED = tuple(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks)
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
 ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)

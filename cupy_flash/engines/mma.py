@@ -9,7 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import grid_refusals, known_constants, nonempty, sequences
+from .shared import captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -70,7 +70,7 @@ class Tiles(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + captured_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -139,7 +139,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        return nonempty([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
+        return nonempty(with_mods(problem, [_launch("mma/forward", problem, q_tile, q_grid(q_tile))]))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:

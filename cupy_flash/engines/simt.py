@@ -9,6 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    captured_refusals,
     dtype_refusals,
     grid_refusals,
     known_constants,
@@ -16,6 +17,7 @@ from .shared import (
     row_workspaces,
     sequences,
     shared_constants,
+    with_mods,
 )
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -39,7 +41,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + captured_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -110,7 +112,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
     if not problem.backward:
-        return nonempty([launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))])
+        forward = launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))
+        return nonempty(with_mods(problem, [forward]))
     backward = [
         launch("delta", (q_tiles, problem.heads, sequences(problem))),
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
@@ -122,7 +125,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
-    return nonempty(backward)
+    return nonempty(with_mods(problem, backward))
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:

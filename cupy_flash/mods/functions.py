@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .ir import BOOL, COMPARISONS, INT, LONG, REAL, Graph, Node
+from .ir import BOOL, COMPARISONS, INT, LONG, REAL, Graph, Node, Untraceable
 
 ALIASES = {
     "absolute": "abs", "fabs": "abs", "multiply": "mul", "subtract": "sub", "truediv": "div", "true_divide": "div",
@@ -22,10 +22,6 @@ ALIASES = {
     "lshift": "shl", "rshift": "shr", "rint": "round", "expit": "sigmoid", "fix": "trunc", "swish": "silu",
     "special_expit": "sigmoid", "special_exp2": "exp2", "special_erf": "erf", "log_sigmoid": "logsigmoid",
 }  # fmt: skip
-
-
-class Untraceable(TypeError):
-    """A mod does what cannot be traced; the message says what to write instead."""
 
 
 def make(graph: Graph, op: str, *operands: Node | float) -> Node:

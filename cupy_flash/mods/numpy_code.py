@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .derive import derivative, may_be_infinite
+from .derive import derivative
 from .ir import INPUTS, Node, order, parse
 
 INFIX = {
@@ -105,19 +105,23 @@ class Slope:
         program = parse(text)
         assert program.score is not None
         by = derivative(program.score)
-        self.slope_may_be_infinite = may_be_infinite(by.slope)
         loads = [(load, d) for load, d in by.loads if wanted[load.value]]
-        self.reads = [(load.value, len(load.args)) for load, _ in loads]
+        self._loads = [load for load, _ in loads]
         roots = [program.score, by.slope]
         for load, d in loads:
             roots += (d, *load.args)
         self._function = function_of(tuple(roots))
 
+    def indexed_by(self, name: str) -> bool:
+        """Whether every element that gets a gradient is of one sequence ("b"), or of one head ("h")."""
+        return all(any(index.op == name for index in load.args) for load in self._loads)
+
     def evaluate(self, *inputs: Any) -> tuple[Any, Any, list[tuple[int, Any, tuple[Any, ...]]]]:
         """(score, slope, [(slot, derivative by the element, its indices before clamping)]) of a Function's inputs."""
         score, slope, *others = self._function(*inputs)
         reads, start = [], 0
-        for slot, rank in self.reads:
+        for load in self._loads:
+            slot, rank = load.value, len(load.args)
             reads.append((slot, others[start], tuple(others[start + 1 : start + 1 + rank])))
             start += 1 + rank
         return score, slope, reads

@@ -43,7 +43,7 @@ class Truth(NamedTuple):
     may_not: Numbers
 
 
-class Bits(NamedTuple):
+class KnownBits(NamedTuple):
     """The bits of an integer, extended by its sign to 64: the known ones, 0 elsewhere, and which are unknown."""
 
     known: Numbers
@@ -177,47 +177,47 @@ def choose(condition: Truth, x: Any, y: Any) -> Any:
     return _where(condition.may, _where(condition.may_not, hull, x), y)
 
 
-def bits_of_interval(x: Interval) -> Bits:
+def bits_of_interval(x: Interval) -> KnownBits:
     """Known are the bits above the highest in which the bounds differ."""
     differ = x.lo ^ x.hi
     for shift in (1, 2, 4, 8, 16, 32):
         differ = differ | (differ >> shift)
-    return Bits(x.lo & ~differ, differ)
+    return KnownBits(x.lo & ~differ, differ)
 
 
-def interval_of_bits(x: Bits) -> Interval:
+def interval_of_bits(x: KnownBits) -> Interval:
     """The sign counts down, the other bits up."""
     return Interval(x.known | (x.unknown & LONG_MIN), x.known | (x.unknown & LONG_MAX))
 
 
-def bits_and(x: Bits, y: Bits) -> Bits:
+def bits_and(x: KnownBits, y: KnownBits) -> KnownBits:
     known = x.known & y.known
-    return Bits(known, (x.known | x.unknown) & (y.known | y.unknown) & ~known)
+    return KnownBits(known, (x.known | x.unknown) & (y.known | y.unknown) & ~known)
 
 
-def bits_or(x: Bits, y: Bits) -> Bits:
+def bits_or(x: KnownBits, y: KnownBits) -> KnownBits:
     known = x.known | y.known
-    return Bits(known, (x.unknown | y.unknown) & ~known)
+    return KnownBits(known, (x.unknown | y.unknown) & ~known)
 
 
-def bits_xor(x: Bits, y: Bits) -> Bits:
+def bits_xor(x: KnownBits, y: KnownBits) -> KnownBits:
     unknown = x.unknown | y.unknown
-    return Bits((x.known ^ y.known) & ~unknown, unknown)
+    return KnownBits((x.known ^ y.known) & ~unknown, unknown)
 
 
-def bits_not(x: Bits) -> Bits:
-    return Bits(~x.known & ~x.unknown, x.unknown)
+def bits_not(x: KnownBits) -> KnownBits:
+    return KnownBits(~x.known & ~x.unknown, x.unknown)
 
 
-def bits_shift_left(x: Bits, count: int) -> Bits:
-    return Bits(x.known << count, x.unknown << count)
+def bits_shift_left(x: KnownBits, count: int) -> KnownBits:
+    return KnownBits(x.known << count, x.unknown << count)
 
 
-def bits_shift_right(x: Bits, count: int) -> Bits:
-    return Bits(x.known >> count, x.unknown >> count)
+def bits_shift_right(x: KnownBits, count: int) -> KnownBits:
+    return KnownBits(x.known >> count, x.unknown >> count)
 
 
-def agree(equal: Truth, x: Bits, y: Bits) -> Truth:
+def agree(equal: Truth, x: KnownBits, y: KnownBits) -> Truth:
     """Whether integers are equal, of which also bits are known."""
     return Truth(equal.may & ((x.known ^ y.known) & ~(x.unknown | y.unknown) == 0), equal.may_not)
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from . import functions
-from .functions import FUNCTIONS, IN_TEXT, Untraceable, canonical, conversion
-from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, kind_of
+from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
+from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, Untraceable, kind_of
 from .sources import Sources
 
 LONGEST_ROW = 1024  # of a captured array, which is computed element by element

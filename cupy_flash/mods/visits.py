@@ -9,9 +9,10 @@ import numpy as np
 
 from ..mask import Band
 from ..score import Positions
-from .tiles import EMPTY, FULL, TileClasses
+from .tiles import CUT, EMPTY, FULL, TileClasses
 
 GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
+MOST_GRAINS = 256  # of one axis, for an estimate
 AT_ONCE = 2**18  # classes computed at a time: their intervals take dozens of arrays
 
 
@@ -48,30 +49,63 @@ class Visits:
         key = (by_query, batch if "b" in read else 0, head if "h" in read else 0, band.q_len, band.kv_len, positions)
         with self._lock:
             if key not in self._found:
-                self._found[key] = self._find(batch, head, band, positions, by_query)
+                block = self.block_kv if by_query else self.block_q
+                grain = GRAIN if block % GRAIN == 0 else block
+                blocks = (self.block_q, grain) if by_query else (grain, self.block_kv)
+                classes = classes_of(self.classes, batch, head, band, positions, *blocks)
+                self._found[key] = runs(classes if by_query else classes.T, grain, block)
             return self._found[key]
 
-    def _find(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
-        """The visits of every query tile, or of every key tile."""
 
-        def places(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-            """Positions of the first and the last row of each tile."""
-            starts = np.arange(0, length, block)
-            ends = np.minimum(starts + block, length) - 1
-            return first + starts * positions.step, first + ends * positions.step
+def classes_of(
+    classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
+) -> np.ndarray:
+    """The classes of all tiles of a sequence, (query tiles, key tiles)."""
+    queries = _places(positions.q_first, positions.step, band.q_len, block_q)
+    keys = _places(positions.kv_first, positions.step, band.kv_len, block_kv)
+    found = np.empty((len(queries[0]), len(keys[0])), np.uint8)
+    at_once = max(AT_ONCE // max(len(keys[0]), 1), 1)
+    for n in range(0, len(found), at_once):
+        rows = slice(n, n + at_once)
+        found[rows] = classes.of(batch, head, (queries[0][rows, None], queries[1][rows, None]), keys)
+    return found
 
-        block = self.block_kv if by_query else self.block_q
-        grain = GRAIN if block % GRAIN == 0 else block
-        queries = places(positions.q_first, band.q_len, self.block_q if by_query else grain)
-        keys = places(positions.kv_first, band.kv_len, grain if by_query else self.block_kv)
-        outer, inner = (queries, keys) if by_query else (keys, queries)
-        at_once = max(AT_ONCE // max(len(inner[0]), 1), 1)
-        visits: list[list[Visit]] = []
-        for n in range(0, len(outer[0]), at_once):
-            rows = outer[0][n : n + at_once, None], outer[1][n : n + at_once, None]
-            classes = self.classes.of(batch, head, *((rows, inner) if by_query else (inner, rows)))
-            visits += runs(classes, grain, block)
-        return visits
+
+def _places(first: int, step: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the first and the last row of each tile."""
+    starts = np.arange(0, length, block)
+    return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
+
+
+class VisitedPairs:
+    """Estimates how many (query, key) pairs of a sequence are computed under a mask_mod, for tiles of any size."""
+
+    def __init__(self, classes: TileClasses, batch: int, head: int, band: Band, positions: Positions) -> None:
+        longest = max(band.q_len, band.kv_len)
+        self.grain = GRAIN * max(1, -(-longest // (GRAIN * MOST_GRAINS)))
+        found = classes_of(classes, batch, head, band, positions, self.grain, self.grain)
+        i, j = (self.grain * np.arange(count) for count in found.shape)
+        last = self.grain - 1
+        in_band = (j + last >= i[:, None] + band.low) & (j <= i[:, None] + last + band.high)
+        self.seen, self.cut = (found != EMPTY) & in_band, (found == CUT) & in_band
+
+    def count(self, block_q: int, block_kv: int, by_query: bool) -> tuple[int, int]:
+        """(visited pairs, those in tiles that the mask_mod cuts).
+
+        The tiles are the key tiles that query tiles visit or, unless by_query, the query tiles that key tiles visit.
+        """
+        blocks, axes = [max(block // self.grain, 1) for block in (block_q, block_kv)], (0, 1) if by_query else (1, 0)
+
+        def any_of(grains: np.ndarray, axis: int) -> np.ndarray:
+            return np.logical_or.reduceat(grains, np.arange(0, grains.shape[axis], blocks[axis]), axis=axis)
+
+        if not self.seen.size:
+            return 0, 0
+        visited = any_of(self.seen, axes[0])
+        cut = np.repeat(any_of(any_of(self.cut, 0), 1), blocks[axes[1]], axis=axes[1])
+        cut = cut[: visited.shape[0], : visited.shape[1]] & visited
+        size = blocks[axes[0]] * self.grain**2
+        return int(visited.sum()) * size, int(cut.sum()) * size
 
 
 def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Visit]]:

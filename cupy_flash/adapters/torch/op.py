@@ -18,9 +18,9 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
+from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, MODS, NUMBERS, record
 from ...pose import pose
-from ...problem import Options, Packed, Saved
+from ...problem import Options, Packed, Saved, UnsupportedError
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' argument: the caller's
@@ -32,6 +32,7 @@ ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # with whether None is legal
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
+MOD_NAMES = tuple(feature.name for feature in MODS)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
 TENSORS = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "seed")
@@ -125,6 +126,9 @@ def forward(
 
 def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
     """The operator's arguments (`Call`) for a caller's; TypeError or ValueError for what its schema cannot express."""
+    given = [name for name in MOD_NAMES if getattr(options, name) is not None]
+    if given:
+        raise UnsupportedError(f"{' and '.join(given)}: torch's operators have no mods yet; NumPy arrays do")
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
     features = [getattr(options, name) for name in ARRAY_NAMES]
@@ -255,7 +259,8 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
     with _on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
-    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in gradients)
+    returned = gradients[: len(DIFFERENTIATED)]
+    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in returned)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:

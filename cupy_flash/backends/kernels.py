@@ -125,7 +125,8 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     tokens = (operands.q.shape[0], operands.k.shape[0])
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
-    captured = Captured(problem.mods, operands) if problem.mods else None
+    has_mods = any(launch.headers for launch in plan.launches)
+    captured = Captured(problem.mods, operands) if has_mods else None
     if captured is not None:
         inputs, results = inputs | captured.arrays, results | captured.tables
     params = partial(pack, problem, operands, results, workspaces, captured)

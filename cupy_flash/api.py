@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
-from .arrays import Array, ArrayT
+from .arrays import AnyArray, Array, ArrayT
 from .partials import pose_merge
 from .pose import pose
 from .problem import Gradients, Options, Packed, Saved
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .arguments import (
-        AnyArray,
         Causal,
         DType,
         Layout,

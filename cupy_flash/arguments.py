@@ -9,7 +9,7 @@ declare it and unpack a class without it. tests/library/test_features.py holds t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,6 @@ if TYPE_CHECKING:
 
     from .mods.trace import Mod
 
-
-class DLPackArray(Protocol):
-    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
-
-    `__dlpack_device__` is required too, but jax's stubs do not declare it.
-    """
-
-    def __dlpack__(self) -> Any: ...
-
-
-class CudaArray(Protocol):
-    """An array on a GPU that exports its memory by Numba's protocol."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
-
-
-AnyArray: TypeAlias = DLPackArray | CudaArray
 Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
 Window: TypeAlias = tuple[int | None, int | None] | None
 ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  # (score, b, h, q_idx, kv_idx)

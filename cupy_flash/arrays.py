@@ -14,14 +14,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .arguments import AnyArray
 
-ArrayT = TypeVar("ArrayT", bound="AnyArray")  # the caller's type of arrays, in which results are returned
+class DLPackArray(Protocol):
+    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
+
+    `__dlpack_device__` is required too, but jax's stubs do not declare it.
+    """
+
+    def __dlpack__(self) -> Any: ...
+
+
+class CudaArray(Protocol):
+    """An array on a GPU that exports its memory by Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+AnyArray = DLPackArray | CudaArray
+ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
 
 
 @dataclass(slots=True, eq=False)

@@ -119,7 +119,7 @@ class Gradients(_Gradients, Generic[ArrayT]):
         """The gradients with a function applied to each array that is there.
 
         Args:
-            function: takes an array; its result takes the array's place.
+            function: from an array to what replaces it.
         """
 
         def applied(gradient: Any) -> Any:

@@ -87,8 +87,7 @@ def captured_numbers(
 ) -> tuple[int | float, ...]:
     """The members of `struct Captured` in their order.
 
-    `arrays` holds address, shape and strides in elements of each array; `chunks` the address of the table of each
-    chunked slot.
+    `arrays`: address, shape and strides in elements of each; `chunks`: the address of the table of each chunked slot.
     """
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
@@ -98,9 +97,9 @@ def captured_numbers(
 
 @lru_cache(maxsize=256)
 def chunked(program: Program) -> tuple[int, ...]:
-    """The slots of arrays for which the classes of tiles need the least and greatest elements of each chunk.
+    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need.
 
-    These are the arrays that the mask reads at positions or heads, along the last axis.
+    These are the arrays that the mask reads at positions or heads along their last axis.
     """
     if program.mask is None:
         return ()

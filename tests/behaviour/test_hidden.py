@@ -43,7 +43,7 @@ def differs(x):
     ],
     ids=["simt", "mma", "wgmma", "fp8"],
 )
-def test_what_is_hidden_stays_in_its_tile(
+def test_values_of_hidden_keys_stay_in_their_tile(
     engine, dtype, arch, q_len, kv_len, head_dim, small_tile, poisoned_memory, monkeypatch
 ):
     """A window and lengths hide keys; in the second entry of the batch a mask and a bias of -inf also hide them from

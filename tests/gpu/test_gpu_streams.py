@@ -60,7 +60,7 @@ def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str)
 @on_both_frameworks
 @on_every_engine
 def test_two_streams_never_have_the_same_memory(engine: str, framework: str) -> None:
-    """Each stream gets a step while the other one's step waits: memory freed by now is written later."""
+    """Both streams have steps queued: memory that the host has freed already is still written by a waiting kernel."""
     streams, values = (new_stream(), new_stream()), [inputs(framework, engine, seed) for seed in (0, 1)]
     expected = [step(arrays, engine, deterministic=True) for arrays in values]
     wrong = [on_gpu(framework, np.zeros((), np.int64)) for _ in streams]

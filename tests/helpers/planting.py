@@ -22,5 +22,5 @@ def planted(monkeypatch, *changes):
         patch.setattr(kernels, "assemble", assemble_planted)
         try:
             yield
-        finally:  # also when no error was raised, which a text that is there no more explains
+        finally:  # if the expected error was not raised, a text that no longer exists is the likely reason
             assert all(len(place) == 1 for place in places.values()), places

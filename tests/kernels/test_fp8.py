@@ -121,7 +121,7 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_turned_values(packed, small_tile):
+def test_transposed_values(packed, small_tile):
     """V^T of each tile of keys: in groups of 16, the keys of a wgmma lane side by side; zeros past the last key."""
     lengths = (150, 30, 0)
     case = Case(

@@ -164,7 +164,7 @@ def test_any_tiles(tile, take):
 
 
 @pytest.mark.parametrize("tile", in_tiers(TILES, default=["one-stage", "four-columns-of-warps"]))
-def test_any_tiles_add_up_dq(tile, take):
+def test_any_tiles_accumulate_dq(tile, take):
     take(tile, dq="added")
     case = replace(EVERYTHING, head_dim=40)
     check(case, run_mma(case, "sm_90"))
@@ -317,7 +317,7 @@ def test_bitwise_equal_in_any_order(orders, watch, take):
         assert_bitwise_equal(run_mma(case, "sm_90", deterministic=True), first, case)
 
 
-def test_added_up_in_any_order(watch, take):
+def test_dq_is_added_in_any_order(watch, take):
     """Only the rounding of dQ depends on the order."""
     take(SMALL_FRAGMENTS, "added")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
@@ -440,7 +440,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
     assert {"forward", "delta", "backward_kv"} <= watch.counters.keys()
 
 
-def test_a_planted_slip_of_the_twist_has_bank_conflicts(changed_kernels, watch, take):
+def test_a_planted_error_of_the_swizzle_has_bank_conflicts(changed_kernels, watch, take):
     """Reads and writes use the same wrong swizzle, so every value is right."""
     changed_kernels("mma/tile.cuh", "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;")
     take(SMALL_FRAGMENTS)

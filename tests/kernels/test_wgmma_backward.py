@@ -152,7 +152,7 @@ def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_added_up_in_any_order(tile, take, watch):
+def test_dq_is_added_in_any_order(tile, take, watch):
     """Only the rounding of dQ depends on the order."""
     take(TILES[tile])
     case = replace(LENGTHS, heads=1)

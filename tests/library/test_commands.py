@@ -215,7 +215,7 @@ def test_an_error_is_a_line(arguments, status, message, capsys):
     assert message in output.err and output.err.count("\n") == 1 and output.out == ""
 
 
-def test_what_no_engine_serves_has_the_reasons_of_each(capsys):
+def test_an_unsupported_problem_has_the_reasons_of_each_engine(capsys):
     assert main(["explain", "--arch", "sm_90a", "--dtype", "float8_e4m3fn", "--head-dim", "128"]) == 1
     error = capsys.readouterr().err
     assert "wgmma: fp8 has no gradients" in error and all(f"  - {engine}: " in error for engine in MODULES)

@@ -90,6 +90,12 @@ def test_docstrings_describe_the_arguments(name):
     assert described_arguments(WITH_ARGUMENTS[name]) == accepted_arguments(WITH_ARGUMENTS[name])
 
 
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+def test_every_argument_has_a_type(name):
+    parameters = inspect.signature(WITH_ARGUMENTS[name]).parameters.values()
+    assert [x.name for x in parameters if x.name != "self" and x.annotation in (x.empty, "Any")] == []
+
+
 def test_the_api_reference_is_found():
     names = {"cupy_flash.attention", "cupy_flash.adapters.torch.CausalSelfAttention.forward", "cupy_flash.memory.load"}
     assert names <= WITH_ARGUMENTS.keys()

@@ -691,7 +691,7 @@ def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
         launched("turns", order="random")
 
 
-def test_a_turn_passed_before_all_lanes_have_added():
+def test_a_turn_that_is_passed_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
     with pytest.raises(errors.Race, match="release without a __syncwarp after the write of lane 1"):

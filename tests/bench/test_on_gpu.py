@@ -334,11 +334,11 @@ def test_sanitized_calls_start_every_kernel():
     """And every kind of wgmma tile; the fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
-        for _, case, words in sanitize.calls(engine):
+        for _, case, words, tile in sanitize.calls(engine):
             call = case.call()
             out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
             for saved in (None, Saved(call.dout, out, lse, call.dlse)):
-                chosen, _ = planned(case, saved, "sm_90a", engine=engine, backend="simulator", **words)
+                chosen, _ = planned(case, saved, "sm_90a", tile, engine=engine, **words)
                 kernels |= {launch.kernel for launch in chosen.launches}
                 constants |= {pair for launch in chosen.launches for pair in launch.constants}
     folder = ROOT / "kernels_cu"

@@ -12,10 +12,7 @@ from bench import costs, gpu, marks, sweep
 from bench.__main__ import main
 from bench.published import flash_attention_3
 from bench.tables import block
-from cupy_flash import backends, device
 from cupy_flash.plan import candidates, plan
-
-HOPPER = device.named("sm_90a")
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
     monkeypatch.setattr(sweep, "peers", lambda *of: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
-    monkeypatch.setattr(backends, "plan_for", lambda problem: plan(problem._replace(backend="simulator"), HOPPER))
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator:sm_90a")
     monkeypatch.setattr(gpu, "WARM_UP", 1)
     monkeypatch.setattr(gpu, "time_interleaved", lambda calls, announce: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -284,16 +284,15 @@ def test_deterministic_has_no_unordered_additions():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
+def test_workspaces_are_linear_in_the_length(packed):
     """lse and delta of every row, and fp32 sums of dQ if it is added; a packed sequence has 16 more rows."""
-    monkeypatch.setattr(mma, "legal_tiles", lambda *_, add_dq=False: [mma.Tile(64, 64, 128, 1, 1)] if add_dq else [])
-    forget_plans()
+    tile = mma.Tiles(64, 64, q_tile=None, kv_tile=mma.Tile(64, 64, 128, 1, 1, add_dq=True), bias_tile=None)
     for length in (1, 100, 1000, 2000):
         lengths = dict(q_lengths=(length,) * 2, kv_lengths=(length,) * 2, packed=True) if packed else {}
         case = Case(length, length, heads=2, kv_heads=1, head_dim=40, dtype="bfloat16", **lengths)
         call = case.call()
         on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
-        chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90")), []
+        chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90"), tile), []
         kernels.backward(chosen, operands, works.append)
         names = [workspace.name for workspace in chosen.workspaces(length, length)]
         assert names == ["delta", "lse2", "dq_sums"]
@@ -301,7 +300,6 @@ def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
         rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
         assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
         assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)
-    forget_plans()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ nothing about how it will run; `pose.pose` builds it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, named_dtype
+from .arrays import Array, ArrayT, named_dtype
 from .features import (
     ARRAY,
     ARRAYS,
@@ -51,7 +52,7 @@ class Options(_Options):
     __slots__ = ()
 
     @classmethod
-    def of(cls, function: str, options: dict[str, Any]) -> Options:
+    def of(cls, function: str, options: Mapping[str, object]) -> Options:
         """Options from keyword arguments; an unknown name is an error that lists the known ones."""
         unknown = [name for name in options if name not in NAMES]
         if unknown:
@@ -99,10 +100,14 @@ WHOLE = Shard()
 _Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
 
 
-class Gradients(_Gradients):
+class Gradients(_Gradients, Generic[ArrayT]):
     """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested."""
 
     __slots__ = ()
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
 
 
 class _Call:
@@ -238,7 +243,7 @@ class Operands(_Operands):
     dlse: Array | None
 
 
-@lru_cache(maxsize=16)  # np.dtype.name costs microseconds
+@lru_cache(maxsize=16)
 def out_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype of out for q, k and v of `dtype`: the same, bfloat16 for fp8."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype

@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from forget import forget_plans
 from planting import planted
-from tiers import exhaustive
+from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import ahead, backends, device, nvrtc
@@ -15,7 +16,6 @@ from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
-from cupy_flash.plan import plan
 from cupy_flash.problem import Gradients, Saved
 from cupy_flash.source import assemble
 
@@ -36,10 +36,10 @@ def take(monkeypatch):
 
     def take(tile):
         monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
-        plan.cache_clear()
+        forget_plans()
 
     yield take
-    plan.cache_clear()
+    forget_plans()
 
 
 def run(case, **how):
@@ -55,6 +55,7 @@ BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(
 
 # Options with other code paths if warpgroups share keys.
 OF_SHARES = ("causal", "window-empty-tiles", "softcap", "dropout", "all", "packed-causal", "grouped", "wide-values")
+SHARED_KEYS = in_tiers({name: OPTIONS[name] for name in OF_SHARES}, ["causal", "dropout", "all", "packed-causal"])
 
 
 @pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
@@ -64,10 +65,10 @@ def test_option(options, take):
     check_gradients(case, run(case))
 
 
-@pytest.mark.parametrize("name", OF_SHARES)
-def test_option_with_shared_keys(name, take):
+@pytest.mark.parametrize("options", SHARED_KEYS)
+def test_option_with_shared_keys(options, take):
     take(TILES["shared keys"])
-    case = Case(**LONG | OPTIONS[name])
+    case = Case(**LONG | options)
     check_gradients(case, run(case))
 
 

@@ -17,8 +17,15 @@ PACKAGE = ROOT / "cupy_flash"
 FLOW = (
     "environment",
     "arrays",
+    "arguments",
     "mask",
     "features",
+    "mods",
+    "mods.ir",
+    "mods.functions",
+    "mods.sources",
+    "mods.values",
+    "mods.trace",
     "score",
     "dropout",
     "reference",
@@ -120,7 +127,7 @@ FLOW = (
 )
 
 OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
-LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs")
+LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """
 import numpy as np

@@ -22,9 +22,8 @@ For tests, a machine has
     modules.launches       every launch that the driver has accepted
     devices.cards[i]       memory.held: {address: bytes} of device i
 
-A ctypes callback cannot raise. A call of CuPy's Cython code that fails returns NULL where its result is an object,
-which becomes a SystemError, and else 0; both leave an entry in `errors`. From Python, and from the driver, failed calls
-raise CuPy's own errors, and `refusals` says why.
+A ctypes callback cannot raise, so a failed call of CuPy's Cython code to the runtime returns None or 0 and leaves an
+entry in `errors`. Failed calls from Python, and of the driver, raise CuPy's own errors, and `refusals` says why.
 """
 
 from __future__ import annotations

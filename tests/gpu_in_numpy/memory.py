@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _WINDOW = 1 << 40  # addresses of one device
 _UNREGISTERED, _HOST, _DEVICE = 0, 1, 2  # cudaMemoryType
+_RELEASE_THRESHOLD = 4  # cudaMemPoolAttr
 LEGACY = 1  # cudaStreamLegacy
 
 
@@ -68,6 +69,7 @@ class Heap:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pinned: dict[int, ctypes.Array] = {}
+        self._pool_attributes: dict[tuple[int, int], int] = {}
 
     def card_of(self, address: int):
         """The device of an address; None for an address in host memory."""
@@ -117,14 +119,20 @@ class Heap:
 
     deviceGetMemPool = deviceGetDefaultMemPool
 
+    def deviceSetMemPool(self, device: int, pool: int) -> None:
+        """A device has one pool here."""
+        self.machine.devices.at(device)
+
     def memPoolTrimTo(self, pool: int, size: int) -> None:
         """A pool here keeps no memory."""
 
     def memPoolSetAttribute(self, pool: int, attribute: int, value: object) -> None:
-        """The release threshold changes nothing here."""
+        """CuPy takes the release threshold, which changes nothing here, for its limit."""
+        self._pool_attributes[pool, attribute] = int(value)  # type: ignore[call-overload]
 
     def memPoolGetAttribute(self, pool: int, attribute: int) -> int:
-        return self.machine.devices.cards[pool - 1].memory.used
+        used = self.machine.devices.cards[pool - 1].memory.used
+        return self._pool_attributes.get((pool, attribute), 0 if attribute == _RELEASE_THRESHOLD else used)
 
     def hostAlloc(self, size: int, flags: int) -> int:
         buffer = ctypes.create_string_buffer(max(size, 1))
@@ -185,6 +193,17 @@ class Heap:
     def memsetAsync(self, target: int, value: int, size: int, stream: int) -> None:
         self._bytes(target, size)
         self.machine.streams.enqueue(stream, "memset", lambda: self._bytes(target, size).fill(value & 0xFF))
+
+    def poison(self, address: int, size: int, stream: int, *, is_new: bool) -> None:
+        """Queue POISON on the stream of a pool's block. If the block is new, it waits for no other stream, which would
+        order streams by the legacy default stream, as no allocation does."""
+        card, view, current = self.card_of(address), self._bytes(address, size), self.machine.devices.getDevice()
+        if card.lost is not None:
+            return
+        with self.machine.lock:
+            self.machine.devices.setDevice(card.index)
+            self.machine.streams.enqueue(stream, "poison", lambda: view.fill(POISON), waits_for_others=not is_new)
+            self.machine.devices.setDevice(current)
 
     def memset(self, target: int, value: int, size: int) -> None:
         self.memsetAsync(target, value, size, LEGACY)

@@ -6,6 +6,7 @@ A cubin here is MAGIC, the architecture and the PTX that NVRTC makes for it. Lau
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,10 +207,16 @@ class Modules:
         ctypes.memmove(result, encode_for_simulator(tensor_map), 128)
 
     def cuGetErrorName(self, status: int, text) -> None:
-        text[0] = f"CUDA_ERROR_{NAMES.get(status, 'UNKNOWN')}".encode()
+        text[0] = _kept(f"CUDA_ERROR_{NAMES.get(status, 'UNKNOWN')}")
 
     def cuGetErrorString(self, status: int, text) -> None:
-        text[0] = NAMES.get(status, "unknown").replace("_", " ").lower().encode()
+        text[0] = _kept(NAMES.get(status, "unknown").replace("_", " ").lower())
+
+
+@functools.cache
+def _kept(text: str) -> bytes:
+    """Bytes that stay where they are, for a pointer to them."""
+    return text.encode()
 
 
 def _packed(function: Function, pointers) -> bytes:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import cupy
 import pytest
 
-from .errors import INVALID_HANDLE
-
 if TYPE_CHECKING:
     from . import Machine
 
@@ -32,25 +30,12 @@ class Poison(cupy.cuda.MemoryHook):
         if mem_ptr:
             device = self._machine.heap.card_of(mem_ptr).index  # device_id is 0 for all pools of CuPy 14.2
             self._streams[mem_ptr] = cupy.cuda.get_current_stream(device).ptr
-            self._fill(mem_ptr, mem_size)
+            self._machine.heap.poison(mem_ptr, mem_size, self._streams[mem_ptr], is_new=True)
 
     def free_preprocess(self, *, device_id: int, mem_size: int, mem_ptr: int, pmem_id: int) -> None:
-        if mem_ptr:
-            self._fill(mem_ptr, mem_size)
-
-    def _fill(self, address: int, size: int) -> None:
-        current, card = cupy.cuda.runtime.getDevice(), self._machine.heap.card_of(address)
-        stream = self._streams.get(address, 0)
-        if card.lost is not None:
-            return
-        cupy.cuda.runtime.setDevice(card.index)
-        try:
-            cupy.cuda.runtime.memsetAsync(address, 0xFF, size, stream)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            if error.status != INVALID_HANDLE:  # the stream may have been destroyed before its memory
-                raise
-        finally:
-            cupy.cuda.runtime.setDevice(current)
+        stream = self._streams.pop(mem_ptr, None)
+        if stream is not None and self._machine.streams.has(stream):  # it may have been destroyed before its memory
+            self._machine.heap.poison(mem_ptr, mem_size, stream, is_new=False)
 
 
 class Plugin:

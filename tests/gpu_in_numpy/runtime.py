@@ -6,7 +6,9 @@ import ctypes
 import importlib.metadata
 import inspect
 import re
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CudaError
@@ -69,6 +71,13 @@ def _python(machine: Machine, name: str, answer: Callable[..., Any], error_type:
     return call
 
 
+def _caller() -> str:
+    """The Python function that called CuPy, and its line."""
+    here = Path(__file__).parent
+    frame = next(x for x in reversed(traceback.extract_stack()) if Path(x.filename).parent != here)
+    return f"{frame.name}, {frame.filename}:{frame.lineno}"
+
+
 def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
     """A capsule with the signature of `capsule`, in which the answer is called."""
     signature = _api.PyCapsule_GetName(capsule)
@@ -90,9 +99,9 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
         with machine.lock:
             try:
                 value = answer(*values)
-            except BaseException as error:
-                machine.errors.append(f"{name}: {error}" if isinstance(error, CudaError) else f"{name}: {error!r}")
-                return 0
+            except Exception as error:
+                machine.errors.append(f"{name} in {_caller()}: {error!r}")
+                value = None if returns_object else 0
         if returns_object:
             _api.Py_IncRef(value)
             return id(value)

@@ -100,7 +100,18 @@ class Streams:
             raise CudaError(INVALID_HANDLE, f"{handle:#x} is no stream")
         return self._streams[key]
 
-    def enqueue(self, handle: int, name: str, run: Callable[[], object], after: Iterable[Operation] = ()) -> Operation:
+    def has(self, handle: int) -> bool:
+        """Whether the handle is one of a stream that has not been destroyed."""
+        return handle in (NULL, LEGACY, PER_THREAD) or handle in self._streams
+
+    def enqueue(
+        self,
+        handle: int,
+        name: str,
+        run: Callable[[], object],
+        after: Iterable[Operation] = (),
+        waits_for_others: bool = True,
+    ) -> Operation:
         """Queue work on a stream, or record it if the stream is capturing."""
         stream = self.at(handle)
         if stream.card.lost is not None:
@@ -108,7 +119,8 @@ class Streams:
         if stream.capture is not None:
             return stream.capture.record(stream, name, run, after)
         self.machine.graphs.require_no_implicit_dependency(stream)
-        operation = Operation(stream, name, run, [*after, *self._before(stream)])
+        before = self._before(stream) if waits_for_others else [stream.last] if stream.last else []
+        operation = Operation(stream, name, run, [*after, *before])
         stream.last = operation
         self.pending.append(operation)
         while self.pending and self.random.random() < self._eagerness:

@@ -43,6 +43,7 @@ constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from 
 constexpr bool PERSISTENT = false;  // persistent grid: one block per SM draws query tiles from a counter
 constexpr bool PINGPONG = false;    // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
+constexpr bool EXPONENTIALS_FIRST = false;  // forward: the wait for PV stays below the exponentials that overlap it
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define TMA_STORE_O 0   // store O with TMA, unless a box could overwrite the next sequence or rows are unaligned
 

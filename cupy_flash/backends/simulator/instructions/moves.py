@@ -239,7 +239,7 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
     return step
 
 
-@compiles("nanosleep", "prefetch", "prefetchu", "griddepcontrol")
+@compiles("nanosleep", "pmevent", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
     """Hints, and ordering that the simulator provides anyway."""
     return lambda group: None

@@ -32,6 +32,7 @@ _WITHOUT_RESULT = JUMPS | {
     "cp",
     "prefetch",
     "nanosleep",
+    "pmevent",
     "membar",
     "fence",
     "bar",

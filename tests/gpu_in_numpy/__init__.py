@@ -17,7 +17,7 @@ For tests, a machine has
 
     reset(seed)            finish all work, revive lost devices, and order the work to come by another seed
     errors                 what has gone wrong in calls that cannot raise, as text; a test that passes leaves none
-    faults                 {call: status}: the next such call of the driver fails with this status
+    fail(call, status, n)  make such a call of the driver fail, after n that do not
     streams.pending        operations that wait, streams.executed those that have run
     modules.launches       every launch that the driver has accepted
     devices.cards[i]       memory.held: {address: bytes} of device i
@@ -34,6 +34,7 @@ import sys
 import threading
 
 from .devices import Devices
+from .errors import CudaError
 from .graphs import Graphs
 from .memory import Heap
 from .modules import Modules
@@ -49,7 +50,7 @@ class Machine:
         self.lock = threading.RLock()  # of every call
         self.errors: list[str] = []
         self.refusals: list[str] = []
-        self.faults: dict[str, int] = {}
+        self.faults: dict[str, list[int]] = {}  # by call: how many succeed before it, and its status
         self._handles = itertools.count(0x1000)
         self.devices = Devices(archs)
         self.heap = Heap(self)
@@ -65,6 +66,17 @@ class Machine:
         """A new handle of anything but memory."""
         return next(self._handles)
 
+    def fail(self, call: str, status: int, after: int = 0) -> None:
+        """Make a call of the driver fail once, after so many that do not."""
+        self.faults[call] = [after, status]
+
+    def require_no_fault(self, call: str) -> None:
+        """Raise CudaError if the call is to fail."""
+        if call in self.faults:
+            self.faults[call][0] -= 1
+            if self.faults[call][0] < 0:
+                raise CudaError(self.faults.pop(call)[1], f"{call} fails because a test says so")
+
     def answer(self, call: str):
         """The method that answers a call; None if there is none."""
         return next((getattr(part, call) for part in self.parts if hasattr(part, call)), None)
@@ -72,6 +84,7 @@ class Machine:
     def reset(self, seed: int) -> None:
         """Finish all work, revive lost devices, forget errors, faults and records, and choose another order."""
         with self.lock:
+            self.graphs.abandon_captures()
             self.streams.finish()
             self.devices.revive()
             for record in (

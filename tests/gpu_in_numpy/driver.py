@@ -57,8 +57,7 @@ def _function(machine: Machine, name: str) -> Any:
                 machine.errors.append(f"the stand-in has no {name}")
                 return NOT_SUPPORTED
             try:
-                if name in machine.faults:
-                    raise CudaError(machine.faults.pop(name), f"{name} fails because a test says so")
+                machine.require_no_fault(name)
                 answer(*arguments)
             except CudaError as error:
                 machine.refusals.append(str(error))

@@ -60,12 +60,28 @@ class Graphs:
                 capture.is_valid = False
                 raise CudaError(CAPTURE_UNSUPPORTED, f"{call} during a capture that is not relaxed")
 
+    def awaited(self, stream: Stream) -> list[Capture]:
+        """The captures of streams for which work on this stream, if it is the legacy default stream, would wait."""
+        if not stream.is_legacy:
+            return []
+        return [
+            capture
+            for capture in self._captures
+            if any(x.card is stream.card and not x.flags & NON_BLOCKING for x in capture.last)
+        ]
+
     def require_no_implicit_dependency(self, stream: Stream) -> None:
         """Refuse work on the legacy default stream that would wait for a stream that is capturing."""
+        for capture in self.awaited(stream):
+            capture.is_valid = False
+            raise CudaError(CAPTURE_IMPLICIT, "the legacy default stream would wait for a stream that is capturing")
+
+    def abandon_captures(self) -> None:
+        """End all captures without a graph."""
         for capture in self._captures:
-            if stream.is_legacy and any(x.card is stream.card and not x.flags & NON_BLOCKING for x in capture.last):
-                capture.is_valid = False
-                raise CudaError(CAPTURE_IMPLICIT, "the legacy default stream would wait for a stream that is capturing")
+            for stream in capture.last:
+                stream.capture = None
+        self._captures.clear()
 
     def streamBeginCapture(self, handle: int, mode: int = RELAXED) -> None:
         stream = self.machine.streams.at(handle)

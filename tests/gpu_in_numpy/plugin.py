@@ -34,7 +34,7 @@ class Poison(cupy.cuda.MemoryHook):
 
     def free_preprocess(self, *, device_id: int, mem_size: int, mem_ptr: int, pmem_id: int) -> None:
         stream = self._streams.pop(mem_ptr, None)
-        if stream is not None and self._machine.streams.has(stream):  # it may have been destroyed before its memory
+        if stream is not None:
             self._machine.heap.poison(mem_ptr, mem_size, stream, is_new=False)
 
 

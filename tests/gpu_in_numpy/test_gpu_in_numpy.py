@@ -47,13 +47,15 @@ RUNS = {
     "sm_90a": (
         "--archs=sm_90a", "tests/gpu/test_gpu_engine.py::test_arrays_come_back_as_they_were_given[wgmma-cupy]",
         "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[window-causal-any-order]",
-        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]",
+        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]", f"{INSIDE}/test_tensor_maps.py",
     ),
     "sm_80-behaviour": ("--archs=sm_80", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
     "sm_75-behaviour": ("--archs=sm_75", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
     "sm_80-half": ("--archs=sm_80", "tests/gpu/test_gpu_half.py", "--exhaustive"),
     "sm_90a-half": ("--archs=sm_90a", "tests/gpu/test_gpu_half.py", "-k=wgmma", "--exhaustive"),
-    "sm_90a-all": ("--archs=sm_90a,sm_90a", "tests/gpu", "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "sm_90a-all": (
+        "--archs=sm_90a,sm_90a", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive",
+    ),
     "sm_80-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "--exhaustive"),
 }  # fmt: skip
 

@@ -108,6 +108,7 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def opcode(instruction: str) -> str:
+    """Return the opcode of an instruction without its predicate and modifiers."""
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
 
 
@@ -132,8 +133,11 @@ def _products(instructions: list[str], head: int, back: int) -> int:
 
 
 def shortest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
-    """Return the instructions on the steady path (see `Mainloop`) from `head` to the branch `back`; inner loops count
-    once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no loop."""
+    """Return the instructions on the steady path (see `Mainloop`) from `head` to the branch `back`.
+
+    Inner loops count once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no
+    loop.
+    """
     moves = (*CLASSES["copies"], *CLASSES["reductions"])
     return _best_round(instructions, labels, head, back, lambda name: (name in CLASSES["products"], name in moves, -1))
 

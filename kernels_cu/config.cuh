@@ -34,7 +34,8 @@ constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one 
 constexpr int LARGEST_LOG2 = 0;  // log2 of the probability of a row's reference score: shifts P into the range of e4m3
 constexpr bool MODIFIED = true;  // scores are more than q.k times a positive scale
 constexpr bool LSE2 = false;     // delta.cu writes lse * log2(e) beside delta
-constexpr bool ADD_DQ = false;   // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr bool FAST_MATH = false;  // a score_mod's functions by ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;     // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
@@ -60,5 +61,8 @@ constexpr bool ALIBI = false;
 constexpr bool BIAS = false;
 constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
-constexpr bool DLSE = false;   // lse has a gradient
-constexpr bool SHARD = false;  // the rows are a shard of longer sequences
+constexpr bool DLSE = false;       // lse has a gradient
+constexpr bool SCORE_MOD = false;  // a score_mod changes the scores
+constexpr bool MASK_MOD = false;   // a mask_mod hides some
+#define MODS 0                     // there is one of both: traced.cuh and captured.cuh are generated from their traces
+constexpr bool SHARD = false;      // the rows are a shard of longer sequences

@@ -44,6 +44,8 @@ WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), r
 
 
 class Tile(NamedTuple):
+    """Queries of a block, keys of a mainloop step, and how blocks and warpgroups work together."""
+
     block_q: int
     block_kv: int
     stages: int
@@ -58,6 +60,7 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """Threads of a block: the consumers and the producer warpgroup."""
         return 128 * (self.warpgroups + 1)
 
 
@@ -105,10 +108,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The counter from which the blocks of a persistent grid draw tiles."""
     return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * tile.persistent
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The forward, after the kernel that clears the counter of a persistent grid."""
     # A bucket of lengths shares its tile, and not all of them have an even number of query tiles.
     multicasts = tile.paired and _visit_alike(problem, tile.block_q)
     constants: dict[str, Constant] = fragment_constants(problem) | {
@@ -159,13 +164,18 @@ def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
-    """Whether O is stored with TMA: not for packed batches, where a box would overwrite the next sequence, nor for rows
-    that are not 16-byte aligned."""
+    """Whether O is stored with TMA.
+
+    Not for packed batches, where a box would overwrite the next sequence, nor for rows that are not 16-byte aligned.
+    """
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) -> int:
-    """Bytes of shared memory: Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for
-    Q and for each K and V, and the tile record."""
+    """Bytes of shared memory.
+
+    Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for Q and for each K and V,
+    and the tile record.
+    """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES

@@ -200,7 +200,7 @@ def _rounded_keeping_sign(value: Array, mode: str) -> Array:
 
 
 def _convert_pair(instruction: Instruction, context: Context, result: Array, to: str, origin: str) -> Step:
-    """cvt to a packed type (x2): the first source operand goes to the upper half."""
+    """Compile cvt to a packed type (x2): the first source operand goes to the upper half."""
     modifiers = instruction.modifiers
     single, mode, satfinite = to[:-2], rounding(instruction), "satfinite" in modifiers
     kind = result.dtype.type

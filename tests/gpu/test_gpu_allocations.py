@@ -48,7 +48,7 @@ def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: 
 @on_every_engine
 def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str, deterministic: bool) -> None:
     """Nothing else: no copies, and nothing of a size that depends on values."""
-    q, k, v, dout = empty("cupy", engine, LENGTH)
+    q, k, v, dout = empty("cupy", engine, LENGTHS[0])
     options = dict(causal=True, engine=engine, deterministic=deterministic)
     memory, results = MEMORY["cupy"], []
     memory.peak(lambda: results.extend(cupy_flash.attention(q, k, v, return_lse=True, **options)))

@@ -17,7 +17,7 @@ import pytest
 from tiers import in_tiers
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDERED = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs")]
+ORDERED = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs", "cupy")]
 INSIDE = "tests/gpu_in_numpy/inside"
 BEHAVIOUR = [f"tests/behaviour/test_{name}.py" for name in ("attention", "backward", "varlen", "merge")]
 
@@ -53,10 +53,11 @@ RUNS = {
     "sm_75-behaviour": ("--archs=sm_75", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
     "sm_80-half": ("--archs=sm_80", "tests/gpu/test_gpu_half.py", "--exhaustive"),
     "sm_90a-half": ("--archs=sm_90a", "tests/gpu/test_gpu_half.py", "-k=wgmma", "--exhaustive"),
-    "sm_90a-all": (
-        "--archs=sm_90a,sm_90a", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive",
-    ),
-    "sm_80-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "--exhaustive"),
+    "sm_80-all": ("--archs=sm_80,sm_80", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "sm_90a-all": ("--archs=sm_90a,sm_90a", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "simt-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=not mma", "--exhaustive"),
+    "mma-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=mma", "--exhaustive"),
+    "wgmma-orders": ("--archs=sm_90a,sm_90a", "--seeds=50", *ORDERED, "-k=wgmma", "--exhaustive"),
 }  # fmt: skip
 
 if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS

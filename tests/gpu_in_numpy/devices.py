@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cupy_flash.device import GPUS
 
@@ -76,6 +78,16 @@ class Devices:
         if not 0 <= index < len(self.cards):
             raise CudaError(INVALID_DEVICE, f"there is no device {index}")
         return self.cards[index]
+
+    @contextmanager
+    def on(self, card: Card) -> Iterator[None]:
+        """Make a device current, without a context: for the stand-in's own work, which no caller may notice."""
+        before = self.getDevice()
+        self._thread.index = card.index
+        try:
+            yield
+        finally:
+            self._thread.index = before
 
     def revive(self) -> None:
         """Make lost devices usable again, which a card's driver does for a new process only."""

@@ -197,15 +197,12 @@ class Heap:
     def poison(self, address: int, size: int, stream: int, *, is_new: bool) -> None:
         """Queue POISON on the stream of a pool's block, where that takes work. If the block is new, it waits for no
         other stream, which would order streams by the legacy default stream, as no allocation does."""
-        card, view, current = self.card_of(address), self._bytes(address, size), self.machine.devices.getDevice()
-        streams = self.machine.streams
+        card, view, streams = self.card_of(address), self._bytes(address, size), self.machine.streams
         if card.lost is not None or not streams.has(stream):  # a stream may be destroyed before its memory
             return
-        with self.machine.lock:
-            self.machine.devices.setDevice(card.index)
+        with self.machine.lock, self.machine.devices.on(card):
             if not self.machine.graphs.awaited(streams.at(stream)):
                 streams.enqueue(stream, "poison", lambda: view.fill(POISON), waits_for_others=not is_new)
-            self.machine.devices.setDevice(current)
 
     def memset(self, target: int, value: int, size: int) -> None:
         self.memsetAsync(target, value, size, LEGACY)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import cupy
 import gpu_in_numpy
 import pytest
@@ -31,6 +34,22 @@ def test_maps_are_the_second_argument_and_encoded_once(monkeypatch: pytest.Monke
     assert len(encoded) == 4 + len(results)
 
 
+def test_a_new_thread_encodes_maps_in_a_context() -> None:
+    """The pool has the memory, and the kernels are loaded: only the choice of the device makes a context current."""
+    q, k, v, _ = inputs("cupy", "wgmma", 3)
+    results = []
+
+    def call() -> None:
+        results.append(cupy_flash.attention(q, k, v, engine="wgmma"))
+
+    call()
+    thread = threading.Thread(target=call)  # with another out, whose map is not cached
+    thread.start()
+    thread.join()
+    first, second = (x.get().tobytes() for x in results)
+    assert first == second
+
+
 def test_a_driver_that_refuses_a_map() -> None:
     arrays = inputs("cupy", "wgmma")
     step(arrays, "wgmma")
@@ -51,6 +70,8 @@ def test_an_unaligned_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     given = tensor_map.TensorMap(tensor_map.DATA_TYPES["f16"], x.data.ptr, (64, 64), (128,), (64, 8), 128)
     tensor_map.encode_for_gpu(given)
     monkeypatch.setattr(tensor_map, "ALIGNMENT", 1)
+    kept = []  # so that each buffer has another address: one may be aligned by chance
     with pytest.raises(RuntimeError, match="CUDA error 1"):
-        for _ in range(100):  # a buffer may be aligned by chance
+        for _ in range(100):
+            kept.append(ctypes.create_string_buffer(BYTES + 1))
             tensor_map.encode_for_gpu(given)

@@ -116,7 +116,11 @@ class Gradients(_Gradients, Generic[ArrayT]):
     dv: ArrayT
 
     def map(self, function: Callable[[Any], Any]) -> Gradients[Any]:
-        """The gradients with `function` applied to each array that is there."""
+        """The gradients with a function applied to each array that is there.
+
+        Args:
+            function: from an array to what replaces it.
+        """
 
         def applied(gradient: Any) -> Any:
             if isinstance(gradient, tuple):

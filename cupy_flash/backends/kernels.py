@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Captured, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -125,10 +125,13 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     tokens = (operands.q.shape[0], operands.k.shape[0])
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
-    captured = Captured(problem.mods, operands) if problem.mods else None
-    if captured is not None:
+    captured = None
+    if any(launch.headers for launch in plan.launches):
+        from ..mods.captured import Captured  # imported by the first call that has a mod
+
+        captured = Captured(problem.mods, operands)
         inputs, results = inputs | captured.arrays, results | captured.tables
-    params = partial(pack, problem, operands, results, workspaces, captured)
+    params = partial(pack, problem, operands, results, workspaces, captured=captured)
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
-from ..mods import cuda_code
-from ..mods.ir import parse
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
@@ -110,6 +108,9 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     """The launches with the generated headers of the call's mods; first that of the tables which its mask_mod needs."""
     if not problem.mods:
         return launches
+    from ..mods import cuda_code  # imported by the first call that has a mod
+    from ..mods.ir import parse
+
     longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
     headers = cuda_code.headers(problem.mods, problem.backward, longest)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) else x for x in launches]

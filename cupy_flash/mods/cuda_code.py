@@ -85,8 +85,10 @@ def captured_numbers(
     chunks: Mapping[int, int],
     numbers: Sequence[int | float],
 ) -> tuple[int | float, ...]:
-    """The members of `struct Captured` in their order. `arrays`: address, shape and strides in elements of each;
-    `chunks`: the address of the table of each chunked slot."""
+    """The members of `struct Captured` in their order.
+
+    `arrays`: address, shape and strides in elements of each; `chunks`: the address of the table of each chunked slot.
+    """
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
         members += [address, *([chunks[slot]] if slot in chunks else []), *shape, *strides]
@@ -95,8 +97,10 @@ def captured_numbers(
 
 @lru_cache(maxsize=256)
 def chunked(program: Program) -> tuple[int, ...]:
-    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need: those that the mask
-    reads at positions or heads, along the last axis."""
+    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need.
+
+    These are the arrays that the mask reads at positions or heads along their last axis.
+    """
     if program.mask is None:
         return ()
     loads = (node for node in order((program.mask,)) if node.op == "load" and node.kind != REAL and node.args)

@@ -5,6 +5,7 @@ lengths* and mask* of cases.OPTIONS, score.cuh in scale*, softcap, alibi* and bi
 huge, sequence.cuh in lengths* and test_varlen.py.
 """
 
+import functools
 import mmap
 import re
 from dataclasses import replace
@@ -285,22 +286,24 @@ def test_planted_bugs_are_found(file, old, new, case, error, changed_kernels, sm
         check(case, backend="simulator")
 
 
-def test_keys_are_addressed_in_one_place(changed_kernels, small_tile):
-    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_tile."""
+@pytest.mark.parametrize("engine", ["simt", "mma"])
+def test_keys_are_addressed_in_one_place(engine, changed_kernels, small_tile):
+    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_rows."""
+    rng = np.random.default_rng(0)
+    dtype = np.float16 if engine == "mma" else np.float32
+    q, dout = rng.normal(size=(2, 1, 19, 4, 16)).astype(dtype)
+    k, v = rng.normal(size=(2, 1, 23, 2, 16)).astype(dtype)
+    attention_vjp = functools.partial(cupy_flash.attention_vjp, causal=True, backend="simulator", engine=engine)
+    expected, expected_vjp = attention_vjp(q, k, v)
+    expected = (expected, *expected_vjp(dout)[:3])
     changed_kernels(
         "sequence.cuh",
-        "return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};",
-        "return {keys<T>(x, kv_head) + (kv_rows - 1 - first) * x.row, -x.row, first, x.aligned};",
+        "return {keys<T>(x, kv_head), x.row, x.aligned};",
+        "return {keys<T>(x, kv_head) + (kv_rows - 1) * x.row, -x.row, x.aligned};",
     )
-    rng = np.random.default_rng(0)
-    q, dout = rng.normal(size=(2, 1, 19, 4, 16)).astype(np.float32)
-    k, v = rng.normal(size=(2, 1, 23, 2, 16)).astype(np.float32)
-    reversed_k, reversed_v = (np.ascontiguousarray(x[:, ::-1]) for x in (k, v))
-    out, vjp = cupy_flash.attention_vjp(q, reversed_k, reversed_v, causal=True, backend="simulator", engine="simt")
-    expected, expected_vjp = cupy_flash.attention_vjp(q, k, v, causal=True)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for gradient, right in zip(vjp(dout)[:3], expected_vjp(dout)[:3], strict=True):
-        np.testing.assert_allclose(gradient, right, atol=1e-5)
+    out, vjp = attention_vjp(q, *(np.ascontiguousarray(x[:, ::-1]) for x in (k, v)))
+    for actual, right in zip((out, *vjp(dout)[:3]), expected, strict=True):
+        np.testing.assert_array_equal(actual, right)
 
 
 def test_a_planted_stride_has_bank_conflicts(changed_kernels, watch):

@@ -37,6 +37,7 @@ FLOW = (
     "dropout",
     "reference",
     "problem",
+    "mods.captured",
     "device",
     "source",
     "nvrtc",

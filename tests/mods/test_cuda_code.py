@@ -169,6 +169,8 @@ def test_random_masks_equal_numpy(seeds):
     """Elements are NumPy's; a class proves no more than NumPy's, which also knows the numbers of the call."""
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
+        if mod.program.mask is None:  # it is simplified to True
+            continue
         options = {"largest": cuda_code.LARGE} if seed % 2 else {}
         (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
         assert np.array_equal(seen, expected), seed

@@ -46,6 +46,7 @@ FLOW = (
     "pose",
     "ahead",
     "partials",
+    "backends.workers",
     "backends.cpu",
     "backends.kernels",
     "backends.cuda",

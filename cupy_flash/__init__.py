@@ -14,6 +14,7 @@ from .api import (
     explain,
     merge,
 )
+from .kv_cache import append_to_kv_cache, attention_with_kv_cache
 from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Gradients",
     "UnsupportedError",
+    "append_to_kv_cache",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "attention_with_kv_cache",
     "compile",
     "explain",
     "memory",

@@ -206,15 +206,16 @@ def _state(facts: Facts) -> Stated:
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
+            cache=None,
             bias_gradient=facts.bias_gradient,
             **settings.numbers,
-            **_array_facts(arrays),
+            **array_facts(arrays),
         )
     dropout = settings.numbers["dropout"]
     return Stated(problem, sizes, bool(dropout), longest, unmet, requirements.about_type)
 
 
-def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
+def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
     """The fields of a Problem for the arrays among the options."""
     facts: dict[str, Any] = {}
     for feature in ARRAYS:

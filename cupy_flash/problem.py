@@ -96,6 +96,29 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
+class Cache(NamedTuple):
+    """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. Lengths are no facts."""
+
+    layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
+    dtype: np.dtype  # of the caches: that of q, or float8_e4m3fn
+    blocks: int  # pages, or rows of a contiguous cache
+    page: int | None  # keys per page; None: contiguous
+    appended: int | None  # rows of k per sequence, tokens of a packed batch; None: nothing is appended
+    slots: bool
+    rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
+    split_size: int | None
+
+    def __str__(self) -> str:
+        texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
+        if self.appended is not None:
+            texts.append("append by slots" if self.slots else "append")
+        if self.rotary is not None:
+            texts.append(f"rotary of {self.rotary[0]} dimensions")
+        if self.split_size is not None:
+            texts.append(f"pieces of {self.split_size} keys")
+        return ", ".join(texts)
+
+
 _Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
 
 
@@ -133,6 +156,7 @@ class _Call:
     deterministic: bool
     backend: str | None  # as requested; None follows the arrays
     engine: str | None
+    cache: Cache | None  # of attention_with_kv_cache and append_to_kv_cache
 
 
 FACTS = tuple(
@@ -195,6 +219,7 @@ class Problem(_Problem, _Call):
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [] if self.cache is None else [str(self.cache)]
         step = "backward" if self.backward else "forward"
         packed = "packed, up to " if self.layout == "thd" else ""
         to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
@@ -215,8 +240,33 @@ class Problem(_Problem, _Call):
 
 _Operands: Any = record(
     *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
-    *("dout", "out", "lse", "dlse"),
+    *("dout", "out", "lse", "dlse", "cache"),
 )
+
+
+_CacheOperands: Any = record(
+    *("k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions"),
+    *("rotary_cos", "rotary_sin", "out"),
+)
+
+
+class CacheOperands(_CacheOperands):
+    """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands; None for those that it
+    has not. cache_seqlens may be an int, the length of all sequences; out is where the caller wants the result."""
+
+    __slots__ = ()
+
+    k: Array | None
+    v: Array | None
+    cache_seqlens: Array | int | None
+    cache_batch_idx: Array | None
+    cache_leftpad: Array | None
+    block_table: Array | None
+    slots: Array | None
+    positions: Array | None
+    rotary_cos: Array | None
+    rotary_sin: Array | None
+    out: Array | None
 
 
 class Operands(_Operands):
@@ -236,6 +286,7 @@ class Operands(_Operands):
     out: Array | None
     lse: Array | None
     dlse: Array | None
+    cache: CacheOperands | None
 
 
 @lru_cache(maxsize=16)  # np.dtype.name costs microseconds

@@ -8,7 +8,7 @@ A thread takes whole tasks (a head, or some query tiles of one) and calls single
 the work of a task depends on the number of threads, so the result is bitwise independent of it.
 
 NaN and infinities in q, k, v or dO reach only the rows that see them, although 0 * NaN is NaN in a matrix product:
-masked scores are overwritten with -inf, and `_product` skips values of weight 0.
+masked scores are overwritten with -inf, and `product` skips values of weight 0.
 
 Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max,
 l row sum, delta = rowsum(dO * O) - dlse.
@@ -29,6 +29,7 @@ from ..mask import Band
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import Bias, Positions, ScoreTile, four_dimensional, steps
+from .products import product, square_sum
 from .workers import Stop, run_tasks
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
@@ -82,7 +83,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 softmax.update(S, O)
                 if problem.dropout:
                     S *= call.keep(tile)
-                O += _product(S, V[kv_start:kv_stop])
+                O += product(S, V[kv_start:kv_stop])
             softmax.finish(O, O_rows[queries], L_rows[queries])
 
     pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
@@ -129,9 +130,9 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                     call.stop.poll()
                     tile = ScoreTile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions)
                     P, dS = rows.recompute(tile, K_tile, V_tile)
-                    dV[keys] += _product(P.T, rows.dO[q_start:q_stop, :-1])
-                    dK[keys] += _product(dS.T, rows.Q[q_start:q_stop, :-1])
-                    dQ[q_start:q_stop] += _product(dS, K_tile[:, :-1])
+                    dV[keys] += product(P.T, rows.dO[q_start:q_stop, :-1])
+                    dK[keys] += product(dS.T, rows.Q[q_start:q_stop, :-1])
+                    dQ[q_start:q_stop] += product(dS, K_tile[:, :-1])
             dQ *= problem.accumulation.type(problem.scale)
             dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
@@ -262,7 +263,7 @@ class _Call:
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.bias is not None and np.isnan(_square_sum(S)):  # NaN + -inf is NaN, which hides nothing
+        if self.bias is not None and np.isnan(square_sum(S)):  # NaN + -inf is NaN, which hides nothing
             np.copyto(S, -np.inf, where=tile.cut(self.bias).astype(S.dtype) == -np.inf)
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
@@ -426,35 +427,9 @@ def _are_moderate(rows: np.ndarray) -> bool:
     return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
 
 
-def _product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
-    """W @ X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows whose weight for them is not 0.
-
-    No infinity has a negative weight: W is P, or dS, which is 0 or NaN for infinite K and Q.
-    """
-    product = W @ X
-    if np.isfinite(_square_sum(product)):
-        return product
-    finite = np.isfinite(X)
-    rows = np.flatnonzero(~finite.all(axis=1))
-    if not rows.size:
-        return product
-    weighted, special = (W[:, rows] != 0).astype(W.dtype), np.where(finite, 0, X)[rows]
-    positive, negative, undefined = (
-        weighted @ kind.astype(W.dtype) > 0 for kind in (special == np.inf, special == -np.inf, np.isnan(special))
-    )
-    product = W @ np.where(finite, X, 0)
-    product += np.where(positive, np.inf, 0) - np.where(negative, np.inf, 0) + np.where(undefined, np.nan, 0)
-    return product
-
-
-def _square_sum(tile: np.ndarray) -> float:
-    """The sum of squares: finite only if every number is. One BLAS dot, the fastest such test."""
-    return float(np.vdot(tile, tile))
-
-
 def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
-    if not np.isfinite(_square_sum(dS)):
+    if not np.isfinite(square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
 
 

@@ -54,7 +54,7 @@ class CupyFlash:
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         self.inputs, self.training = inputs, training
-        self.options = dict(causal=case.causal, layout="bhsd")
+        self.options: dict[str, Any] = dict(causal=case.causal, layout="bhsd")
 
     def forward(self) -> Any:
         result = cupy_flash.attention(*self.inputs[:3], **self.options, return_lse=self.training)

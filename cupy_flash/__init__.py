@@ -39,10 +39,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `cupy_flash.memory` lazily, on first use."""
-    if name == "memory":
-        from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take any name from it
 
-        return import_module(".memory", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import `cupy_flash.memory` lazily, on first use."""
+        if name == "memory":
+            from importlib import import_module
+
+            return import_module(".memory", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,11 @@ from .launch import Launch
 from .plan import launches_at_any_length
 from .pose import pose
 from .problem import DTYPES, FP8, Options, Packed, Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import DType, PaddedOptions, Presence
 
 
 def device_for(arch: str | None) -> Device:
@@ -41,13 +46,13 @@ def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
 
 def problems(
     *,
-    dtype: Any,
-    head_dim: Any,
-    head_dim_v: Any = None,
-    group: Any = 1,
+    dtype: DType,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 1,
     backward: bool = True,
     packed: bool = False,
-    **options: Any,
+    **options: Unpack[PaddedOptions[Presence]],
 ) -> list[Problem]:
     """The problems (forward, and backward without and with dlse) of calls with these options, at the smallest size.
 

@@ -4,44 +4,77 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
-from .arrays import Array
+from .arrays import AnyArray, Array, ArrayT
 from .partials import pose_merge
 from .pose import pose
 from .problem import Gradients, Options, Packed, Saved
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import (
+        Causal,
+        DType,
+        Layout,
+        PackedOptions,
+        PackedOptionsWithoutLse,
+        PaddedOptions,
+        PaddedOptionsWithoutLse,
+        Presence,
+        Window,
+    )
     from .nvrtc import Compiled
 
 
+@overload
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> ArrayT: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+
+
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     *,
-    causal: Any = False,
-    window: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    dropout: Any = 0.0,
-    seed: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    layout: Any = "bshd",
-    return_lse: Any = False,
-    deterministic: Any = False,
-    backend: Any = None,
-    engine: Any = None,
-) -> Any:
+    causal: Causal = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: AnyArray | None = None,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    q_lengths: AnyArray | None = None,
+    kv_lengths: AnyArray | None = None,
+    dropout: float = 0.0,
+    seed: int | AnyArray | None = None,
+    q_descale: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    layout: Layout = "bshd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    engine: str | None = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Exact softmax attention, softmax(scale Q K^T + ...) V, without ever holding a matrix of scores.
 
     Arrays of NumPy, torch (gradients included), jax, or anything with ``__dlpack__`` or ``__cuda_array_interface__``;
@@ -124,16 +157,40 @@ def attention(
     return _forward("attention", (q, k, v), options)
 
 
+@overload
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    **options: Any,
-) -> Any:
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> ArrayT: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """`attention` on sequences of different lengths packed into one row of tokens, without padding.
 
     Args:
@@ -154,8 +211,16 @@ def attention_varlen(
 
 
 def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, **options: Any
-) -> Gradients:
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = None,
+    **options: Unpack[PaddedOptions[AnyArray]],
+) -> Gradients[ArrayT]:
     """Gradients of `attention`, the probabilities recomputed from q, k and lse; nothing of the size of the scores is
     kept.
 
@@ -175,27 +240,49 @@ def attention_backward(
 
 
 def attention_varlen_backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    dlse: Any = None,
-    **options: Any,
-) -> Gradients:
+    dlse: AnyArray | None = None,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> Gradients[ArrayT]:
     """`attention_backward` for `attention_varlen`; gradients of rows past cu_seqlens[-1] are 0."""
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(name, (q, k, v), Options.of(name, options), Saved(dout, out, lse, dlse), packed)
 
 
-def attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Callable[..., Gradients]]:
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
+
+
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...
+
+
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[PaddedOptions[AnyArray]]
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
     """(out, vjp), or ((out, lse), vjp) with return_lse; vjp(dout, dlse=None) gives the Gradients of `attention`.
 
     >>> import numpy as np, cupy_flash
@@ -210,13 +297,15 @@ def attention_vjp(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Callable
     # A seed drawn for the forward is the backward's too.
     asked.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
 
-    def vjp(dout: Any, dlse: Any = None) -> Gradients:
+    def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
         return _backward("vjp", (q, k, v), asked, Saved(dout, out, lse, dlse))
 
     return ((out, lse) if asked.return_lse else out), vjp
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: Any = "bshd") -> tuple[Any, Any]:
+def merge(
+    out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
+) -> tuple[ArrayT, ArrayT]:
     """Attention over two disjoint sets of keys from the results over each: (out, lse) as one call over both would give.
 
     out_a, out_b (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv); lse_a, lse_b (B, Hq, Sq) or (Hq, T), float32
@@ -227,21 +316,21 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: Any = "bshd
         lse = np.logaddexp(lse_a, lse_b)
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
     """
-    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
-    out, lse = backends.merge(parts, layout)
+    chosen, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    out, lse = backends.merge(parts, chosen)
     return out.result(), lse.result()
 
 
 def compile(
     *,
-    dtype: Any,
-    head_dim: Any,
-    head_dim_v: Any = None,
-    group: Any = 1,
+    dtype: DType,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 1,
     arch: str | None = None,
     backward: bool = True,
     packed: bool = False,
-    **options: Any,
+    **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile what later calls on a GPU will need, before the first of them; no GPU is needed, no array, no length.
 
@@ -282,7 +371,7 @@ def compile(
     return results
 
 
-def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
+def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> str:
     """How `attention` with these arguments would run, as text: engine, tiles, why, and why not the other engines.
 
     Nothing is computed. UnsupportedError where no engine serves the problem.

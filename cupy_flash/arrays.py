@@ -14,9 +14,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+
+
+class DLPackArray(Protocol):
+    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
+
+    `__dlpack_device__` is required too, but jax's stubs do not declare it.
+    """
+
+    def __dlpack__(self) -> Any: ...
+
+
+class CudaArray(Protocol):
+    """An array on a GPU that exports its memory by Numba's protocol."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+AnyArray = DLPackArray | CudaArray
+ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +128,12 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     if like.framework == "torch":
         import torch
 
-        # np.dtype.name costs microseconds: reuse `like`'s torch dtype if equal.
-        torch_dtype = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype.name)
+        torch_dtype = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype_name(dtype))
         tensor = torch.empty(shape, dtype=torch_dtype, device=like.owner.device)
         return Array(tensor.data_ptr(), shape, tensor.stride(), dtype, like.device, "torch", tensor)
     if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
         namespace = like.owner.__array_namespace__()
-        namespace_dtype = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype.name)
+        namespace_dtype = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype_name(dtype))
         output = as_array(namespace.empty(shape, dtype=namespace_dtype, device=like.owner.device), "output")
         if output.readonly or output.pointer != as_array(output.owner, "output").pointer:
             raise TypeError(
@@ -202,6 +221,12 @@ def named_dtype(name: str) -> np.dtype[Any]:
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
+
+
+@functools.lru_cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """`dtype.name`, which NumPy computes anew in microseconds."""
+    return dtype.name
 
 
 @functools.lru_cache

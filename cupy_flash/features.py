@@ -3,7 +3,8 @@
 What else knows options derives it from these rows: Options and their checks (requirements.py, pose.py), the facts of a
 Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py), the operators
 of torch, the operands of jax, attention over several ranks, and compile() with its command. Written by hand are the
-signature and docstring of `attention` and the math of each feature (score.py, score.cuh, reference.py).
+signature and docstring of `attention`, the types of options (arguments.py) and the math of each feature (score.py,
+score.cuh, reference.py).
 """
 
 from __future__ import annotations

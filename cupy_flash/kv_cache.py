@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
+from .arrays import AnyArray, ArrayT
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .arguments import CacheArgumentsWithoutLse, Layout, Window
+
+
+@overload
+def attention_with_kv_cache(
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[False] = False,
+    **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
+) -> ArrayT: ...  # fmt: skip
+
+
+@overload
+def attention_with_kv_cache(
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[True],
+    **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention_with_kv_cache(
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: bool,
+    **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
 
 
 def attention_with_kv_cache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    q: ArrayT,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
     *,
-    k: Any = None,
-    v: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    block_table: Any = None,
-    slots: Any = None,
-    positions: Any = None,
-    cu_seqlens_q: Any = None,
-    max_seqlen_q: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_interleaved: Any = True,
-    causal: Any = True,
-    window: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sink: Any = None,
-    mask: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    split_size: Any = None,
-    layout: Any = "bshd",
-    out: Any = None,
-    return_lse: Any = False,
-    backend: Any = None,
-    engine: Any = None,
-) -> Any:
+    k: AnyArray | None = None,
+    v: AnyArray | None = None,
+    cache_seqlens: AnyArray | int | None = None,
+    cache_batch_idx: AnyArray | None = None,
+    cache_leftpad: AnyArray | None = None,
+    block_table: AnyArray | None = None,
+    slots: AnyArray | None = None,
+    positions: AnyArray | None = None,
+    cu_seqlens_q: AnyArray | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    rotary_interleaved: bool = True,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: AnyArray | None = None,
+    sink: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    split_size: int | None = None,
+    layout: Layout = "bshd",
+    out: AnyArray | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    engine: str | None = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Attention of new queries on the keys and values of a cache, contiguous or paged, after appending new ones.
 
     Sequence b has n_b keys in the cache, the call appends s_b rows of k and v in place, and its Sq queries then see
@@ -120,23 +147,23 @@ def attention_with_kv_cache(
 
 
 def append_to_kv_cache(
-    k: Any,
-    v: Any,
-    k_cache: Any,
-    v_cache: Any,
+    k: AnyArray,
+    v: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
     *,
-    cache_seqlens: Any = None,
-    slots: Any = None,
-    cache_batch_idx: Any = None,
-    block_table: Any = None,
-    cu_seqlens: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    rotary_interleaved: Any = True,
-    positions: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    layout: Any = "bshd",
+    cache_seqlens: AnyArray | int | None = None,
+    slots: AnyArray | None = None,
+    cache_batch_idx: AnyArray | None = None,
+    block_table: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    rotary_interleaved: bool = True,
+    positions: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    layout: Layout = "bshd",
 ) -> None:
     """Write rows of k and v to a KV cache in place, as `attention_with_kv_cache` does before it attends.
 

@@ -43,6 +43,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from .adapters.torch.saved import Retained
 
 GB = 10**9
@@ -456,7 +458,7 @@ def _check_shares(model: Transformer, training: Training) -> None:
     _refuse("estimate", reasons)
 
 
-def measure(model: Any, batch: Any) -> dict[str, int]:
+def measure(model: torch.nn.Module, batch: Any) -> dict[str, int]:
     """Bytes that the forward of a torch module saves for its backward, by submodule. Runs the forward once.
 
     Args:
@@ -475,7 +477,7 @@ def measure(model: Any, batch: Any) -> dict[str, int]:
     return saved.measure(model, batch)
 
 
-def find_retained(loss: Any) -> list[Retained]:
+def find_retained(loss: torch.Tensor) -> list[Retained]:
     """Tensors that the autograd graph of a torch tensor still holds, each with its module.
 
     Call it after the backward, when the graph should hold none. A graph lives as long as something refers to it: the

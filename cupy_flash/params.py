@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import dropout
-from .arrays import Array
+from .arrays import Array, dtype_name
 from .features import ARRAYS, NUMBERS
 from .problem import FP8, Operands, Problem
 from .source import kernel_folder
@@ -162,7 +162,7 @@ def pack_maps(
         else:
             batch, (length, heads, dim) = 1, shape
         sizes = (dim, length, heads, batch)
-        kind = BOX_TYPES[array.dtype.name]
+        kind = BOX_TYPES[dtype_name(array.dtype)]
         encoded += _encoded(
             encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (box.columns, box.rows)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import environment
-from .arrays import Array
+from .arrays import Array, dtype_name
 from .features import ARRAY, ARRAYS, FEATURES, SEED, WINDOW
 from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
 from .requirements import (
     ArrayFacts,
     Requirements,
+    Settings,
     Sizes,
     check_boundaries,
     check_features,
@@ -42,7 +44,8 @@ def pose(
     """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
     requirements = Requirements(function)
     call = read(requirements, _given(arrays, options, packed, saved, shard))
-    stated = _stated(_facts(call, options, packed, saved, shard))
+    facts = _facts(call, options, packed, saved, shard)
+    stated: Stated = _cached(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     # Array contents and the seed are not cached facts: check them on every call.
@@ -155,27 +158,36 @@ class Stated(NamedTuple):
     about_type: bool
 
 
-def _stated(facts: Facts) -> Stated:
-    """`_state`, cached where every option is plain: other objects may change, or not hash."""
-    return _state(facts) if PLAIN.issuperset(facts.types) else _state.__wrapped__(facts)
+def _cached(function: Any, types: tuple[type, ...]) -> Any:
+    """The function, cached if every option is plain: other objects may change, or not hash."""
+    return function if PLAIN.issuperset(types) else function.__wrapped__
 
 
 @lru_cache(maxsize=CACHED)
 def _state(facts: Facts) -> Stated:
+    """Check the facts of a call. Those of its options are cached apart: they stay where lengths grow call by call."""
     requirements = Requirements("")
     arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
-    options = dict(zip(PLAIN_OPTIONS, facts.options, strict=True)) | {"window": facts.window}
+    options = dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
     check_places(requirements, arrays)
     sizes = Sizes()
     if {"q", "k", "v"} <= arrays.keys():
         sizes = check_shapes(requirements, arrays, options["layout"], facts.packed)
-    settings = check_options(requirements, options, facts.backend, facts.packed, sizes, arrays)
+    settings, unmet_options, about_type = _cached(_check_options, facts.types)(
+        facts.options, facts.window, facts.backend, facts.types, facts.packed,
+        np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32,
+    )  # fmt: skip
+    requirements.unmet += unmet_options
+    requirements.about_type |= about_type
     if sizes.known:
         check_features(requirements, arrays, sizes)
         check_saved(requirements, arrays, sizes)
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
     if facts.packed:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
+    numbers = dict(settings.numbers)
+    if numbers["scale"] is None:
+        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     unmet = tuple(requirements.unmet)
     problem = None
     if sizes.known and not unmet:
@@ -208,11 +220,21 @@ def _state(facts: Facts) -> Stated:
             engine=options["engine"],
             cache=None,
             bias_gradient=facts.bias_gradient,
-            **settings.numbers,
+            **numbers,
             **array_facts(arrays),
         )
-    dropout = settings.numbers["dropout"]
-    return Stated(problem, sizes, bool(dropout), longest, unmet, requirements.about_type)
+    return Stated(problem, sizes, bool(numbers["dropout"]), longest, unmet, requirements.about_type)
+
+
+@lru_cache(maxsize=CACHED)
+def _check_options(
+    plain: tuple[Any, ...], window: Any, backend: Any, types: tuple[type, ...], packed: bool, accumulation: Any
+) -> tuple[Settings, tuple[str, ...], bool]:
+    """The options that are not arrays, the requirements that they do not meet, and whether one is about a type."""
+    requirements = Requirements("")
+    options = dict(zip(PLAIN_OPTIONS, plain, strict=True)) | {"window": window}
+    settings = check_options(requirements, options, backend, packed, accumulation)
+    return settings, tuple(requirements.unmet), requirements.about_type
 
 
 def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
@@ -225,5 +247,5 @@ def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
             facts[feature.field] = None if array is None else array.shape
         if feature.element:
             dtype = out_dtype(arrays["q"].dtype) if array is None else array.dtype
-            facts[f"{feature.field}_dtype"] = dtype.name
+            facts[f"{feature.field}_dtype"] = dtype_name(dtype)
     return facts

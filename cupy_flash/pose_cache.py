@@ -6,6 +6,7 @@ facts, and they are checked, at every call, only in host memory.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import field, make_dataclass
 from functools import lru_cache
@@ -15,9 +16,10 @@ import numpy as np
 
 from . import environment
 from .arrays import Array, empty
+from .cache_records import Cache, CacheOperands
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, WINDOW
 from .pose import CACHED, PLAIN, array_facts
-from .problem import FP8, LAYOUTS, LONGEST, Cache, CacheOperands, Operands, Problem, UnsupportedError
+from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
     Sizes,
@@ -522,8 +524,11 @@ def _with_problem(
     shared = {feature.name: feature.default for feature in FEATURES}
     shared |= {name: options[name] for name in SHARED}
     shared["causal"] = bool(options["causal"]) if isinstance(options["causal"], (bool, np.bool_)) else True
-    known = Sizes(head_dim=sizes.head_dim)
-    settings = check_options(requirements, shared, facts.backend, False, known, named)
+    accumulation = np.float64 if like.dtype == np.float64 else np.float32
+    settings = check_options(requirements, shared, facts.backend, False, accumulation)
+    numbers = settings.numbers
+    if numbers["scale"] is None:
+        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     rotary = None
     if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
         rotary = (2 * arrays["rotary_cos"].shape[1], bool(options["rotary_interleaved"]))
@@ -563,7 +568,7 @@ def _with_problem(
         engine=options["engine"],
         cache=cache,
         bias_gradient=False,
-        **settings.numbers,
+        **numbers,
         **array_facts(named),
     )
     return Stated(problem, readable, tuple(requirements.unmet), requirements.about_type, unsupported)

@@ -6,13 +6,14 @@ nothing about how it will run; `pose.pose` builds it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, named_dtype
+from .arrays import Array, ArrayT, named_dtype
 from .features import (
     ARRAY,
     ARRAYS,
@@ -28,6 +29,9 @@ from .features import (
     record,
 )
 from .mask import Mask
+
+if TYPE_CHECKING:
+    from .cache_records import Cache, CacheOperands
 
 DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
@@ -51,7 +55,7 @@ class Options(_Options):
     __slots__ = ()
 
     @classmethod
-    def of(cls, function: str, options: dict[str, Any]) -> Options:
+    def of(cls, function: str, options: Mapping[str, object]) -> Options:
         """Options from keyword arguments; an unknown name is an error that lists the known ones."""
         unknown = [name for name in options if name not in NAMES]
         if unknown:
@@ -96,36 +100,17 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-class Cache(NamedTuple):
-    """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. Lengths are no facts."""
-
-    layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
-    dtype: np.dtype  # of the caches: that of q, or float8_e4m3fn
-    blocks: int  # pages, or rows of a contiguous cache
-    page: int | None  # keys per page; None: contiguous
-    appended: int | None  # rows of k per sequence, tokens of a packed batch; None: nothing is appended
-    slots: bool
-    rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
-    split_size: int | None
-
-    def __str__(self) -> str:
-        texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
-        if self.appended is not None:
-            texts.append("append by slots" if self.slots else "append")
-        if self.rotary is not None:
-            texts.append(f"rotary of {self.rotary[0]} dimensions")
-        if self.split_size is not None:
-            texts.append(f"pieces of {self.split_size} keys")
-        return ", ".join(texts)
-
-
 _Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
 
 
-class Gradients(_Gradients):
+class Gradients(_Gradients, Generic[ArrayT]):
     """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested."""
 
     __slots__ = ()
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
 
 
 class _Call:
@@ -244,31 +229,6 @@ _Operands: Any = record(
 )
 
 
-_CacheOperands: Any = record(
-    *("k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions"),
-    *("rotary_cos", "rotary_sin", "out"),
-)
-
-
-class CacheOperands(_CacheOperands):
-    """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands; None for those that it
-    has not. cache_seqlens may be an int, the length of all sequences; out is where the caller wants the result."""
-
-    __slots__ = ()
-
-    k: Array | None
-    v: Array | None
-    cache_seqlens: Array | int | None
-    cache_batch_idx: Array | None
-    cache_leftpad: Array | None
-    block_table: Array | None
-    slots: Array | None
-    positions: Array | None
-    rotary_cos: Array | None
-    rotary_sin: Array | None
-    out: Array | None
-
-
 class Operands(_Operands):
     """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
     element)."""
@@ -289,7 +249,7 @@ class Operands(_Operands):
     cache: CacheOperands | None
 
 
-@lru_cache(maxsize=16)  # np.dtype.name costs microseconds
+@lru_cache(maxsize=16)
 def out_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype of out for q, k and v of `dtype`: the same, bfloat16 for fp8."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import field, make_dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,11 @@ import numpy.typing as npt
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
 from cupy_flash.features import FEATURES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.arguments import ReferenceOptions
 
 Array = npt.NDArray[Any]
 FP8 = "float8_e4m3fn"
@@ -62,7 +67,9 @@ class Forward(NamedTuple):
     lse: Array  # (B, Hq, Sq)
 
 
-def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Any) -> tuple[Array, Array]:
+def attention(
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
+) -> tuple[Array, Array]:
     """Attention of q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv): out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
     Keyword options are the fields of `Options`; with layout="bhsd", heads precede the sequence in q, k, v and out.
@@ -97,7 +104,7 @@ def attention_backward(
     v: npt.ArrayLike,
     *,
     dlse: npt.ArrayLike | None = None,
-    **options: Any,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
 
@@ -116,7 +123,7 @@ def attention_varlen(
     v: npt.ArrayLike,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
-    **options: Any,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> tuple[Array, Array]:
     """Attention of packed q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
 
@@ -145,7 +152,7 @@ def attention_varlen_backward(
     cu_seqlens_k: npt.ArrayLike,
     *,
     dlse: npt.ArrayLike | None = None,
-    **options: Any,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`."""
     dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
@@ -452,7 +459,7 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     return np.asarray(x.sum(axis=expanded, keepdims=True)).reshape(shape)
 
 
-def _varlen_options(options: dict[str, Any]) -> Options:
+def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:
     dense_only = sorted({"bias", "mask", "q_lengths", "kv_lengths", "layout"} & options.keys())
     if dense_only:
         raise TypeError(f"packed sequences do not support {', '.join(dense_only)}")

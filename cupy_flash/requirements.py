@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, as_array
+from .arrays import Array, as_array, dtype_name
 from .device import GPUS
 from .features import ARRAYS, CAP, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
@@ -117,7 +117,7 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     dtypes = {array.dtype for array in (q, k, v)}
     requirements.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
-    for name in sorted(dtype.name for dtype in dtypes):
+    for name in sorted(map(dtype_name, dtypes)):
         requirements.require_type(
             name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}"
         )
@@ -169,12 +169,11 @@ def check_options(
     options: dict[str, Any],
     backend: Any,
     packed: bool,
-    sizes: Sizes,
-    arrays: dict[str, ArrayFacts],
+    accumulation: type[np.floating[Any]],
 ) -> Settings:
     """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised.
 
-    backend: that of the options, else the environment's.
+    backend: that of the options, else the environment's. accumulation: the dtype in which numbers must be finite.
     """
     require = requirements.require
     causal = options["causal"]
@@ -185,14 +184,11 @@ def check_options(
     left, right = _check_window(requirements, options["window"])
     mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
 
-    # The range of the accumulation dtype.
-    limits = np.finfo(np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32)
+    limits = np.finfo(accumulation)
     numbers = {
         feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)
         for feature in NUMBERS
     }
-    if numbers["scale"] is None:
-        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
 
     for feature in FLAGS:
         given = options[feature.name]
@@ -329,7 +325,7 @@ def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], si
             continue
         name, array = feature.name, arrays[feature.name]
         if feature.fp8:
-            q = arrays["q"].dtype.name
+            q = dtype_name(arrays["q"].dtype)
             requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
         _check_dtype(requirements, feature, array)
         shapes = _shapes(feature, sizes)
@@ -355,7 +351,7 @@ def _check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts
     if feature.dtypes == ("int32",):
         require_int32(requirements, feature.name, array)
         return
-    dtype = array.dtype.name
+    dtype = dtype_name(array.dtype)
     legal, (wrong, text) = feature.dtype_text or feature.dtypes[0], feature.hint
     hint = text if dtype in wrong else ""
     requirements.require_type(dtype in feature.dtypes, f"{feature.name} must be {legal}, not {dtype}{hint}")
@@ -386,7 +382,7 @@ def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes
 
 def is_float(dtype: np.dtype) -> bool:
     """Whether a dtype is one of the four that attention computes with; ml_dtypes' are not np.floating."""
-    return dtype.name in DTYPES
+    return dtype_name(dtype) in DTYPES
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -459,7 +455,7 @@ def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Si
     """The values of the arrays among the options in host memory; one of a wrong shape may be huge and stays unread."""
     for feature in WITH_VALUES:
         array = arrays.get(feature.name)
-        if array is None or array.device != "cpu" or array.dtype.name not in feature.dtypes:
+        if array is None or array.device != "cpu" or dtype_name(array.dtype) not in feature.dtypes:
             continue
         if array.shape not in _shapes(feature, sizes):
             continue

@@ -3,8 +3,7 @@
 // it.
 #pragma once
 #include "number.cuh"
-#include "params.cuh"
-#include "sequence.cuh"
+#include "walk.cuh"
 
 struct BiasTile {
   const Params& p;
@@ -24,6 +23,13 @@ struct BiasTile {
   }
   __device__ static Range slice(bool all, int length, int first, int size) {
     return all ? Range{0, length} : Range{first, first + size};
+  }
+
+  // The key tiles of the block that queries from q_start visit.
+  __device__ KvTiles<Order::FIRST_TO_LAST> kv_tiles(const Band& band, int q_start) const {
+    KvTiles<Order::FIRST_TO_LAST> tiles(band, q_start);
+    tiles.clip(keys);
+    return tiles;
   }
 
   // Reduces dS [BLOCK_Q][stride] over the rows and columns that the bias broadcasts over, and stores it.

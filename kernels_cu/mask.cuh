@@ -48,11 +48,6 @@ struct Band {
   __device__ Range seen_by_all(int kv_start, int kv_stop) const {
     return kv_stop <= kv_len ? Range{kv_stop - 1 - high, min(kv_start - low + 1, q_len)} : Range{0, 0};
   }
-  // True if every query of the tile sees every key of the tile, so that no mask is needed.
-  __device__ bool sees_all(int q_start, int q_stop, int kv_start, int kv_stop) const {
-    Range keys = sees_all(q_start, q_stop);
-    return keys.begin <= kv_start && kv_stop <= keys.end;
-  }
 };
 
 struct DenseMask {

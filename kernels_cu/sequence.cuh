@@ -10,6 +10,23 @@ struct Range {
   __device__ bool operator()(int n) const { return n >= begin && n < end; }
 };
 
+// The rows of a tile of a tensor in global memory.
+template <typename T>
+struct TileRows {
+  T* data;  // row 0 of the tile
+  long long stride;
+  int first;    // position of row 0 in the sequence
+  int aligned;  // of the operand
+
+  __device__ T* operator()(int row) const { return data + row * stride; }
+};
+
+// TMA coordinates of a tile, beside its column and head.
+struct Box {
+  int row;
+  int batch;
+};
+
 struct Sequence {
   int batch;
   int q_len;  // valid queries and keys
@@ -55,4 +72,16 @@ struct Sequence {
   __device__ T* keys(const Operand& x, int kv_head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + kv_head * x.head + kv_start * x.row;
   }
+
+  // The tile of queries, or of keys, from position `first`. All loads of K and V find a key's address in key_tile or,
+  // if TMA loads them, its coordinates in key_box: a cache of keys with another layout is a change of these two alone.
+  template <typename T>
+  __device__ TileRows<T> query_tile(const Operand& x, int head, int first) const {
+    return {queries<T>(x, head) + first * x.row, x.row, first, x.aligned};
+  }
+  template <typename T>
+  __device__ TileRows<T> key_tile(const Operand& x, int kv_head, int first) const {
+    return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};
+  }
+  __device__ Box key_box(int first) const { return {kv_start + first, PACKED ? 0 : batch}; }
 };

@@ -10,12 +10,12 @@ import hypothesis
 import numpy as np
 import on_gpu
 import pytest
+from forget import forget_plans
 from tiles import SMALL_FRAGMENTS, SMALL_TILE, every_kernel_in
 
 from cupy_flash import backends, cache, nvrtc
 from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
-from cupy_flash.plan import plan
 from cupy_flash.source import kernel_folder
 
 for tier, examples in (("default", 64), ("exhaustive", 200)):
@@ -113,9 +113,9 @@ def small_tile(monkeypatch):
     """Every plan for a GPU uses SMALL_TILE or SMALL_FRAGMENTS."""
     monkeypatch.setattr("cupy_flash.engines.simt.tiles", lambda problem, device: [SMALL_TILE])
     monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", every_kernel_in(SMALL_FRAGMENTS))
-    plan.cache_clear()
+    forget_plans()
     yield
-    plan.cache_clear()
+    forget_plans()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ the host's work, and so only in programs for a CPU.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,13 @@ from .. import backends, features
 from ..pose import pose
 from ..problem import Gradients, Operands, Options, Problem, Saved
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import PaddedOptions, PaddedOptionsWithoutLse
+
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
+JaxArray: TypeAlias = jax.Array | np.ndarray
 
 
 _Words: Any = features.record(*(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY))
@@ -30,7 +36,30 @@ class Words(_Words):
     __slots__ = ()
 
 
-def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+@overload
+def attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
+) -> jax.Array: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    return_lse: Literal[True], **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+def attention(
+    q: JaxArray, k: JaxArray, v: JaxArray, **options: Unpack[PaddedOptions[JaxArray]]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cupy_flash.attention` on jax arrays, with the same arguments and results; see there.
 
     Differentiable once, in reverse mode, with respect to q, k, v, bias and sink, through out and lse. Works under grad,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, empty
+from ..arrays import Array, dtype_name, empty
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..mask import Band
 from ..plan import Plan
@@ -391,7 +391,7 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
 
 def _load(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows (S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
-    if rows.dtype.name == "bfloat16":
+    if dtype_name(rows.dtype) == "bfloat16":
         # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
         return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[0] >= rows.itemsize * rows.shape[-1]

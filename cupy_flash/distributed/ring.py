@@ -9,9 +9,10 @@ partial result, while it receives the next shards. In the backward dK and dV cir
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -23,23 +24,62 @@ from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import (
+        Boundaries,
+        Group,
+        Layout,
+        Lengths,
+        PackedRanksOptions,
+        PackedRanksOptionsWithoutLse,
+        RanksOptions,
+        RanksOptionsWithoutLse,
+        Sharding,
+    )
+
 UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)  # options not supported over several ranks
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
 ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)
 
 
+@overload
 def ring_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, sharding: Sharding = "zigzag", seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    group: Any = None,
-    sharding: str = "zigzag",
-    seqlen: Any = None,
+    group: Group = None,
+    sharding: Sharding = "zigzag",
+    seqlen: Lengths = None,
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[RanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group.
 
     Every rank calls it with its own shards and the same options. Autograd saves the shards of q, k, v, out and lse.
@@ -79,18 +119,45 @@ def ring_attention(
     return _attend((q, k, v), settings, call)
 
 
+@overload
 def ring_attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ring_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ring_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    group: Group = None, sharding: Sharding = "zigzag", check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ring_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
     *,
-    group: Any = None,
-    sharding: str = "zigzag",
+    group: Group = None,
+    sharding: Sharding = "zigzag",
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PackedRanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`ring_attention` of a packed batch, each sequence of which is sharded over the ranks.
 
     Args:
@@ -118,7 +185,7 @@ def ring_attention_varlen(
     return _attend((q, k, v), settings, call)
 
 
-def read_options(function: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Options:
+def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, object]) -> Options:
     """Options of a call over several ranks; raises TypeError or ValueError listing what such calls do not support."""
     settings = Options.of(function, options)
     for x in arrays:
@@ -298,7 +365,7 @@ class _Ring(torch.autograd.Function):
             for pair in pairs:
                 out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
                 if pair.queries in parts:
-                    layout = "bhsd" if call.layout == "bhsd" else "bshd"
+                    layout: Layout = "bhsd" if call.layout == "bhsd" else "bshd"
                     parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
                 else:
                     parts[pair.queries] = out.to(lse.dtype), lse  # merge in lse's dtype, round once at the end

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..mask import Mask
+
+if TYPE_CHECKING:
+    from ..arguments import Sharding
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
 
@@ -52,7 +55,7 @@ class Pair(NamedTuple):
     local: bool  # the same slot of the rank's own query and key shards: one such pair per query chunk
 
 
-def positions(length: int, rank: int, ranks: int, sharding: str = "zigzag") -> npt.NDArray[np.int64]:
+def positions(length: int, rank: int, ranks: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
     """The positions of a sequence of `length` that a rank holds, int64, in the order of its rows.
 
     >>> x = np.arange(100, 110)
@@ -62,7 +65,9 @@ def positions(length: int, rank: int, ranks: int, sharding: str = "zigzag") -> n
     return np.concatenate([np.asarray(run, np.int64) for run in runs(length, rank, ranks, sharding)])
 
 
-def packed_rows(cu_seqlens: Sequence[int], rank: int, ranks: int, sharding: str = "zigzag") -> npt.NDArray[np.int64]:
+def packed_rows(
+    cu_seqlens: Sequence[int], rank: int, ranks: int, sharding: Sharding = "zigzag"
+) -> npt.NDArray[np.int64]:
     """The rows of a packed batch that a rank holds, int64: every sequence is sharded by `positions`.
 
     With zigzag, the front pieces of all sequences precede the back pieces.

@@ -6,8 +6,9 @@ divide the number of key/value heads. Jacobs et al., DeepSpeed Ulysses (2023).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -27,10 +28,53 @@ from .ring import (
 )
 from .shards import runs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments import (
+        Group,
+        Lengths,
+        PackedRanksOptions,
+        PackedRanksOptionsWithoutLse,
+        RanksOptions,
+        RanksOptionsWithoutLse,
+    )
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[RanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
 
 def ulysses_attention(
-    q: Any, k: Any, v: Any, *, group: Any = None, seqlen: Any = None, check_ranks: bool = True, **options: Any
-) -> Any:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group = None,
+    seqlen: Lengths = None,
+    check_ranks: bool = True,
+    **options: Unpack[RanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
 
     Args:
@@ -44,20 +88,47 @@ def ulysses_attention(
     return _attend("ulysses_attention", (q, k, v), group, seqlen, check_ranks, options)
 
 
+@overload
 def ulysses_attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[False] = False, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: Literal[True], **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def ulysses_attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    group: Group = None, seqlen: Lengths = None, check_ranks: bool = True,
+    return_lse: bool, **options: Unpack[PackedRanksOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def ulysses_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    group: Any = None,
-    seqlen: Any = None,
+    group: Group = None,
+    seqlen: Lengths = None,
     check_ranks: bool = True,
-    **options: Any,
-) -> Any:
+    **options: Unpack[PackedRanksOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`ulysses_attention` of a packed batch.
 
     Unlike in `ring_attention_varlen`, the packed rows are sharded as a whole: rank r has rows
@@ -75,7 +146,7 @@ def _attend(
     group: Any,
     seqlen: Any,
     check_ranks: bool,
-    options: dict[str, Any],
+    options: Mapping[str, object],
     packed: Packed | None = None,
 ) -> Any:
     channel = Channel.of(function, group)

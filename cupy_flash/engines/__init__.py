@@ -27,7 +27,10 @@ class Engine(Protocol):
         """
 
     def tiles(self, problem: Problem, device: Device) -> Sequence[Any]:
-        """Every legal tile: those whose kernels fit the device's shared memory and registers."""
+        """Every legal tile: those whose kernels fit the device's shared memory and registers.
+
+        `plan` asks for the last lengths of a bucket, and launches the chosen tile for all lengths of it.
+        """
 
     def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
         """Cost model: predicted seconds. `pairs` is the number of unmasked (query, key) pairs per sequence and head."""

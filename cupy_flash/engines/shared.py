@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..arrays import dtype_name
 from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
@@ -14,8 +15,8 @@ GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
 def shared_constants(problem: Problem) -> dict[str, Constant]:
     """The constants of every kernel of tiles. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     constants: dict[str, Constant] = {
-        "element": ELEMENTS[problem.out_dtype.name],
-        "real": ELEMENTS[problem.accumulation.name],
+        "element": ELEMENTS[dtype_name(problem.out_dtype)],
+        "real": ELEMENTS[dtype_name(problem.accumulation)],
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "PACKED": problem.layout == "thd",

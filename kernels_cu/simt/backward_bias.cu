@@ -28,21 +28,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
       Score score(p, sequence, head);
       Dropout dropout(p, b, head);
       for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
-        Range keys = {band.kv_begin(q_start), band.kv_end(min(q_start + BLOCK_Q, sequence.q_len))};
-        for (int kv_start = bias.keys.begin; kv_start < min(bias.keys.end, keys.end); kv_start += BLOCK_KV) {
-          if (kv_start + BLOCK_KV <= keys.begin) continue;
+        for (auto kv_tiles = bias.kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+          int2 start = {q_start, kv_tiles.start};
+          Range existing = {0, sequence.q_len};
           __syncthreads();
-          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start,
-                                       Range{0, sequence.q_len});
-          load_dO(dO_smem, p, sequence, head, q_start, Range{0, sequence.q_len});
-          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
-          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), existing);
+          load_dO(dO_smem, p, sequence, head, q_start, existing);
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, start.y), kv_tiles.visible);
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, start.y), kv_tiles.visible);
           load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
           __syncthreads();
           real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
           scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, K_smem);
           scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, dO_smem, V_smem);
-          int2 start = {q_start, kv_start};
           differentiate<true, false, false>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
 #pragma unroll
           for (int r = 0; r < ROWS; ++r)

@@ -19,40 +19,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
+    Range existing = {0, sequence.kv_len};
     __syncthreads();
-    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start,
-                                  Range{0, sequence.kv_len});
-    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start,
-                                    Range{0, sequence.kv_len});
+    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, kv_start), existing);
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, kv_start), existing);
     real dK_rmem[ROWS][columns_of(HEAD_DIM)] = {}, dV_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 
-    Range queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
-    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
+    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+      int head = q_tiles.head;
+      int2 start = {q_tiles.start, kv_start};
       Score score(p, sequence, head);
       Dropout dropout(p, sequence.batch, head);
-      for (int q_start = queries.begin / BLOCK_Q * BLOCK_Q; q_start < queries.end; q_start += BLOCK_Q) {
-        __syncthreads();
-        load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
-        load_dO(dO_smem, p, sequence, head, q_start, queries);
-        load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
-        __syncthreads();
-        real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
-        scores<ROWS, COLS, HEAD_DIM>(S_rmem, K_smem, Q_smem);
-        scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, V_smem, dO_smem);
-        int2 start = {q_start, kv_start};
-        if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
-          differentiate<false, true, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
-        else
-          differentiate<true, true, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
-        store_p(P_smem, S_rmem);
-        __syncthreads();
-        accumulate<ROWS, BLOCK_Q, HEAD_DIM_V>(dV_rmem, P_smem, dO_smem);
-        __syncthreads();
-        store_p(P_smem, dP_rmem);
-        __syncthreads();
-        accumulate<ROWS, BLOCK_Q, HEAD_DIM>(dK_rmem, P_smem, Q_smem);
-      }
+      __syncthreads();
+      load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, start.x), q_tiles.visible);
+      load_dO(dO_smem, p, sequence, head, start.x, q_tiles.visible);
+      load_rows(lse_smem, delta_smem, p, sequence, head, start.x);
+      __syncthreads();
+      real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
+      scores<ROWS, COLS, HEAD_DIM>(S_rmem, K_smem, Q_smem);
+      scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, V_smem, dO_smem);
+      if (q_tiles.masked())
+        differentiate<true, true, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+      else
+        differentiate<false, true, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+      store_p(P_smem, S_rmem);
+      __syncthreads();
+      accumulate<ROWS, BLOCK_Q, HEAD_DIM_V>(dV_rmem, P_smem, dO_smem);
+      __syncthreads();
+      store_p(P_smem, dP_rmem);
+      __syncthreads();
+      accumulate<ROWS, BLOCK_Q, HEAD_DIM>(dK_rmem, P_smem, Q_smem);
     }
 
 #pragma unroll

@@ -22,27 +22,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
-    int q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), Range{0, sequence.q_len});
     load_dO(dO_smem, p, sequence, head, q_start, Range{0, sequence.q_len});
     load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
 
-    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    for (int kv_start = keys.begin / BLOCK_KV * BLOCK_KV; kv_start < keys.end; kv_start += BLOCK_KV) {
+    for (KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      int2 start = {q_start, kv_tiles.start};
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
-      load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+      load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, start.y), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, start.y), kv_tiles.visible);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, K_smem);
       scores<ROWS, COLS, HEAD_DIM_V>(dP_rmem, dO_smem, V_smem);
-      int2 start = {q_start, kv_start};
-      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
-        differentiate<false, false, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
-      else
+      if (kv_tiles.masked())
         differentiate<true, false, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
+      else
+        differentiate<false, false, true>(S_rmem, dP_rmem, score, band, dropout, lse_smem, delta_smem, start);
       store_p(dS_smem, dP_rmem);
       __syncthreads();
       accumulate<ROWS, BLOCK_KV, HEAD_DIM>(dQ_rmem, dS_smem, K_smem);

@@ -53,34 +53,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  const element* Q = sequence.queries<element>(p.q, head);
-  const element* K = sequence.keys<element>(p.k, kv_head);
-  const element* V = sequence.keys<element>(p.v, kv_head);
   real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
-    int q_stop = min(q_start + BLOCK_Q, sequence.q_len);
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), Range{0, sequence.q_len});
     Softmax softmax[ROWS];
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);
 
-    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    for (int kv_start = (keys.end - 1) / BLOCK_KV * BLOCK_KV; keys.end > keys.begin && kv_start > keys.begin - BLOCK_KV;
-         kv_start -= BLOCK_KV) {
+    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      int kv_start = kv_tiles.start;
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K, p.k, kv_start, keys);
+      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, sequence.key_tile<element>(p.k, kv_head, kv_start), kv_tiles.visible);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V, p.v, kv_start, keys);
-      if (band.sees_all(q_start, q_start + BLOCK_Q, kv_start, kv_start + BLOCK_KV))
-        modify<false>(S_rmem, score, band, q_start, kv_start);
-      else
+      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, sequence.key_tile<element>(p.v, kv_head, kv_start), kv_tiles.visible);
+      if (kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start, kv_start);
+      else
+        modify<false>(S_rmem, score, band, q_start, kv_start);
       update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start);
       __syncthreads();
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);

@@ -1,8 +1,8 @@
 // Steps that the kernels of the simt engine share, on the elements of a tile.
 #pragma once
 #include "../dropout.cuh"
-#include "../mask.cuh"
 #include "../score.cuh"
+#include "../walk.cuh"
 #include "tile.cuh"
 
 constexpr int MAX_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
@@ -39,9 +39,8 @@ __device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
 // Loads dO of the queries of a tile that are in `queries`. A row that sees no key must not contribute: it loads zeros.
 __device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
                                Range queries) {
-  const element* dO = sequence.queries<element>(p.dout, head);
   const real* lse = sequence.queries<real>(p.lse, head);
-  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, dO, p.dout, q_start,
+  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, sequence.query_tile<element>(p.dout, head, q_start),
                                  [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
 }
 

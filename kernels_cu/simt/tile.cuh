@@ -48,19 +48,19 @@ __device__ inline real row_sum(real x) {
   return x;
 }
 
-// Loads rows [first, first + ROWS) of a tensor; rows without `read(row)` become zeros and are not read.
-template <int ROWS, int DIM, typename Read>
-__device__ void load_tile(real* X_smem, const element* rows, const Operand& x, int first, Read read) {
+// Loads ROWS rows of a tensor; rows whose position is without `read(position)` become zeros and are not read.
+template <int ROWS, int DIM, typename Rows, typename Read>
+__device__ void load_tile(real* X_smem, const Rows& rows, Read read) {
   constexpr int CHUNKS = round_up(DIM, LANES * VECTOR) / VECTOR;
   struct alignas(VECTOR * sizeof(element)) Elements {
     element x[VECTOR];
   };
   for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
     int row = n / CHUNKS, d = n % CHUNKS * VECTOR;
-    const element* source = rows + (long long)(first + row) * x.row + d;
+    const element* source = rows(row) + d;
     Chunk chunk = {};
-    if (read(first + row)) {
-      if (x.aligned >= VECTOR && d + VECTOR <= DIM) {
+    if (read(rows.first + row)) {
+      if (rows.aligned >= VECTOR && d + VECTOR <= DIM) {
         Elements elements = *(const Elements*)source;
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) chunk.x[e] = to_real(elements.x[e]);

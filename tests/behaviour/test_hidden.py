@@ -4,10 +4,10 @@ nothing outside the tiles that a kernel visits (docs/limits.md)."""
 import ml_dtypes
 import numpy as np
 import pytest
+from forget import forget_plans
 
 from cupy_flash import backends
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, Saved
 
@@ -51,7 +51,7 @@ def test_what_is_hidden_stays_in_its_tile(
     monkeypatch.setattr(backends, "SIMULATED", arch)
     tiles = FP8 if dtype == "float8_e4m3fn" else FORWARD
     monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [BACKWARD if problem.backward else tiles])
-    plan.cache_clear()
+    forget_plans()
     rng = np.random.default_rng(0)
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
 

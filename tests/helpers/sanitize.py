@@ -15,11 +15,11 @@ from dataclasses import replace
 import fp8_cases
 import on_gpu
 from cases import Case, check, compare, run
+from forget import forget_plans
 
 import cupy_flash
 from cupy_flash import device
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
 # A few tiles each, the last one partial; together they cover every option, every kernel, and both orders of dQ.
@@ -52,7 +52,7 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict]]:
     every = wgmma.tiles
     for having in OTHER_TILES if engine == "wgmma" else ():
         wgmma.tiles = lambda *of, having=having: [tile for tile in every(*of) if getattr(tile, having, True)]
-        plan.cache_clear()
+        forget_plans()
         yield having, replace(FULL, dtype=DTYPES[engine]), {}
     wgmma.tiles = every
 

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, compare
+from forget import forget_plans
 from fp8_cases import FP8, LONG, OPTIONS, quantised, references
 from planting import planted
 
@@ -16,7 +17,6 @@ from cupy_flash import ahead, backends, device, nvrtc
 from cupy_flash.backends.simulator import errors, launch
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble, kernel_folder
@@ -30,9 +30,9 @@ LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), hea
 @pytest.fixture
 def small_tile(monkeypatch):
     monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
-    plan.cache_clear()
+    forget_plans()
     yield
-    plan.cache_clear()
+    forget_plans()
 
 
 def forward(call, blocks=None):

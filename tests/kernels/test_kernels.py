@@ -248,6 +248,14 @@ BUGS = {
         "mask.cuh", "sequence.offset + p.window_right", "sequence.offset + p.window_right - 1", OPTIONS["causal"],
         AssertionError,
     ),
+    "cut-tile-not-masked": (
+        "walk.cuh", "start + offset + count > unmasked.end", "false", OPTIONS["causal"], AssertionError,
+    ),
+    "first-tile-not-visited": ("walk.cuh", "start >= first", "start > first", EVERYTHING, AssertionError),
+    "queries-of-the-first-head-only": ("walk.cuh", "++head;", "head = head_end;", OPTIONS["grouped"], AssertionError),
+    "bias-of-other-tiles": (
+        "walk.cuh", "visible.end = min(visible.end, limits.end);", "", EVERYTHING, AssertionError,
+    ),
     "no-sink": (
         "simt/forward.cu", "softmax[r].init(sink)", "softmax[r].init(-infinity())", OPTIONS["sink"], AssertionError,
     ),

@@ -22,6 +22,7 @@ from cases import (
     run,
     run_kernels,
 )
+from forget import forget_plans
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_FRAGMENTS, every_kernel_in
 
@@ -38,7 +39,6 @@ from cupy_flash.backends.simulator.errors import (
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import mma
 from cupy_flash.engines.fragments import RESCALE_ABOVE
-from cupy_flash.plan import plan
 from cupy_flash.problem import Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -63,10 +63,10 @@ def take(monkeypatch):
             return [] if refused else legal(kernel, problem, device, add_dq=add_dq)
 
         monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", legal_tiles)
-        plan.cache_clear()
+        forget_plans()
 
     yield take
-    plan.cache_clear()
+    forget_plans()
 
 
 # Every option and all pairs of options
@@ -238,7 +238,7 @@ def forward(monkeypatch, small_tile):
 
     def forward(case, rescale_above=RESCALE_ABOVE):
         monkeypatch.setattr("cupy_flash.engines.fragments.RESCALE_ABOVE", rescale_above)
-        plan.cache_clear()
+        forget_plans()
         return run_mma(case, "sm_75" if case.dtype == "float16" else "sm_80")
 
     return forward

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, check, posed
+from forget import forget_plans
 from planting import planted
 from tiers import exhaustive
 from wgmma_cases import LONG, OPTIONS
@@ -36,9 +37,9 @@ PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=
 @pytest.fixture
 def small_tile(monkeypatch):
     monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
-    plan.cache_clear()
+    forget_plans()
     yield
-    plan.cache_clear()
+    forget_plans()
 
 
 def forward(case, tile=None, blocks=None, **asked):

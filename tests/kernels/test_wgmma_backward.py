@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from forget import forget_plans
 from planting import planted
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
@@ -15,7 +16,6 @@ from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
-from cupy_flash.plan import plan
 from cupy_flash.problem import Gradients, Saved
 from cupy_flash.source import assemble
 
@@ -36,10 +36,10 @@ def take(monkeypatch):
 
     def take(tile):
         monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
-        plan.cache_clear()
+        forget_plans()
 
     yield take
-    plan.cache_clear()
+    forget_plans()
 
 
 def run(case, **how):

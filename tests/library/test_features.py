@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cupy_flash import api, attention, features
+from cupy_flash import api, arguments, attention, features
 from cupy_flash.features import ARRAYS, FEATURES, NAMES, SIZES
 from cupy_flash.params import dtypes
 from cupy_flash.problem import Operands, Problem
@@ -30,6 +30,58 @@ def documented(name):
 def test_the_signature_is_the_table():
     assert tuple(OPTIONS) == NAMES
     assert [parameter.default for parameter in OPTIONS.values()] == [feature.default for feature in FEATURES]
+
+
+def typed(options):
+    """{option: type} of a class of arguments.py, for arrays of any library."""
+    return {name: re.sub(r"\bT\b", "AnyArray", kind.__forward_arg__) for name, kind in options.__annotations__.items()}
+
+
+def test_the_types_of_the_signature_are_those_of_keyword_arguments():
+    assert typed(arguments.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
+
+
+def test_every_kind_of_option_has_its_type():
+    types = {
+        features.ARRAY: "AnyArray | None",
+        features.NUMBER: "float",
+        features.FLAG: "bool",
+        features.CHOICE: "str",
+        features.CAUSAL: "Causal",
+        features.WINDOW: "Window",
+        features.SEED: "int | AnyArray | None",
+    }
+    optional = {features.NUMBER, features.CHOICE}
+    expected = {
+        feature.name: types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
+        for feature in FEATURES
+    }
+    assert typed(arguments.PaddedOptions) == expected | {"layout": "Layout"}
+
+
+@pytest.mark.parametrize(
+    ("options", "serves"),
+    [
+        (arguments.PaddedOptions, lambda feature: True),
+        (arguments.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
+        (arguments.RanksOptions, lambda feature: feature not in ARRAYS or feature.ranks),
+        (
+            arguments.PackedRanksOptions,
+            lambda feature: (feature not in ARRAYS or feature.ranks) and feature.name != "layout",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_calls_take_the_options_that_the_table_serves(options, serves):
+    names = {feature.name for feature in FEATURES if serves(feature)}
+    assert options.__annotations__.keys() == names
+    without_lse = getattr(arguments, f"{options.__name__}WithoutLse")
+    assert without_lse.__annotations__.keys() == names - {feature.name for feature in FEATURES if feature.result}
+
+
+def test_the_reference_takes_the_options_of_the_definition():
+    names = {feature.name for feature in FEATURES if feature.definition}
+    assert arguments.ReferenceOptions.__annotations__.keys() == names | {"dtype"}
 
 
 @BY_NAME

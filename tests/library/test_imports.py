@@ -17,11 +17,19 @@ PACKAGE = ROOT / "cupy_flash"
 FLOW = (
     "environment",
     "arrays",
+    "arguments",
     "mask",
     "features",
+    "mods",
+    "mods.ir",
+    "mods.functions",
+    "mods.sources",
+    "mods.values",
+    "mods.trace",
     "score",
     "dropout",
     "reference",
+    "cache_records",
     "problem",
     "device",
     "source",
@@ -101,6 +109,7 @@ FLOW = (
     "adapters",
     "adapters.torch.fp8",
     "adapters.torch.op",
+    "adapters.torch.cache",
     "adapters.torch.drop_in",
     "adapters.torch.module",
     "adapters.torch.saved",
@@ -130,7 +139,7 @@ FLOW = (
 )
 
 OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
-LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs")
+LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """
 import numpy as np

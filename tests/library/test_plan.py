@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import DTYPES, Case, posed
+from forget import forget_plans
 
 import cupy_flash
 from cupy_flash.backends import kernels
@@ -23,7 +24,7 @@ def test_same_question_same_answer():
     """Plans are cached by value, and equal after clearing the cache: they depend only on problem and device."""
     first = plan(PROBLEM, DEVICE)
     assert plan(PROBLEM._replace(), Device("cpu", "x86_64", 8)) is first
-    plan.cache_clear()
+    forget_plans()
     assert plan(PROBLEM, DEVICE) == first and hash(plan(PROBLEM, DEVICE)) == hash(first)
 
 
@@ -58,7 +59,7 @@ def test_an_engine_is_a_module_and_an_entry(monkeypatch):
         launches=simt.launches,
     )
     monkeypatch.setitem(MODULES, "toy", toy)
-    plan.cache_clear()
+    forget_plans()
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 16)).astype(np.float32)
     assert "engine     toy on simulator" in cupy_flash.explain(q, k, v, backend="simulator")
     out = cupy_flash.attention(q, k, v, backend="simulator", engine="toy")
@@ -67,7 +68,7 @@ def test_an_engine_is_a_module_and_an_entry(monkeypatch):
     assert "not toy    toy takes head dimension 16" in cupy_flash.explain(wide, wide, wide, backend="simulator")
     with pytest.raises(UnsupportedError, match="toy takes head dimension 16"):
         cupy_flash.attention(wide, wide, wide, backend="simulator", engine="toy")
-    plan.cache_clear()
+    forget_plans()
 
 
 def test_backend_names_the_simulated_gpu():
@@ -286,7 +287,7 @@ def test_deterministic_adds_nothing_up_in_any_order():
 def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
     """lse and delta of every row, and fp32 sums of dQ if it is added; a packed sequence has 16 more rows."""
     monkeypatch.setattr(mma, "legal_tiles", lambda *_, add_dq=False: [mma.Tile(64, 64, 128, 1, 1)] if add_dq else [])
-    plan.cache_clear()
+    forget_plans()
     for length in (1, 100, 1000, 2000):
         lengths = dict(q_lengths=(length,) * 2, kv_lengths=(length,) * 2, packed=True) if packed else {}
         case = Case(length, length, heads=2, kv_heads=1, head_dim=40, dtype="bfloat16", **lengths)
@@ -300,7 +301,7 @@ def test_workspaces_are_linear_in_the_length(packed, monkeypatch):
         rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
         assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
         assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)
-    plan.cache_clear()
+    forget_plans()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monke
 
     alone = on_gpu()
     monkeypatch.setitem(MODULES, "mma", SimpleNamespace(**{**vars(simt), "seconds": seconds, "launches": launches}))
-    plan.cache_clear()
+    forget_plans()
     both = on_gpu()
     assert (both.engine, both.launches[0].kernel) == (chosen, f"{chosen}/forward")
     assert (both.block_q, both.block_kv, both.threads) == (alone.block_q, alone.block_kv, alone.threads)
@@ -331,7 +332,7 @@ def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monke
     assert f"not {other:<7}{slower}" in both.explain()
     assert {launch.kernel for launch in launches_at_any_length(PROBLEM, both.device)} == {"simt/forward", "mma/forward"}
     assert on_gpu(engine="simt").engine == "simt"
-    plan.cache_clear()
+    forget_plans()
 
 
 def test_candidates_are_every_tile_and_the_plans_first():

@@ -113,11 +113,16 @@ def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
     }
 
 
+def forget():
+    module._state.cache_clear()
+    module._check_options.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
-    module._state.cache_clear()
+    forget()
     yield
-    module._state.cache_clear()
+    forget()
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +130,7 @@ def alone():
     """Every call's result after no other."""
     results = {}
     for name, call in CALLS.items():
-        module._state.cache_clear()
+        forget()
         results[name] = result(**call)
     return results
 
@@ -133,7 +138,7 @@ def alone():
 @pytest.mark.parametrize("name", CALLS)
 def test_no_earlier_call_changes_a_later_one(name, alone):
     for other, call in CALLS.items():
-        module._state.cache_clear()
+        forget()
         result(**CALLS[name])
         assert result(**call) == alone[other], f"{other} after {name}"
 
@@ -150,6 +155,22 @@ def test_a_legal_call_is_checked_once(monkeypatch):
     assert operands.q.owner is FORTRAN
     with pytest.raises(AssertionError, match="checked again"):
         pose("case", (Q, K, V), Options(causal=False))
+
+
+def test_options_are_checked_once_for_all_lengths():
+    """A decode has another length at every call, and the same options."""
+    options = Options(causal=True, softcap=2.0)
+    for length in (5, 6, 7):
+        longer, _ = pose("case", (Q, zeros(2, length, 2, 8), zeros(2, length, 2, 6)), options)
+        assert (longer.kv_len, longer.softcap) == (length, 2.0)
+    assert (module._state.cache_info().misses, module._check_options.cache_info().misses) == (3, 1)
+    for softcap, error in ((-2.0, ValueError), (True, TypeError)):  # 1 == True
+        pose("case", (Q, K, V), Options(softcap=1))
+        with pytest.raises(error, match="softcap must be"):
+            pose("case", (Q, K, V), Options(softcap=softcap))
+    for dim in (16, 4):  # the default scale depends on the head dimension
+        x = zeros(2, 3, 4, dim)
+        assert pose("case", (x, x, x), Options())[0].scale == dim**-0.5
 
 
 def test_values_are_checked_at_every_call():

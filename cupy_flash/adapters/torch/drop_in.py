@@ -6,8 +6,9 @@ import functools
 import math
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,44 @@ from torch.utils import checkpoint
 from ...problem import Options, Packed, UnsupportedError
 from .op import forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def attention(q: Any, k: Any, v: Any, *, fp8: Any = False, **options: Any) -> Any:
+    from ...arguments import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    fp8: bool = False, return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    fp8: bool = False, return_lse: Literal[True], **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    fp8: bool = False, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    fp8: bool = False,
+    **options: Unpack[PaddedOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` on torch tensors; see there for arguments, results and errors.
 
     Differentiable once, with respect to q, k, v, bias and sink, through out and lse. Autograd saves q, k, v, out, lse,
@@ -36,18 +73,42 @@ def attention(q: Any, k: Any, v: Any, *, fp8: Any = False, **options: Any) -> An
     return forward("attention", (q, k, v), Options.of("attention", options), fp8=fp8)
 
 
+@overload
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    fp8: bool = False, return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    fp8: bool = False, return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    fp8: bool = False, return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    fp8: Any = False,
-    **options: Any,
-) -> Any:
+    fp8: bool = False,
+    **options: Unpack[PackedOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention_varlen` on torch tensors; see there, and `attention` for autograd and fp8."""
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed, fp8)
@@ -65,11 +126,11 @@ class SdpaUnsupportedError(UnsupportedError, SdpaValueError):
     """A legal call of `scaled_dot_product_attention` that no engine of this version serves."""
 
 
-def _raising_as_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+def _raising_as_torch(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: errors of `function` are raised as subclasses that are also RuntimeErrors."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -82,16 +143,16 @@ def _raising_as_torch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_raising_as_torch
 def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     *,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> Any:
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, computed by cupy_flash.
 
     Jagged nested tensors (B, H, S, E), ragged in S, run as packed sequences (`attention_varlen`), without attn_mask.
@@ -349,7 +410,7 @@ checkpoint._CheckpointFrame.__init__ = _recomputing_as_recorded(checkpoint._Chec
 checkpoint.CheckpointFunction.forward = staticmethod(_recomputing_as_recorded(checkpoint.CheckpointFunction.forward))
 
 
-def sdpa() -> Any:
+def sdpa() -> AbstractContextManager[Any]:
     """Context manager that replaces F.scaled_dot_product_attention by `scaled_dot_product_attention`.
 
     Works in eager mode and under torch.compile, also inside nn.MultiheadAttention. A call that cupy_flash cannot serve
@@ -373,17 +434,17 @@ def sdpa() -> Any:
 
 
 def flash_attn_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
 
@@ -396,22 +457,22 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
-    block_table: Any = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
 ) -> Any:
     """flash_attn.flash_attn_varlen_func of flash-attn 2: q (Tq, Hq, D), k, v (Tk, Hk, D), cu_seqlens int32 (B + 1,).
 
@@ -428,16 +489,16 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Any,
-    kv: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_kvpacked_func of flash-attn 2: q (B, Sq, Hq, D), kv (B, Sk, 2, Hk, D).
 
@@ -451,20 +512,20 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Any,
-    kv: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2: q (Tq, Hq, D), kv (Tk, 2, Hk, D).
 
@@ -478,15 +539,15 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_qkvpacked_func of flash-attn 2: qkv (B, S, 3, H, D), the rest as `flash_attn_func`."""
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
@@ -497,17 +558,17 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Any,
-    cu_seqlens: Any,
-    max_seqlen: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2: qkv (T, 3, H, D), cu_seqlens (B + 1,).
 

@@ -35,8 +35,8 @@ class CausalSelfAttention(torch.nn.Module):
         num_kv_heads: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         embed_dim, num_heads, num_kv_heads = (
@@ -62,7 +62,7 @@ class CausalSelfAttention(torch.nn.Module):
         self.qkv = torch.nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias, device, dtype)
         self.proj = torch.nn.Linear(embed_dim, embed_dim, bias, device, dtype)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, S, embed_dim) -> (B, S, embed_dim)."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), self.head_dim))
         q, k, v = qkv.split(self.heads, dim=-2)  # (B, S, H, D) each, views

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from ...arrays import dtype_name
 from ...device import Device
 from ...launch import Launch
 from ...params import Workspace
@@ -24,7 +25,7 @@ MEASURED: str | None = None
 
 def step(problem: Problem) -> ModuleType:
     """The module with the problem's tiles, cost model and launches."""
-    if problem.dtype.name == FP8:
+    if dtype_name(problem.dtype) == FP8:
         return forward_fp8
     return backward if problem.backward else forward
 

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     stages: int
     persistent: bool  # one block per SM, tiles drawn from a counter
     takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
-    paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V
+    paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V, where the lengths allow it
 
     @property
     def warpgroups(self) -> int:
@@ -106,6 +106,8 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    # A bucket of lengths shares its tile, and not all of them have an even number of query tiles.
+    multicasts = tile.paired and _visit_alike(problem, tile.block_q)
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -114,11 +116,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "PERSISTENT": tile.persistent,
         "PINGPONG": tile.takes_turns,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
-        "KV_MULTICAST": tile.paired,
+        "KV_MULTICAST": multicasts,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
     kernel = "wgmma/forward"
-    keys = tile.block_kv // (1 + tile.paired)
+    keys = tile.block_kv // (1 + multicasts)
     boxes = [Box("q", tile.block_q, PANEL), Box("k", keys, PANEL), Box("v", keys, PANEL)]
     if _is_stored_in_boxes(problem):
         boxes.append(Box("out", WARP_ROWS, PANEL))

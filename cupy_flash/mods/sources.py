@@ -1,0 +1,77 @@
+"""How a later call reaches what a trace has read, and the conditions under which its trace would be the same.
+
+Both are Python expressions over the call's functions `f0` (score_mod) and `f1` (mask_mod), for example
+`f0.__closure__[1].cell_contents`. They become one generated function, which returns the arrays and numbers of a call,
+or None if the call needs a trace of its own. Generated code does this in a microsecond or two.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+NAME = re.compile(r"\bv\d+\b")
+Collect = Callable[[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
+
+
+class Sources:
+    """The expressions and conditions of one trace, in the order in which it met them."""
+
+    def __init__(self) -> None:
+        self.reproducible = True  # False: the trace read something that no expression reaches
+        self._steps: list[tuple[str, str]] = []  # (local, its expression), or ("", a condition)
+        self._locals: dict[str, str] = {}  # by their expression
+        self._constants: dict[str, Any] = {}
+        self._conditions: set[str] = set()
+
+    def reach(self, expression: str) -> str:
+        """A local that holds the value of the expression."""
+        local = self._locals.get(expression)
+        if local is None:
+            local = self._locals[expression] = f"v{len(self._locals)}"
+            self._steps.append((local, expression))
+        return local
+
+    def constant(self, value: Any) -> str:
+        """An expression of a value that the trace holds."""
+        if type(value) is int or (type(value) is float and math.isfinite(value)):
+            return f"({value!r})"
+        name = next((name for name, other in self._constants.items() if other is value), None)
+        if name is None:
+            name = f"c{len(self._constants)}"
+            self._constants[name] = value
+        return name
+
+    def require(self, condition: str) -> None:
+        """A later call has this trace only if the condition holds."""
+        if condition not in self._conditions:
+            self._conditions.add(condition)
+            self._steps.append(("", condition))
+
+    def collect(self, arrays: list[str], numbers: list[str]) -> Collect:
+        """The function (score_mod, mask_mod) -> (arrays, numbers), or None for a call that needs another trace."""
+        results = [f"({''.join(f'{item}, ' for item in items)})" for items in (arrays, numbers)]
+        needed = self._needed([condition for local, condition in self._steps if not local] + results)
+        lines = ["def collect(f0, f1):", "    try:"]
+        for local, expression in self._steps:
+            if not local:
+                lines.append(f"        if not ({expression}): return None")
+            elif local in needed:
+                lines.append(f"        {local} = {expression}")
+        lines += [f"        return {', '.join(results)}", "    except Exception: return None"]
+        namespace = {**self._constants, "INT32": (-(2**31), 2**31 - 1)}
+        exec(compile("\n".join(lines), "<the captured values of a mod>", "exec"), namespace)
+        collect: Collect = namespace["collect"]
+        return collect
+
+    def _needed(self, expressions: list[str]) -> set[str]:
+        """The locals that expressions use, directly or through other locals."""
+        definitions = dict(self._steps)
+        needed: set[str] = set()
+        while expressions:
+            names = set(NAME.findall(expressions.pop())) - needed
+            needed |= names
+            expressions += [definitions[name] for name in names]
+        return needed

@@ -1,0 +1,407 @@
+"""Trace a score_mod and a mask_mod: call each once with stand-ins for the score and its indices, and keep the result.
+
+Arrays of NumPy, CuPy and jax have no hook for `array[traced]`. So a function is rebuilt with stand-ins in its closure,
+globals and defaults, in place of arrays, numbers, and the functions and objects that lead to them.
+
+A trace is kept for as long as it holds: a later call of the same code takes it over if what the code captures is of the
+same types, dtypes and ranks, and the numbers that entered the text are the same (sources.py). Contents and shapes of
+arrays and all other numbers are collected in every call.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .functions import Untraceable
+from .ir import BOOL, REAL, Graph, Node, Program, order
+from .sources import Collect
+from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
+
+MASK_INPUTS = ("b", "h", "q", "kv")
+SCORE_INPUTS = ("score", *MASK_INPUTS)
+MOST_NODES = 4096
+DEEPEST = 12  # containers within containers
+LARGEST_CONTAINER = 1024
+MOST_TRACES = 256
+
+# NumPy's and torch's functions accept stand-ins by protocol; those of jax and CuPy are wrapped.
+PROTOCOL = ("numpy", "torch")
+WRAPPED = ("jax", "jaxlib", "cupy", "cupyx")
+HERE = str(Path(__file__).parent)
+CONSTANTS = (str, bytes, bool, complex, np.generic, np.dtype, range, enum.Enum, type(None), type(Ellipsis))
+
+
+class Mod:
+    """A score_mod and a mask_mod, traced: `program`, and the `arrays` and `numbers` that it reads.
+
+    Give it as score_mod= or mask_mod= in place of the functions that it was made of. It keeps the arrays and numbers
+    that the functions had captured when it was made; contents of the arrays are read in every call.
+
+    Raises TypeError if a function does what cannot be traced, with the user's line and what to write instead.
+    """
+
+    __slots__ = ("arrays", "names", "numbers", "program", "text")
+
+    program: Program
+    text: str  # of the program
+    arrays: tuple[Any, ...]
+    numbers: tuple[Any, ...]
+    names: tuple[str, ...]  # of the functions, for explain()
+
+    def __init__(self, score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None) -> None:
+        if score_mod is None and mask_mod is None:
+            raise TypeError("Mod: score_mod or mask_mod must be given")
+        mod = traced(score_mod, mask_mod)
+        for name in self.__slots__:
+            setattr(self, name, getattr(mod, name))
+
+    def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
+        """The same mod of other arrays, of the same dtypes and ranks."""
+        return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(
+            f"array{n} {element.dtype} {tuple(a.shape)}" for n, (element, a) in enumerate(self._arrays())
+        )
+        numbers = ", ".join(f"n{n} = {number:g}" for n, number in enumerate(self.numbers))
+        return f"Mod({'; '.join(part for part in (str(self.program), arrays, numbers) if part)})"
+
+    def _arrays(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.program.arrays, self.arrays, strict=True)
+
+
+def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbers: Any) -> Mod:
+    mod = Mod.__new__(Mod)
+    mod.program, mod.text, mod.names, mod.arrays, mod.numbers = program, text, names, arrays, numbers
+    return mod
+
+
+class _Kept(NamedTuple):
+    """A trace that later calls may take over."""
+
+    codes: tuple[Any, ...]  # alive, so that their ids stay theirs
+    collect: Collect
+    program: Program
+    text: str
+    names: tuple[str, ...]
+
+
+_kept: dict[tuple[int, int], list[_Kept]] = {}
+
+
+def traced(score_mod: Any, mask_mod: Any) -> Mod:
+    """The Mod of the functions, from a kept trace if one holds for them; either may be None."""
+    codes = (_code_of(score_mod), _code_of(mask_mod))
+    key = (id(codes[0]), id(codes[1]))
+    for kept in _kept.get(key, ()):
+        collected = kept.collect(score_mod, mask_mod)
+        if collected is not None:
+            return _mod(kept.program, kept.text, kept.names, *collected)
+    trace, roots = Trace(), {}
+    for name, function, inputs in (("f0", score_mod, SCORE_INPUTS), ("f1", mask_mod, MASK_INPUTS)):
+        roots[name] = None if function is None else _root(trace, name, function, inputs)
+    program, slots, arguments = _program(trace, roots["f0"], roots["f1"])
+    names = tuple(_name_of(function) for function in (score_mod, mask_mod) if function is not None)
+    mod = _mod(
+        program, program.text, names, tuple(trace.arrays[slot] for slot in slots),
+        tuple(trace.numbers[index] for index in arguments),
+    )  # fmt: skip
+    if trace.sources.reproducible:
+        collect = trace.sources.collect(
+            [trace.array_sources[slot] for slot in slots], [trace.number_sources[index] for index in arguments]
+        )
+        _keep(key, _Kept(codes, collect, program, mod.text, names))
+    return mod
+
+
+def _keep(key: tuple[int, int], kept: _Kept) -> None:
+    while sum(map(len, _kept.values())) >= MOST_TRACES:
+        _kept.pop(next(iter(_kept)))
+    _kept.setdefault(key, []).append(kept)
+
+
+def _code_of(function: Any) -> Any:
+    """What all calls of one function, method, partial or class of callables share."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> Node:
+    """The node that the function returns: real of a score_mod, bool of a mask_mod."""
+    option = "score_mod" if inputs is SCORE_INPUTS else "mask_mod"
+    try:
+        if not callable(function):
+            raise Untraceable(f"it must be a function ({', '.join(inputs)}), not {type(function).__name__}")
+        callee = _Rebuilder(trace).rebuild(function, source)
+        result = callee(*(Value(trace, trace.graph.input(name)) for name in inputs))
+        value = None if result is None else lift(trace, result)
+        if not isinstance(value, Value):
+            raise Untraceable(f"it must return one number, not {'None' if value is None else f'a row of {len(value)}'}")
+        if len(trace.graph.nodes) > MOST_NODES:
+            raise Untraceable(f"it takes {len(trace.graph.nodes)} operations, more than {MOST_NODES}")
+        if inputs is SCORE_INPUTS:
+            return trace.graph.cast(value.node, REAL)
+        if value.node.kind == REAL:
+            raise Untraceable("it must return a bool, not a floating number: an additive bias is a score_mod")
+        return trace.graph.cast(value.node, BOOL)
+    except Untraceable as error:
+        raise TypeError(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
+
+
+def _user_line(error: BaseException, function: Any) -> str:
+    """The last line of the user's code that the error came through, else the line that defines the function."""
+    code = _code_of(function)
+    place = (code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
+    step = error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if not frame.f_code.co_filename.startswith(HERE) and _library(frame.f_globals.get("__name__")) not in PROTOCOL:
+            place = (frame.f_code.co_filename, step.tb_lineno)
+        step = step.tb_next
+    if place is None:
+        return ""
+    return f'\n  File "{place[0]}", line {place[1]}: {linecache.getline(*place).strip()}'
+
+
+def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Program, list[int], list[int]]:
+    """The program over a graph that holds nothing else, with its slots and arguments in the order of their use.
+
+    A choice of -inf at the root of a score_mod hides keys, so it becomes a mask, which lets whole tiles be skipped.
+    """
+    graph = trace.graph
+    while score is not None and score.op == "where" and any(_is_minus_infinity(branch) for branch in score.args[1:]):
+        condition, x, y = score.args
+        seen, score = (graph.make("not", condition), y) if _is_minus_infinity(x) else (condition, x)
+        mask = seen if mask is None else graph.make("and", seen, mask)
+    roots = [root for root in (score, mask) if root is not None]
+    compact, renamed = Graph(), dict[Node, Node]()
+    used: dict[str, list[int]] = {"load": [], "argument": []}
+    for node in order(roots):
+        value = node.value
+        if node.op in used:
+            if value not in used[node.op]:
+                used[node.op].append(value)
+            value = used[node.op].index(value)
+        renamed[node] = compact.node(node.op, node.kind, tuple(renamed[arg] for arg in node.args), value)
+    slots, arguments = used["load"], used["argument"]
+    program = Program(
+        None if score is None else renamed[score], None if mask is None else renamed[mask],
+        tuple(element_of(trace.arrays[slot]) for slot in slots), tuple(trace.kinds[index] for index in arguments),
+    )  # fmt: skip
+    return program, slots, arguments
+
+
+def _is_minus_infinity(node: Node) -> bool:
+    return node.op == "const" and bool(node.value == -np.inf)
+
+
+# ------------------------------------------------------------------------------------------- what a function captures
+
+
+def _library(module: Any) -> str:
+    return str(module or "").partition(".")[0]
+
+
+class _Rebuilder:
+    """Replaces what functions capture by stand-ins, and records where it was."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.sources = trace, trace.sources
+        self._rebuilt: dict[
+            int, tuple[Any, Any, str]
+        ] = {}  # by id: the original, which stays alive, its stand-in, local
+
+    def rebuild(self, x: Any, source: str, depth: int = 0) -> Any:
+        """x with stand-ins for all that leads to arrays and numbers; `source` is the expression that reaches x."""
+        if type(x) in (int, float):
+            return Number(self.trace, x, self.sources.reach(source))
+        if isinstance(x, CONSTANTS):
+            self.trace._require_value(x, self.sources.reach(source))
+            return x
+        if is_array(x):
+            return self.trace.capture(x, source)
+        if depth > DEEPEST:
+            raise Untraceable("what it captures is nested too deeply")
+        local = self.sources.reach(source)
+        if id(x) in self._rebuilt:
+            _, stand_in, first = self._rebuilt[id(x)]
+            self.sources.require(f"{local} is {first}")
+            return stand_in
+        if isinstance(x, types.FunctionType):
+            return self._function(x, local, depth)
+        stand_in = self._stand_in(x, local, depth)
+        self._rebuilt[id(x)] = (x, stand_in, local)
+        return stand_in
+
+    def _stand_in(self, x: Any, local: str, depth: int) -> Any:
+        if type(x) in (list, tuple) or (isinstance(x, tuple) and hasattr(x, "_fields")):
+            self._require_type(x, local)
+            self._check_size(x)
+            self.sources.require(f"len({local}) == {len(x)}")
+            items = [self.rebuild(item, f"{local}[{n}]", depth + 1) for n, item in enumerate(x)]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        if type(x) is dict:
+            self._require_type(x, local)
+            self._check_size(x)
+            self.sources.require(f"list({local}) == {self.sources.constant(list(x))}")
+            return {key: self.rebuild(item, f"{local}[{self._key(key)}]", depth + 1) for key, item in x.items()}
+        if isinstance(x, functools.partial):
+            self._require_type(x, local)
+            function, args, keywords = (
+                self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
+            )
+            return functools.partial(function, *args, **keywords)
+        if isinstance(x, types.MethodType):
+            self._require_type(x, local)
+            function = self.rebuild(x.__func__, f"{local}.__func__", depth + 1)
+            return functools.partial(function, self.rebuild(x.__self__, f"{local}.__self__", depth + 1))
+        if self._is_opaque(x):
+            self.sources.require(f"{local} is {self.sources.constant(x)}")
+            if isinstance(x, types.ModuleType):
+                return _Namespace(x) if _library(x.__name__) in WRAPPED else x
+            wrapped = _library(getattr(x, "__module__", None)) in WRAPPED and not isinstance(x, type)
+            return _accepting_stand_ins(x) if wrapped and callable(x) else x
+        if not hasattr(x, "__dict__") and not hasattr(type(x), "__slots__"):
+            self.sources.reproducible = False  # a set, an iterator, ...: its state cannot be compared
+            return x
+        self._require_type(x, local)
+        return _Held(self, x, local)
+
+    def _key(self, key: Any) -> str:
+        return repr(key) if type(key) is str else self.sources.constant(key)
+
+    def _is_opaque(self, x: Any) -> bool:
+        """Whether x is a library's, holds no state of the user's, and need only be the same object in a later call."""
+        if isinstance(x, types.ModuleType):
+            library = _library(x.__name__)
+            return library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names
+        if isinstance(x, (type, types.BuiltinFunctionType, np.ufunc)):
+            return not isinstance(x, type) or _library(x.__module__) in (*PROTOCOL, *WRAPPED, *sys.stdlib_module_names)
+        owner = _library(type(x).__module__)
+        return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # a torch module holds parameters
+
+    def _require_type(self, x: Any, local: str) -> None:
+        self.sources.require(f"type({local}) is {self.sources.constant(type(x))}")
+
+    def _check_size(self, x: Any) -> None:
+        if len(x) > LARGEST_CONTAINER:
+            raise Untraceable(f"it captures a {type(x).__name__} of {len(x)} items: make it an array")
+
+    def _function(self, function: types.FunctionType, local: str, depth: int) -> Any:
+        """The function over a closure, globals and defaults of stand-ins."""
+        library = _library(function.__module__)
+        of_library = library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names - {"__main__"}
+        if of_library and not function.__closure__:
+            self.sources.require(f"{local} is {self.sources.constant(function)}")
+            return _accepting_stand_ins(function) if library in WRAPPED else function
+        self.sources.require(f"{local}.__code__ is {self.sources.constant(function.__code__)}")
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        names = () if of_library else _global_names(function.__code__)
+        replaced = dict(function.__globals__)
+        rebuilt = types.FunctionType(function.__code__, replaced, function.__name__, None, cells or None)
+        self._rebuilt[id(function)] = (function, rebuilt, local)  # before its closure, which may hold the function
+        for n, (cell, original) in enumerate(zip(cells, function.__closure__ or (), strict=True)):
+            try:
+                content = original.cell_contents
+            except ValueError:  # empty
+                self.sources.reproducible = False
+                continue
+            cell.cell_contents = self.rebuild(content, f"{local}.__closure__[{n}].cell_contents", depth + 1)
+        for name in names:
+            if name in function.__globals__:
+                content = function.__globals__[name]
+                replaced[name] = self.rebuild(content, f"{local}.__globals__[{name!r}]", depth + 1)
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, name)
+            if defaults:
+                setattr(rebuilt, name, self.rebuild(defaults, f"{local}.{name}", depth + 1))
+        return rebuilt
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function and the functions inside it read."""
+    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))
+
+
+class _Held:
+    """An object, class or module that a mod captures; its attributes become stand-ins when they are read."""
+
+    def __init__(self, rebuilder: _Rebuilder, owner: Any, local: str) -> None:
+        object.__setattr__(self, "_held", (rebuilder, owner, local))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that isinstance(x, its class) holds
+        return type(object.__getattribute__(self, "_held")[1])
+
+    def __getattr__(self, name: str) -> Any:
+        rebuilder, owner, local = object.__getattribute__(self, "_held")
+        value = getattr(owner, name)
+        if isinstance(value, types.MethodType) and value.__self__ is owner:
+            function = rebuilder.rebuild(value.__func__, f"{local}.{name}.__func__")
+            return functools.partial(function, self)
+        return rebuilder.rebuild(value, f"{local}.{name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getattr__("__getitem__")(index)
+
+    def __len__(self) -> int:
+        return int(self.__getattr__("__len__")())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rebuilder, owner, _ = object.__getattribute__(self, "_held")
+        if isinstance(owner, type):
+            rebuilder.sources.reproducible = False
+            return owner(*args, **kwargs)
+        is_torch_module = _library(type(owner).__call__.__module__) == "torch"
+        return self.__getattr__("forward" if is_torch_module else "__call__")(*args, **kwargs)
+
+
+class _Namespace:
+    """A module of jax or CuPy that accepts stand-ins."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, types.ModuleType):
+            return _Namespace(value)
+        return _accepting_stand_ins(value) if callable(value) and not isinstance(value, type) else value
+
+
+def _accepting_stand_ins(function: Any) -> Any:
+    """A function of jax or CuPy, recorded where it meets stand-ins."""
+    name = getattr(function, "__name__", "")
+
+    @functools.wraps(function, updated=())
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, Traced) for x in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        if name == "gelu":  # jax approximates by default, torch does not
+            kwargs.setdefault("approximate", True)
+        return call(name, args, kwargs, function)
+
+    return either

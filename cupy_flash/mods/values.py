@@ -1,0 +1,644 @@
+"""What a mod computes with while it is traced: stand-ins for numbers, for captured arrays and for captured numbers.
+
+They record operators and the functions of NumPy, torch and jax as nodes, by each library's protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+
+from . import functions
+from .functions import FUNCTIONS, IN_TEXT, Untraceable, canonical, conversion
+from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, kind_of
+from .sources import Sources
+
+LONGEST_ROW = 1024  # of a captured array, which is computed element by element
+MOST_ARRAYS = 32
+SMALL = (-1, 0, 1, 2)  # these numbers stay in the text, where they simplify
+
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+REVERSED = {f"r{name}": name for name in (*BINARY, "div")}
+
+
+class Trace:
+    """What one trace records: the graph, the captured arrays, the run-time numbers, and where they came from."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.sources = Sources()
+        self.arrays: list[Any] = []
+        self.array_sources: list[str] = []
+        self.numbers: list[Any] = []
+        self.number_sources: list[str] = []
+        self.kinds: list[str] = []
+
+    def capture(self, array: Any, source: str | None = None) -> Captured:
+        """The stand-in of an array; without a source it was made inside the mod, and every call is traced."""
+        if source is None:
+            self.sources.reproducible = False
+        slot = next((slot for slot, other in enumerate(self.arrays) if other is array), None)
+        if slot is None:
+            slot = len(self.arrays)
+            if slot == MOST_ARRAYS:
+                raise Untraceable(f"a mod reads at most {MOST_ARRAYS} arrays")
+            element = element_of(array)
+            name = self.sources.reach(source) if source else self.sources.constant(array)
+            for other, other_name in zip(self.arrays, self.array_sources, strict=True):
+                if element_of(other) == element:
+                    self.sources.require(f"{name} is not {other_name}")
+            self.arrays.append(array)
+            self.array_sources.append(name)
+            if source:
+                self._require_alike(name, array, element)
+        elif source:
+            self.sources.require(f"{self.sources.reach(source)} is {self.array_sources[slot]}")
+        return Captured(self, slot)
+
+    def _require_alike(self, name: str, array: Any, element: Element) -> None:
+        self.sources.require(f"type({name}) is {self.sources.constant(type(array))}")
+        self.sources.require(f"{name}.dtype == {self.sources.constant(array.dtype)}")
+        self.sources.require(f"len({name}.shape) == {element.rank}")
+
+    def number(self, value: Any, source: str | None = None, in_text: bool = False) -> Node:
+        """A Python number as a constant of the text or as a run-time argument."""
+        kind = kind_of(value)
+        if kind == LONG and not -(2**63) <= value < 2**63:
+            raise Untraceable(f"{value} does not fit 64 bits")
+        if kind == BOOL or in_text or value in SMALL or not math.isfinite(value):
+            if source is not None:
+                self._require_value(value, source)
+            return self.graph.const(value)
+        source = (
+            self.sources.constant(value.item() if isinstance(value, np.generic) else value)
+            if source is None
+            else source
+        )
+        for index, (other, other_kind) in enumerate(zip(self.number_sources, self.kinds, strict=True)):
+            if (other, other_kind) == (source, kind):
+                return self.graph.argument(index, kind)
+        if "v" in source:
+            self.sources.require(self._kind_condition(source, kind))
+        self.numbers.append(value)
+        self.number_sources.append(source)
+        self.kinds.append(kind)
+        return self.graph.argument(len(self.kinds) - 1, kind)
+
+    def _require_value(self, value: Any, source: str) -> None:
+        constant = self.sources.constant(value)
+        # 1 == 1.0 == True, but their kinds differ. A NaN equals nothing, so a later call is traced again.
+        self.sources.require(f"type({source}) is {self.sources.constant(type(value))} and {source} == {constant}")
+
+    def _kind_condition(self, source: str, kind: str) -> str:
+        if kind == REAL:
+            return f"type({source}) is {self.sources.constant(float)}"
+        condition = f"INT32[0] <= {source} <= INT32[1]"
+        whole = f"type({source}) is {self.sources.constant(int)}"
+        return f"{whole} and {condition}" if kind == INT else f"{whole} and not {condition}"
+
+
+def element_of(array: Any) -> Element:
+    """The dtype's name and the rank of a captured array; a dtype that no mod reads is an error."""
+    name = str(array.dtype).removeprefix("torch.")
+    if name not in LOADED:
+        raise Untraceable(f"a captured array cannot be {name}: a mod reads {', '.join(LOADED)}")
+    return Element(name, len(array.shape))
+
+
+def is_array(x: Any) -> bool:
+    """Whether x is an array of some library."""
+    return (
+        not isinstance(x, (Traced, np.generic, type))
+        and hasattr(x, "shape")
+        and hasattr(x, "dtype")
+        and (isinstance(x, np.ndarray) or hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"))
+    )
+
+
+class UnknownMethod(Untraceable, AttributeError):
+    """Untraceable, and what hasattr() expects."""
+
+
+class Traced:
+    """What stands for a value during a trace. Operators and methods are calls by name."""
+
+    described = "a traced number"
+    __array_priority__ = 1e6
+    __hash__ = object.__hash__
+    trace: Trace
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(function.__name__, args, kwargs, function)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__" or kwargs.get("out") is not None:
+            raise Untraceable(f"np.{ufunc.__name__}.{method} is not elementwise")
+        return call(ufunc.__name__, inputs, kwargs, ufunc)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return call(function.__name__, args, kwargs, function)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise Untraceable("a traced number cannot be made an array: call functions such as np.where on it directly")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise Untraceable("iteration over a traced number: it is one number, different for every score")
+
+    def __len__(self) -> int:
+        raise Untraceable("a traced number has no length")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_") or (canonical(name) not in FUNCTIONS and name not in STRUCTURAL):
+            raise UnknownMethod(f"{self.described} has no {name!r} in a mod")
+        return lambda *args, **kwargs: call(name, (self, *args), kwargs)
+
+    def _refuse_value(self, what: str) -> NoReturn:
+        raise Untraceable(
+            f"{what} asks for the value of a traced number, which is different for every score: write "
+            "where(condition, a, b) instead of if, `&` instead of `and`, `|` instead of `or`, `~` instead of `not`"
+        )
+
+    def __bool__(self) -> bool:
+        self._refuse_value("bool()")
+
+    def __index__(self) -> int:
+        self._refuse_value("index()")
+
+    def __int__(self) -> int:
+        self._refuse_value("int()")
+
+    def __float__(self) -> float:
+        self._refuse_value("float()")
+
+    def __floor__(self) -> Any:
+        return call("int", (call("floor", (self,)),))
+
+    def __ceil__(self) -> Any:
+        return call("int", (call("ceil", (self,)),))
+
+    def __trunc__(self) -> Any:
+        return call("int", (self,))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return call("round", (self,) if digits is None else (self, digits))
+
+
+def _install_operators() -> None:
+    def binary(name: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
+        return lambda x, y: call(name, (y, x) if swapped else (x, y))
+
+    def unary(name: str) -> Callable[[Any], Any]:
+        return lambda x: call(name, (x,))
+
+    for name in (*BINARY, *COMPARE):
+        setattr(Traced, f"__{name}__", binary(name))
+    for name in BINARY:
+        setattr(Traced, f"__r{name}__", binary(name, swapped=True))
+    for name in ("neg", "pos", "abs", "invert"):
+        setattr(Traced, f"__{name}__", unary(name))
+
+
+_install_operators()
+
+
+class Value(Traced):
+    """One number of a score: a node."""
+
+    shape: ClassVar[tuple[int, ...]] = ()
+    ndim = 0
+
+    def __init__(self, trace: Trace, node: Node) -> None:
+        self.trace, self.node = trace, node
+
+    def __repr__(self) -> str:
+        return f"<traced {self.node!r}>"
+
+    @property
+    def dtype(self) -> Any:
+        return {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
+
+    @property
+    def device(self) -> None:
+        return None
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return ()
+
+    def __getitem__(self, index: Any) -> Value:
+        index = index if isinstance(index, tuple) else (index,)
+        if all(i is None or i is Ellipsis for i in index):
+            return self
+        raise Untraceable("a traced number has no elements")
+
+
+class Number(Traced):
+    """A Python number that a mod captures. Where it meets traced numbers it becomes a run-time argument.
+
+    Arithmetic of such numbers is done by Python, now and in every later call. Whatever asks for the value itself (an
+    `if`, range(), a library) ties the trace to the answer.
+    """
+
+    def __init__(self, trace: Trace, value: Any, source: str) -> None:
+        self.trace, self.value, self.source = trace, value, source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that isinstance(x, int) holds
+        return type(self.value)
+
+    def fixed(self) -> Any:
+        """The value; from now on the trace holds for this value alone."""
+        self.trace._require_value(self.value, self.source)
+        return self.value
+
+    def __bool__(self) -> bool:
+        truth = bool(self.value)
+        self.trace.sources.require(self.source if truth else f"not {self.source}")
+        return truth
+
+    def __int__(self) -> int:
+        return int(self.fixed())
+
+    def __float__(self) -> float:
+        return float(self.fixed())
+
+    def __index__(self) -> int:
+        return operator.index(self.fixed())
+
+    def __hash__(self) -> int:
+        return hash(self.fixed())
+
+    def __repr__(self) -> str:
+        return repr(self.fixed())
+
+    def __format__(self, specification: str) -> str:
+        return format(self.fixed(), specification)
+
+    def __floor__(self) -> int:
+        return math.floor(self.fixed())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self.fixed())
+
+    def __trunc__(self) -> int:
+        return math.trunc(self.fixed())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.fixed(), digits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fixed(), name)
+
+
+def _arithmetic_of_numbers() -> None:
+    """Operators among captured and literal numbers are Python's; their sources are the same expressions."""
+    symbols = dict(
+        add="+", sub="-", mul="*", truediv="/", floordiv="//", mod="%", pow="**", lshift="<<", rshift=">>",
+        lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=",
+    )  # fmt: skip
+    symbols |= {"and": "&", "or": "|", "xor": "^"}
+
+    def binary(name: str, symbol: str, swapped: bool) -> Callable[[Any, Any], Any]:
+        compute = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+        recorded = getattr(Traced, f"__r{name}__" if swapped else f"__{name}__")
+
+        def operate(self: Number, other: Any) -> Any:
+            if not is_number(other):
+                return recorded(self, other)
+            sources = [self.source, source_of(self.trace, other)]
+            values = [self.value, value_of(other)]
+            if swapped:
+                sources, values = sources[::-1], values[::-1]
+            return Number(self.trace, compute(*values), f"({sources[0]} {symbol} {sources[1]})")
+
+        return operate
+
+    def unary(compute: Callable[[Any], Any], form: str) -> Callable[[Number], Number]:
+        return lambda self: Number(self.trace, compute(self.value), form.format(self.source))
+
+    for name, symbol in symbols.items():
+        setattr(Number, f"__{name}__", binary(name, symbol, swapped=False))
+        if name in BINARY:
+            setattr(Number, f"__r{name}__", binary(name, symbol, swapped=True))
+    for name, form in dict(neg="(-{})", pos="(+{})", abs="({0} if {0} >= 0 else -{0})", invert="(~{})").items():
+        setattr(Number, f"__{name}__", unary(getattr(operator, name), form))
+
+
+_arithmetic_of_numbers()
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is one number that is the same for all scores."""
+    return type(x) is Number or (
+        not isinstance(x, Traced) and isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating))
+    )
+
+
+def value_of(number: Any) -> Any:
+    return number.value if type(number) is Number else number
+
+
+def source_of(trace: Trace, number: Any) -> str:
+    return number.source if type(number) is Number else trace.sources.constant(number)
+
+
+class Row(Traced):
+    """Several numbers, such as a row of a captured array; an operation is applied to each."""
+
+    def __init__(self, trace: Trace, items: list[Value]) -> None:
+        self.trace, self.items = trace, items
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.items),)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index is Ellipsis:
+            return self
+        chosen = self.items[index]
+        return Row(self.trace, chosen) if isinstance(chosen, list) else chosen
+
+
+class Captured(Traced):
+    """An array that a mod reads, with the indices that it has got so far."""
+
+    described = "a captured array"
+
+    def __init__(self, trace: Trace, slot: int, indices: tuple[Node, ...] = ()) -> None:
+        self.trace, self.slot, self.indices = trace, slot, indices
+
+    @property
+    def array(self) -> Any:
+        return self.trace.arrays[self.slot]
+
+    @property
+    def shape(self) -> tuple[Number, ...]:
+        """The remaining dimensions; a mod may compute with them."""
+        return tuple(self._extent(axis) for axis in range(len(self.indices), len(self.array.shape)))
+
+    def _extent(self, axis: int) -> Number:
+        source = f"{self.trace.array_sources[self.slot]}.shape[{axis}]"
+        return Number(self.trace, int(self.array.shape[axis]), source)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.array.shape) - len(self.indices)
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def device(self) -> Any:
+        return getattr(self.array, "device", None)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def numel(self) -> Any:
+        return functools.reduce(operator.mul, self.shape, 1)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise Untraceable("a captured number has no length")
+        return operator.index(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        index = index if isinstance(index, tuple) else (index,)
+        while index and (index[-1] is Ellipsis or (type(index[-1]) is slice and index[-1] == slice(None))):
+            index = index[:-1]
+        if len(index) > self.ndim:
+            shape = tuple(self.array.shape)
+            raise Untraceable(f"{len(self.indices) + len(index)} indices of a captured array of shape {shape}")
+        first = len(self.indices)
+        nodes = tuple(self._index(first + n, i) for n, i in enumerate(index))
+        return Captured(self.trace, self.slot, (*self.indices, *nodes)).finished()
+
+    def _index(self, axis: int, index: Any) -> Node:
+        if isinstance(index, slice) or index is None or index is Ellipsis:
+            raise Untraceable("a slice of a captured array: take it before the mod, as in row = table[:, 3]")
+        if is_number(index):
+            if kind_of(value_of(index)) not in (INT, LONG):
+                raise Untraceable("an index must be an integer")
+            return self.trace.number(*_known(self._extent(axis) - -index if index < 0 else index))
+        node = node_of(self.trace, index)
+        if node.kind not in (INT, LONG):
+            raise Untraceable(f"an index must be an integer, not {'a bool' if node.kind == BOOL else 'floating'}")
+        return node
+
+    def finished(self) -> Any:
+        """The element that is read once every dimension has an index; until then this."""
+        if self.ndim:
+            return self
+        kind = LOADED[element_of(self.array).dtype]
+        return Value(self.trace, self.trace.graph.load(self.slot, self.indices, kind))
+
+    def numbers(self) -> Value | Row:
+        """The number or the row of numbers that is left."""
+        if self.ndim == 0:
+            return self.finished()
+        left = tuple(self.array.shape)[len(self.indices) :]
+        if len(left) > 1 or left[0] > LONGEST_ROW:
+            raise Untraceable(f"a mod computes with numbers: index the captured array further, {left} is left of it")
+        return Row(self.trace, [self[n] for n in range(len(self))])
+
+
+def _known(number: Any) -> tuple[Any, str | None]:
+    """The value and source of a Python number."""
+    return (number.value, number.source) if type(number) is Number else (number, None)
+
+
+def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
+    """What a mod may compute with, as a number or a row of numbers."""
+    if isinstance(x, Captured):
+        return x.numbers()
+    if is_number(x):
+        return Value(trace, trace.number(*_known(x), in_text))
+    if isinstance(x, (Value, Row)):
+        return x
+    if is_array(x):
+        return trace.capture(x).numbers()
+    raise Untraceable(f"a mod computes with numbers and arrays, not with {type(x).__name__}")
+
+
+def node_of(trace: Trace, x: Any) -> Node:
+    """One number as a node."""
+    value = lift(trace, x)
+    if isinstance(value, Row):
+        raise Untraceable(
+            f"a row of {len(value)} numbers where one is needed: index it, or reduce it by sum, any or all"
+        )
+    return value.node
+
+
+def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, original: Any = None) -> Any:
+    """Apply the function that libraries call `name`; `original` is the library's, for numbers alone."""
+    kwargs = kwargs or {}
+    if name.endswith("_") and not name.endswith("__"):
+        raise Untraceable(f"{name} works in place: a mod returns a new number")
+    name = name.strip("_")
+    if name in REVERSED:
+        name, args = REVERSED[name], args[::-1]
+    name = canonical(name)
+    operands = [*_flat(args), *_flat(tuple(kwargs.values()))]
+    traced = [operand for operand in operands if isinstance(operand, Traced)]
+    if original is not None and all(type(operand) is Number for operand in traced):
+        fixed = [arg.fixed() if type(arg) is Number else arg for arg in args]
+        return original(*fixed, **{key: x.fixed() if type(x) is Number else x for key, x in kwargs.items()})
+    trace = traced[0].trace
+    if name == "getitem":
+        array, index = args
+        array = array if isinstance(array, (Captured, Row, Value)) else trace.capture(array)
+        return array[index]
+    if name in STRUCTURAL:
+        return STRUCTURAL[name](trace, *args, **kwargs)
+    function = FUNCTIONS.get(name)
+    if function is None:
+        raise functions.unknown(name)
+    return _elementwise(trace, name, function, args, kwargs)
+
+
+IGNORED = ("dtype", "casting", "order", "subok", "inplace", "memory_format")
+OPTIONS = ("approximate", "rounding_mode")  # Python values of functions.py
+
+
+def _elementwise(
+    trace: Trace, name: str, function: Callable[..., Node], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Value | Row:
+    in_text = IN_TEXT.get(name, ())
+    inputs = [_operand(trace, arg, position in in_text) for position, arg in enumerate(args)]
+    named = {key: x if key in OPTIONS else _operand(trace, x, False) for key, x in kwargs.items() if key not in IGNORED}
+    lengths = {len(x) for x in (*inputs, *named.values()) if isinstance(x, Row)}
+    if len(lengths) > 1:
+        raise Untraceable(f"{name} of rows of different lengths, {' and '.join(map(str, sorted(lengths)))}")
+
+    def apply(n: int) -> Value:
+        nodes = [_nth(x, n) for x in inputs]
+        try:
+            return Value(trace, function(trace.graph, *nodes, **{key: _nth(x, n) for key, x in named.items()}))
+        except Untraceable:
+            raise
+        except TypeError as error:  # operands that the function does not have
+            raise Untraceable(f"{name}: {error}") from None
+
+    return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)
+
+
+def _operand(trace: Trace, x: Any, in_text: bool) -> Any:
+    return x if x is None or isinstance(x, str) else lift(trace, x, in_text)
+
+
+def _nth(x: Any, n: int) -> Any:
+    if isinstance(x, Row):
+        return x.items[n].node
+    return x.node if isinstance(x, Value) else x
+
+
+def _flat(items: tuple[Any, ...]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (tuple, list)) and not isinstance(item, Traced):
+            yield from _flat(tuple(item))
+        else:
+            yield item
+
+
+# ------------------------------------------------------------------------ functions of shapes, rows and dtypes, by name
+
+
+def _same(trace: Trace, x: Any, *args: Any, **kwargs: Any) -> Value | Row:
+    """A change of shape, which one number does not have."""
+    return lift(trace, x)
+
+
+def _constant(value: int) -> Callable[..., Value | Row]:
+    def of_dtype(trace: Trace, x: Any, *shape: Any, dtype: Any = None, **kwargs: Any) -> Value | Row:
+        if dtype is None and isinstance(x, Value) and shape == ():  # zeros_like
+            return Value(trace, trace.graph.const(value, x.node.kind))
+        number = lift(trace, value)
+        return number if dtype is None else _to(trace, number, dtype)
+
+    return of_dtype
+
+
+def _filled(position: int) -> Callable[..., Value | Row]:
+    """full_like, new_tensor and new_full: the argument at the position."""
+
+    def filled(trace: Trace, x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Value | Row:
+        value = kwargs["fill_value"] if "fill_value" in kwargs else args[position]
+        return lift(trace, value) if dtype is None else _to(trace, lift(trace, value), dtype)
+
+    return filled
+
+
+def _to(trace: Trace, x: Any, *targets: Any, **kwargs: Any) -> Any:
+    """A conversion to the first dtype among the targets; devices and flags change nothing."""
+    for target in (*targets, *kwargs.values()):
+        name = conversion(target) or conversion(getattr(target, "dtype", None))
+        if name is not None:
+            return call(name, (lift(trace, x),))
+    return lift(trace, x)
+
+
+def _items(trace: Trace, x: Any) -> list[Node]:
+    value = lift(trace, x)
+    return [item.node for item in value.items] if isinstance(value, Row) else [value.node]
+
+
+def _reduction(op: str, kind: str | None = None) -> Callable[..., Value]:
+    def reduce(trace: Trace, x: Any, *axis: Any, **kwargs: Any) -> Value:
+        nodes = _items(trace, x)
+        graph = trace.graph
+        nodes = [graph.cast(node, kind) if kind else node for node in nodes]
+        return Value(trace, functools.reduce(lambda total, node: graph.make(op, total, node), nodes))
+
+    return reduce
+
+
+def _dot(trace: Trace, x: Any, y: Any, **kwargs: Any) -> Value:
+    pairs = _elementwise(trace, "mul", FUNCTIONS["mul"], (x, y), {})
+    return _reduction("add")(trace, pairs)
+
+
+STRUCTURAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "contiguous", "clone", "item"), _same
+    ),
+    **dict.fromkeys(("to", "type", "astype", "type_as"), _to),
+    "zeros_like": _constant(0),
+    "ones_like": _constant(1),
+    "new_zeros": _constant(0),
+    "new_ones": _constant(1),
+    "full_like": _filled(0),
+    "new_tensor": _filled(0),
+    "new_full": _filled(1),
+    "sum": _reduction("add"),
+    "any": _reduction("or", BOOL),
+    "all": _reduction("and", BOOL),
+    "dot": _dot,
+    "vdot": _dot,
+    "inner": _dot,
+    "matmul": _dot,
+}

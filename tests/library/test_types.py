@@ -1,0 +1,99 @@
+"""What a type checker says about calls of the public functions."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEAD = """
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import assert_type
+
+import cupy_flash
+from cupy_flash import reference
+
+Halves = npt.NDArray[np.float16]
+
+
+class Exported:  # as the stubs of jax.Array have it
+    def __dlpack__(self) -> Any:
+        return None
+
+
+def calls(q: Halves, bias: npt.NDArray[np.float32], bounds: npt.NDArray[np.int32], x: Exported, flag: bool) -> None:
+"""
+
+RIGHT = (
+    "assert_type(cupy_flash.attention(q, q, q), Halves)",
+    "assert_type(cupy_flash.attention(q, q, q, causal='top_left', bias=bias, window=(3, None)), Halves)",
+    "assert_type(cupy_flash.attention(q, q, q, layout='bhsd', softcap=None, return_lse=True), tuple[Halves, Halves])",
+    "assert_type(cupy_flash.attention(q, q, q, return_lse=flag), Halves | tuple[Halves, Halves])",
+    "assert_type(cupy_flash.attention(x, x, x, backend='cpu', seed=1, dropout=0.1, sink=bias), Exported)",
+    "assert_type(cupy_flash.attention_varlen(q, q, q, bounds, bounds, 5, 5, scale=0.5), Halves)",
+    "out, vjp = cupy_flash.attention_vjp(q, q, q, causal=True)",
+    "assert_type(vjp(out).dq, Halves)",
+    "gradients = cupy_flash.attention_backward(q, q, q, q, out=q, lse=bias, alibi_slopes=bias)",
+    "assert_type(gradients, cupy_flash.Gradients[Halves])",
+    "assert_type(cupy_flash.merge(q, q, q, q), tuple[Halves, Halves])",
+    "assert_type(cupy_flash.explain(q, q, q, engine='simt'), str)",
+    "cupy_flash.compile(dtype='bfloat16', head_dim=64, bias='float32', mask=True, softcap=1.0)",
+    "reference.attention([[[[1.0]]]], q, q, mask=[[True]], dtype=np.float32)",
+    "options: dict[str, Any] = dict(causal=True)",
+    "cupy_flash.attention(q, q, q, **options)",
+    "cupy_flash.memory.load('llama2-7b')",
+)
+
+WRONG = (
+    "cupy_flash.attention(q, q, q, causal='botom')",
+    "cupy_flash.attention(q, q, q, casual=True)",
+    "cupy_flash.attention(q, q, q, scale='0.5')",
+    "cupy_flash.attention(q, q, q, window=3)",
+    "cupy_flash.attention(q, q, q, layout='sbhd')",
+    "cupy_flash.attention(q, q, q, bias=0.5)",
+    "cupy_flash.attention([1.0], q, q)",
+    "cupy_flash.attention(q, q)",
+    "cupy_flash.attention(q, q, q, return_lse=True).shape",
+    "cupy_flash.attention_varlen(q, q, q, bounds, bounds, 5, 5, mask=bounds)",
+    "cupy_flash.attention_vjp(q, q, q, causal='botom')",
+    "cupy_flash.attention_backward(q, q, q, q, q, q, causal='botom')",
+    "cupy_flash.merge(q, q, q, q, layout='thd')",
+    "cupy_flash.compile(dtype='bfloat16', head_dim='64')",
+    "cupy_flash.explain(q, q, q, dropout=None)",
+    "reference.attention(q, q, q, backend='cpu')",
+    "cupy_flash.atention(q, q, q)",
+)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """mypy's errors in each call, run once for all. It treats torch and jax as untyped, as setup.cfg says."""
+    folder = tmp_path_factory.mktemp("types")
+    calls = {"right": RIGHT, "wrong": WRONG}
+    for name, lines in calls.items():
+        (folder / f"{name}.py").write_text(HEAD + "".join(f"    {line}\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MYPYPATH", str(ROOT))
+        files = [str(folder / f"{name}.py") for name in calls]
+        report, trouble, _ = api.run(["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", os.devnull, *files])
+    assert trouble == ""
+    found = {}
+    for name, number, message in re.findall(r"^.*?(right|wrong)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
+        found.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
+    assert sum(map(len, found.values())) == report.count(" error: ")  # none in the package itself
+    return found
+
+
+def test_results_have_the_type_of_the_arrays(errors):
+    assert {call: errors[call] for call in RIGHT if call in errors} == {}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_wrong_calls_are_errors(errors, call):
+    assert call in errors

@@ -1,0 +1,446 @@
+"""Tracing: spellings of NumPy, torch and jax, everything that a function captures, kept traces, and errors."""
+
+import functools
+import math
+import types
+
+import numpy as np
+import pytest
+
+from cupy_flash.mods import trace
+from cupy_flash.mods.trace import Mod, traced
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+
+def text(score_mod=None, mask_mod=None):
+    return traced(score_mod, mask_mod).text
+
+
+def expressions(score_mod=None, mask_mod=None):
+    return str(traced(score_mod, mask_mod).program)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """An empty store of traces, and the number of traces made since."""
+    monkeypatch.setattr(trace, "_kept", {})
+    made = []
+    program = trace._program
+    monkeypatch.setattr(trace, "_program", lambda *args: made.append(1) or program(*args))
+    return made
+
+
+# Each row: one function by operators, methods or names of NumPy, torch and jax. All spellings make one text.
+SPELLINGS = {
+    "where": [
+        lambda s, b, h, q, kv: np.where(q < kv, s, 0.0),
+        lambda s, b, h, q, kv: torch.where(kv > q, s, 0.0),
+        lambda s, b, h, q, kv: jnp.where(q < kv, s, 0.0),
+        lambda s, b, h, q, kv: s.where(q < kv, 0.0) if False else torch.where(~(q >= kv), s, 0.0),
+    ],
+    "functions": [
+        lambda s, b, h, q, kv: np.tanh(s) + np.exp2(s) - np.log1p(np.abs(s)) + np.sqrt(np.square(s)),
+        lambda s, b, h, q, kv: torch.tanh(s) + torch.exp2(s) - torch.log1p(s.abs()) + torch.sqrt(s.square()),
+        lambda s, b, h, q, kv: jnp.tanh(s) + jnp.exp2(s) - jnp.log1p(abs(s)) + jnp.sqrt(s * s),
+        lambda s, b, h, q, kv: s.tanh() + 2**s - s.abs().log1p() + (s**2).sqrt(),
+    ],
+    "clip": [
+        lambda s, b, h, q, kv: s + np.clip(q - kv, -5, 5),
+        lambda s, b, h, q, kv: s + torch.clamp(q - kv, -5, 5),
+        lambda s, b, h, q, kv: s + jnp.clip(q - kv, min=-5, max=5),
+        lambda s, b, h, q, kv: s + (q - kv).clamp(min=-5, max=5),
+        lambda s, b, h, q, kv: s + np.minimum(np.maximum(q - kv, -5), 5),
+    ],
+    "comparisons and logic": [
+        lambda s, b, h, q, kv: s * ((q >= kv) & (kv != 3) | ~(q == 9)),
+        lambda s, b, h, q, kv: s * np.logical_or(np.logical_and(kv <= q, kv != 3), np.not_equal(q, 9)),
+        lambda s, b, h, q, kv: s * torch.logical_or(torch.logical_and(torch.ge(q, kv), torch.ne(kv, 3)), q != 9),
+        lambda s, b, h, q, kv: s * jnp.logical_or(jnp.logical_and(q >= kv, kv != 3), jnp.logical_not(q == 9)),
+    ],
+    "integers": [
+        lambda s, b, h, q, kv: s + (q // 7 - kv % 7) + (q & 3) + (kv << 2) + (q ^ kv),
+        lambda s, b, h, q, kv: (
+            s + (np.floor_divide(q, 7) - np.mod(kv, 7)) + np.bitwise_and(q, 3) + (kv << 2) + (q ^ kv)
+        ),
+        lambda s, b, h, q, kv: (
+            s
+            + (torch.div(q, 7, rounding_mode="floor") - torch.remainder(kv, 7))
+            + torch.bitwise_and(q, 3)
+            + torch.bitwise_left_shift(kv, 2)
+            + torch.bitwise_xor(q, kv)
+        ),
+    ],
+    "conversions": [
+        lambda s, b, h, q, kv: s + q.astype(np.float32) / 3 + (s > 0).astype(np.int32),
+        lambda s, b, h, q, kv: s + q.float() / 3 + (s > 0).int(),
+        lambda s, b, h, q, kv: s + q.to(torch.float32) / 3 + (s > 0).to(torch.int32),
+        lambda s, b, h, q, kv: s + q.astype(jnp.float32) / 3 + (s > 0).astype(jnp.int32),
+    ],
+    "activations": [
+        lambda s, b, h, q, kv: torch.sigmoid(s) + torch.relu(s) + torch.nn.functional.silu(s),
+        lambda s, b, h, q, kv: s.sigmoid() + torch.nn.functional.relu(s) + s * torch.sigmoid(s),
+        lambda s, b, h, q, kv: jax.nn.sigmoid(s) + jax.nn.relu(s) + jax.nn.silu(s),
+    ],
+    "gelu": [
+        lambda s, b, h, q, kv: torch.nn.functional.gelu(s, approximate="tanh"),
+        lambda s, b, h, q, kv: jax.nn.gelu(s),
+    ],
+    "softplus and logaddexp": [
+        lambda s, b, h, q, kv: torch.nn.functional.softplus(s) + torch.logaddexp(s, -s),
+        lambda s, b, h, q, kv: jax.nn.softplus(s) + jnp.logaddexp(s, -s),
+        lambda s, b, h, q, kv: -torch.nn.functional.logsigmoid(-s) + np.logaddexp(s, -s),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_all_spellings_make_one_text(name):
+    texts = {text(spelling) for spelling in SPELLINGS[name]}
+    assert len(texts) == 1, "\n\n".join(texts)
+
+
+TABLES = {
+    "numpy": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "torch": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "jax": jnp.arange(12, dtype=jnp.float32).reshape(3, 4),
+}
+table = TABLES["numpy"]
+
+
+class Bias:
+    def __init__(self, table, width):
+        self.table, self.width = table, width
+
+    def __call__(self, score, b, h, q, kv):
+        return score + self.table[h, (q - kv) % self.width]
+
+    def method(self, score, b, h, q, kv):
+        return self(score, b, h, q, kv)
+
+    @property
+    def first(self):
+        return self.table
+
+
+class Module(torch.nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table = torch.nn.Parameter(table)
+
+    def forward(self, score, b, h, q, kv):
+        return score + self.table[h, (q - kv) % 4]
+
+
+def ways_to_capture(table):
+    """Mods that read table[h, (q - kv) % 4], found in every place."""
+
+    def inner(h, distance):
+        return table[h, distance % 4]
+
+    def default(score, b, h, q, kv, table=table):
+        return score + table[h, (q - kv) % 4]
+
+    def keyword(score, b, h, q, kv, *, table=table):
+        return score + table[h, (q - kv) % 4]
+
+    def first(tables, score, b, h, q, kv):
+        return score + tables["a"][0][h, (q - kv) % 4]
+
+    holder, tables = Bias(table, 4), {"a": [table]}
+    namespace = types.SimpleNamespace(table=table)
+    return {
+        "closure": lambda score, b, h, q, kv: score + table[h, (q - kv) % 4],
+        "nested function": lambda score, b, h, q, kv: score + inner(h, q - kv),
+        "default": default,
+        "keyword default": keyword,
+        "partial": functools.partial(first, tables),
+        "keyword partial": functools.partial(keyword, table=table),
+        "containers": lambda score, b, h, q, kv: score + tables["a"][0][h, (q - kv) % 4],
+        "callable object": holder,
+        "method": holder.method,
+        "property": lambda score, b, h, q, kv: score + holder.first[h, (q - kv) % 4],
+        "attribute": lambda score, b, h, q, kv: score + namespace.table[h, (q - kv) % 4],
+        "indices one by one": lambda score, b, h, q, kv: score + table[h][(q - kv) % 4],
+    }
+
+
+@pytest.mark.parametrize("framework", TABLES)
+@pytest.mark.parametrize("place", ways_to_capture(table))
+def test_arrays_are_found_wherever_they_are(place, framework):
+    mod = traced(ways_to_capture(TABLES[framework])[place], None)
+    assert str(mod.program) == "score: score + array0[h, ((q - kv) % 4)]"
+    assert mod.arrays[0] is TABLES[framework]
+
+
+def test_a_global_array_and_a_module():
+    assert traced(lambda score, b, h, q, kv: score * table[h, 0], None).arrays[0] is table
+    module = Module(TABLES["torch"])
+    for function in (module, module.forward):
+        assert traced(function, None).arrays[0] is module.table
+
+
+def test_one_array_in_two_places_is_one_slot():
+    a, b = np.ones(9, np.int32), np.zeros(9, np.int32)
+
+    def same(x, y):
+        return lambda batch, h, q, kv: (x[q] == y[kv]) & (q >= kv)
+
+    assert len(traced(None, same(a, a)).arrays) == 1
+    assert [array is other for array, other in zip(traced(None, same(a, b)).arrays, (a, b), strict=True)] == [True] * 2
+    assert len(traced(None, same(b, b)).arrays) == 1
+
+
+def test_score_and_mask_share_a_graph():
+    mod = traced(lambda s, b, h, q, kv: s + table[h, q], lambda b, h, q, kv: table[h, q] > 0)
+    assert (len(mod.arrays), mod.text.count("load")) == (1, 1)
+
+
+def test_rows_are_reduced():
+    rows = np.ones((3, 4), np.int64)
+    weights = np.ones((2, 4), np.float32)
+
+    def mask(b, h, q, kv):
+        return (rows[q] == kv.unsqueeze(-1)).any(-1) | (rows[q, :] > 4).all()
+
+    assert traced(None, mask).text.count("load=") == 4
+    assert expressions(lambda s, b, h, q, kv: s + np.dot(weights[h], weights[h])).count("array0[h, ") == 8
+    assert traced(lambda s, b, h, q, kv: s * weights[h].sum(), None).text.count("load=") == 4
+
+
+def test_zero_dimensional_arrays_are_captured():
+    for value in (np.array(2.5, np.float32), torch.tensor(2.5), jnp.float32(2.5)):
+        mod = traced(lambda s, b, h, q, kv, value=value: s * value, None)
+        assert str(mod.program) == "score: score * array0[]"
+
+
+def test_masks_of_torch_combine():
+    from torch.nn.attention.flex_attention import and_masks, or_masks
+
+    ids = np.arange(9) // 3
+    causal = lambda b, h, q, kv: q >= kv  # noqa: E731
+    document = lambda b, h, q, kv: ids[q] == ids[kv]  # noqa: E731
+    assert expressions(None, and_masks(causal, document)) == "mask: (kv <= q) & (array0[q] == array0[kv])"
+    assert expressions(None, or_masks(causal, document)) == "mask: (kv <= q) | (array0[q] == array0[kv])"
+
+
+def test_a_choice_of_minus_infinity_at_the_root_is_a_mask():
+    assert expressions(lambda s, b, h, q, kv: np.where(q >= kv, s * 2, -np.inf)) == "score: score * 2, mask: kv <= q"
+    hidden = lambda s, b, h, q, kv: np.where(q < kv, -math.inf, np.where(kv > 8, s, -math.inf))  # noqa: E731
+    assert expressions(hidden, lambda b, h, q, kv: h == 0) == "score: score, mask: (n0 < kv) & ((kv <= q) & (h == 0))"
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+def sliding(width, offset=0):
+    return lambda b, h, q, kv: (q - kv <= width) & (kv >= q - offset - width)
+
+
+def test_numbers_are_arguments(kept):
+    mods = [traced(None, sliding(width)) for width in (512, 100, 7)]
+    assert len({mod.text for mod in mods}) == 1
+    assert [set(mod.numbers) for mod in mods] == [{512}, {100}, {7}]
+    assert len(kept) == 1
+    assert text(lambda s, b, h, q, kv: s * 0.5 + kv * 7.5) == text(lambda s, b, h, q, kv: s * 0.25 + kv * 3.5)
+
+
+def test_numbers_that_simplify_or_divide_stay_in_the_text(kept):
+    def divided(n):
+        return lambda s, b, h, q, kv: s + q // n
+
+    assert [traced(divided(n), None).numbers for n in (3, 5, 3, 5)] == [()] * 4
+    assert len(kept) == 2
+    assert expressions(lambda s, b, h, q, kv: s * 1 + 0 + s**3) == "score: score + (score ** 3)"
+    assert expressions(None, lambda b, h, q, kv: q & 15 == 3) == "mask: (q & 15) == n0"
+
+
+def test_arithmetic_of_numbers_is_repeated_in_every_call(kept):
+    def of(width):
+        return lambda s, b, h, q, kv: s * (2 * width + 5) + (1 << width)
+
+    mods = [traced(of(width), None) for width in (3, 4, 10)]
+    assert [sorted(mod.numbers) for mod in mods] == [[8, 11], [13, 16], [25, 1024]]
+    assert len(kept) == 1
+
+
+def test_a_number_that_python_uses_ties_the_trace(kept):
+    def repeated(n, flag):
+        def mod(s, b, h, q, kv):
+            for k in range(n):
+                s = s + k * kv
+            return s * math.sqrt(n) if flag else s
+
+        return mod
+
+    for n, flag in ((3, True), (4, True), (3, False), (3, True), (4, True)):
+        lengths = traced(repeated(n, flag), None).text.count("add")
+        assert lengths == (3, 4)[n == 4] - 1
+    assert len(kept) == 3
+
+
+def test_a_condition_of_a_number_ties_its_truth_alone(kept):
+    def of(width):
+        return lambda b, h, q, kv: q - kv < width if width > 100 else q >= kv
+
+    assert [traced(None, of(width)).numbers for width in (512, 256, 50, 1000, 4)] == [(512,), (256,), (), (1000,), ()]
+    assert len(kept) == 2
+
+
+def test_a_number_of_another_kind_is_traced_again(kept):
+    def of(x):
+        return lambda s, b, h, q, kv: s + x * kv
+
+    assert [traced(of(x), None).program.numbers for x in (5, 5.5, 2**40)] == [("int",), ("real",), ("long",)]
+
+
+def test_shapes_are_numbers(kept):
+    def of(table):
+        return lambda s, b, h, q, kv: s + table[np.minimum(q, table.shape[0] - 1)] + table[-1]
+
+    assert [traced(of(np.ones(n, np.float32)), None).numbers for n in (5, 9)] == [(4,), (8,)]
+    assert len(kept) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ kept traces
+
+
+def test_a_mask_that_is_rebuilt_is_not_traced_again(kept):
+    def document(ids):
+        same = lambda b, h, q, kv: ids[q] == ids[kv]  # noqa: E731
+        return lambda b, h, q, kv: same(b, h, q, kv) & (q >= kv)
+
+    for n in range(5, 9):
+        ids = np.arange(n)
+        assert traced(None, document(ids)).arrays == (ids,)
+    assert len(kept) == 1
+
+
+def test_other_dtypes_and_ranks_are_traced_again(kept):
+    def of(table):
+        return lambda s, b, h, q, kv: s + table[h]
+
+    for array in (np.ones(3, np.float32), np.ones(3), torch.ones(3), np.ones(3, np.float32)):
+        assert traced(of(array), None).arrays[0] is array
+    assert len(kept) == 3
+
+
+def test_a_changed_attribute_item_or_global_is_seen(kept, monkeypatch):
+    holder, tables = Bias(np.ones((2, 4)), 4), [np.ones(2)]
+
+    def mod(s, b, h, q, kv):
+        return holder(s, b, h, q, kv) + tables[0][h] + table[0, 0]
+
+    traced(mod, None)
+    holder.table, tables[0] = np.zeros((2, 4)), np.zeros(2)
+    monkeypatch.setitem(globals(), "table", np.zeros((3, 4), np.float32))
+    assert all(not array.any() for array in traced(mod, None).arrays)
+    assert len(kept) == 1
+    holder.width = 5
+    assert "% 5" in expressions(mod)
+    tables.append(1)
+    traced(mod, None)
+    assert len(kept) == 3
+
+
+def test_what_cannot_be_compared_is_traced_in_every_call(kept):
+    chosen = {1, 2}
+    mod = lambda s, b, h, q, kv: s * 3 if 2 in chosen else s  # noqa: E731
+    made_inside = lambda s, b, h, q, kv: s + torch.arange(5)[kv]  # noqa: E731
+    assert expressions(mod) == "score: score * real(n0)"
+    chosen.clear()
+    assert expressions(mod) == "score: score"
+    assert expressions(made_inside) == expressions(made_inside) == "score: score + real(array0[kv])"
+    assert len(kept) == 4
+
+
+def test_the_store_is_bounded(kept, monkeypatch):
+    monkeypatch.setattr(trace, "MOST_TRACES", 3)
+    for n in range(3, 9):
+        traced(lambda s, b, h, q, kv, n=n: s // n, None)
+    assert sum(map(len, trace._kept.values())) <= 3
+
+
+def test_a_mod_keeps_arrays_and_numbers():
+    mod = Mod(mask_mod=sliding(512), score_mod=lambda s, b, h, q, kv: s + table[h, q])
+    assert "array0 float32 (3, 4); n0 = 512" in repr(mod)
+    other = np.zeros((3, 4), np.float32)
+    assert mod.with_arrays((other,)).arrays[0] is other
+    with pytest.raises(TypeError, match="score_mod or mask_mod must be given"):
+        Mod()
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+unreadable = np.ones(3, np.complex64)
+ERRORS = {
+    "if": (lambda s, b, h, q, kv: s if s > 0 else 0.0, r"bool\(\) asks for .* where\(condition, a, b\) instead of if"),
+    "and": (lambda s, b, h, q, kv: s * (q > kv and kv > 0), "`&` instead of `and`"),
+    "max": (lambda s, b, h, q, kv: max(s, q), r"bool\(\)"),
+    "range": (lambda s, b, h, q, kv: sum(range(q)), r"index\(\)"),
+    "iteration": (lambda s, b, h, q, kv: sum(x for x in s), "iteration over a traced number"),
+    "math": (lambda s, b, h, q, kv: math.exp(s), r"float\(\)"),
+    "slice": (lambda s, b, h, q, kv: s + table[h, :3], "take it before the mod"),
+    "row": (lambda s, b, h, q, kv: s + table[h], "return one number, not a row of 4"),
+    "none": (lambda s, b, h, q, kv: None, "return one number, not None"),
+    "plane": (lambda s, b, h, q, kv: s + table, r"index the captured array further, \(3, 4\) is left"),
+    "float index": (lambda s, b, h, q, kv: s + table[h, s], "an index must be an integer, not floating"),
+    "bool index": (lambda s, b, h, q, kv: s + table[h, q > 1], "an index must be an integer, not a bool"),
+    "many indices": (lambda s, b, h, q, kv: s + table[h, q, kv], r"3 indices of a captured array of shape \(3, 4\)"),
+    "torch function": (lambda s, b, h, q, kv: torch.lgamma(s), "cannot call lgamma; it can call abs, .*, where"),
+    "method": (lambda s, b, h, q, kv: s.softmax(-1), "has no 'softmax'"),
+    "in place": (lambda s, b, h, q, kv: torch.relu_(s), "relu_ works in place"),
+    "NumPy function": (lambda s, b, h, q, kv: np.cumsum(s), "cannot call cumsum"),
+    "jax function": (lambda s, b, h, q, kv: jnp.cumsum(s), "cannot call cumsum"),
+    "reduction": (lambda s, b, h, q, kv: np.add.reduce(s), "np.add.reduce is not elementwise"),
+    "array": (lambda s, b, h, q, kv: np.asarray(s), "cannot be made an array"),
+    "string": (lambda s, b, h, q, kv: "x", "not with str"),
+    "complex": (lambda s, b, h, q, kv: s * 1j, "not with complex"),
+    "float bits": (lambda s, b, h, q, kv: s & 1, "& takes integers or bools"),
+    "rows": (lambda s, b, h, q, kv: np.dot(table[h], table[h, :][:3]), "rows of different lengths, 3 and 4"),
+    "where": (lambda s, b, h, q, kv: torch.where(q > kv), "where takes a condition and two branches"),
+    "dtype": (lambda s, b, h, q, kv: s + unreadable[h], "a captured array cannot be complex64"),
+    "huge": (lambda s, b, h, q, kv: s + 2**70, "does not fit 64 bits"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_to_write_and_where(name):
+    function, message = ERRORS[name]
+    with pytest.raises(TypeError, match=message) as error:
+        traced(function, None)
+    line = function.__code__.co_firstlineno
+    assert f'File "{__file__}", line {line}: "{name}": (lambda' in str(error.value)
+
+
+def test_a_mask_is_no_bias():
+    with pytest.raises(TypeError, match="an additive bias is a score_mod"):
+        traced(None, lambda b, h, q, kv: q * 0.5)
+    assert expressions(None, lambda b, h, q, kv: q - kv) == "mask: (q - kv) != 0"
+    with pytest.raises(TypeError, match=r"it must be a function \(b, h, q, kv\), not int"):
+        traced(None, 3)
+
+
+def test_a_users_own_error_is_left_alone():
+    def mod(score, b, h, q, kv):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        traced(mod, None)
+
+
+def test_too_large_mods_are_refused():
+    def long(s, b, h, q, kv):
+        for n in range(5000):
+            s = s * (kv + n)
+        return s
+
+    with pytest.raises(TypeError, match="operations, more than 4096"):
+        traced(long, None)
+    with pytest.raises(TypeError, match="make it an array"):
+        traced(lambda s, b, h, q, kv, x=list(range(2000)): s + x[3], None)
+    tables = [np.ones(3) for _ in range(33)]
+    with pytest.raises(TypeError, match="at most 32 arrays"):
+        traced(lambda s, b, h, q, kv: sum((t[h] for t in tables), s), None)

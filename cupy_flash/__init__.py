@@ -14,7 +14,7 @@ from .api import (
     explain,
     merge,
 )
-from .kv_cache import append_to_kv_cache, attention_with_kv_cache
+from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
 from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "attention_with_kv_cache",
     "compile",
     "explain",
+    "explain_with_kv_cache",
     "memory",
     "merge",
 ]

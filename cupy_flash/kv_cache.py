@@ -11,7 +11,7 @@ from .arrays import AnyArray, ArrayT
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import CacheArgumentsWithoutLse, Layout, Window
+    from .arguments import CacheArguments, CacheArgumentsWithoutLse, Layout, Window
 
 
 @overload
@@ -144,6 +144,19 @@ def attention_with_kv_cache(
         return cache.attend(q, k_cache, v_cache, options)
     result, lse = backends.forward(*pose_with_cache(q, k_cache, v_cache, options))
     return (result.result(), lse.result()) if return_lse else result.result()
+
+
+def explain_with_kv_cache(
+    q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
+) -> str:
+    """How `attention_with_kv_cache` with these arguments would run, as text; with split_size also what that costs.
+
+    Nothing is computed or written. UnsupportedError where no engine serves the call.
+    """
+    from .pose_cache import CacheOptions, pose_with_cache
+
+    problem, _ = pose_with_cache(q, k_cache, v_cache, CacheOptions.of("explain_with_kv_cache", options))
+    return backends.plan_for(problem).explain()
 
 
 def append_to_kv_cache(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size is a multiple of it
+SHOWN = 8  # entries of an array that an error names
 
 
 _CacheOptions: Any = make_dataclass(
@@ -48,6 +50,15 @@ class CacheOptions(_CacheOptions):
     """The options of a call on a KV cache; the meaning of each is in `cupy_flash.attention_with_kv_cache`."""
 
     __slots__ = ()
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, object]) -> CacheOptions:
+        """Options from keyword arguments; an unknown name is an error that lists the known ones."""
+        unknown = [name for name in options if name not in BY_NAME]
+        if unknown:
+            known = ", ".join(BY_NAME)
+            raise TypeError(f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {known}")
+        return cls(**options)
 
 
 def pose_with_cache(
@@ -593,7 +604,8 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     if bounds == "cu_seqlens_q" and operands.cu_seqlens_q is not None and problem.batch:
         longest = int(spans.q_rows.max())
         require(longest <= problem.q_len, f"max_seqlen_q is {problem.q_len}, but a sequence has {longest} tokens")
-    for b in np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist():
+    wrong = np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist()
+    for b in wrong[:SHOWN]:
         before = f" before {spans.appended[b]} appended rows" if spans.appended[b] else ""
         require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {problem.kv_len}")
     if given.cache_batch_idx is not None:
@@ -608,7 +620,7 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     if given.block_table is not None and cache.page is not None:
         table = given.block_table.numpy()
         used = np.arange(table.shape[1]) * cache.page < spans.kv_lengths[:, None]
-        for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks))).tolist():
+        for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks)))[:SHOWN].tolist():
             require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
     if given.rotary_cos is not None and cache.rotary is not None:
         _check_positions(requirements, problem, operands, spans)
@@ -616,9 +628,10 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
         block, row = appended_places(problem, operands, spans)
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
         flat = (block * rows + row)[block >= 0]
-        distinct, counts = np.unique(flat, return_counts=True)
-        for place in distinct[counts > 1].tolist():
-            require(False, f"{counts.max()} rows are appended to row {place % rows} of block {place // rows}")
+        places, counts = np.unique(flat, return_counts=True)
+        several = counts > 1
+        for place, count in zip(places[several][:SHOWN].tolist(), counts[several][:SHOWN].tolist(), strict=True):
+            require(False, f"{count} rows are appended to row {place % rows} of block {place // rows}")
 
 
 def _check_bounds(requirements: Requirements, array: Array, name: str, tokens: int) -> bool:
@@ -631,7 +644,7 @@ def _check_bounds(requirements: Requirements, array: Array, name: str, tokens: i
 
 def _check_range(requirements: Requirements, name: str, values: np.ndarray, low: int | None, high: int) -> None:
     wrong = values > high if low is None else (values < low) | (values > high)
-    for b in np.flatnonzero(wrong.ravel()).tolist():
+    for b in np.flatnonzero(wrong.ravel())[:SHOWN].tolist():
         interval = f"at most {high}" if low is None else f"in [{low}, {high}]"
         requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
 

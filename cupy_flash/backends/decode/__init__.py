@@ -24,14 +24,14 @@ from ...arrays import Array, empty
 from ...plan import Plan
 from ...problem import Operands, Problem
 from ...spans import read_spans
-from ..products import product
+from ..products import product, square_sum
 from ..workers import Stop, run_tasks
 from . import append as appending
 from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Pieces without split_size: about so many tasks in all, of at least so many chunks of keys.
 TASKS = 32
-CHUNKS = 4
+CHUNKS = 8
 
 
 class Part(NamedTuple):
@@ -114,6 +114,8 @@ class _Call:
         # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
+        self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
+        self.modifies |= problem.dense_mask is not None
         by_head = (-1, problem.kv_heads, problem.group)
         slopes, sink = operands.alibi_slopes, operands.sink
         self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
@@ -143,30 +145,40 @@ class _Call:
         self, parts: list[Part | None], index: int, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]]
     ) -> None:
         """Compute parts[index], attention of the tile over the keys of these chunks."""
-        shape, dtype = Q.shape[:2], Q.dtype
-        m, l = np.full(shape, -np.inf, dtype), np.zeros(shape, dtype)
+        part = self._attend(tile, Q, chunks, np.matmul)
+        if not np.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
+            part = self._attend(tile, Q, chunks, product)
+        parts[index] = part
+
+    def _attend(
+        self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
+    ) -> Part:
+        shape, dtype, width = Q.shape[:2], Q.dtype, 0
+        # m starts at the lowest finite number: less it, the score -inf of a hidden key is still -inf.
+        m, l = np.full(shape, np.finfo(dtype).min, dtype), np.zeros(shape, dtype)
         O = np.zeros((*shape, self.problem.head_dim_v), dtype)
-        longest = max(end - start for start, end in chunks)
-        buffer, ones = np.empty(shape[0] * shape[1] * longest, dtype), np.ones(longest, dtype)
-        for start, end in chunks:
+        for start, stop in chunks:
             self.stop.poll()
-            K, V = tile.sequence.keys.load(start, end, self.padded)
-            S = buffer[: shape[0] * shape[1] * (end - start)].reshape(*shape, end - start)
+            K, V = tile.sequence.keys.load(start, stop)
+            if stop - start != width:
+                width = stop - start
+                S = np.empty((*shape, width), dtype)
             np.matmul(Q, K.swapaxes(1, 2), out=S)
-            self.modify(S, tile, start)
-            m_new = np.maximum(m, S.max(axis=2))
-            # A row that has seen no key has m = -inf; subtracting any finite number makes its exponentials 0.
-            reference = np.where(m_new == -np.inf, 0, m_new)
-            S -= reference[..., None]
+            if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
+                self.modify(S, tile, start)
+            top = np.maximum.reduce(S, axis=2)
+            if (top > m).any():  # else O and l would be multiplied by 1
+                reference = np.maximum(m, top)
+                rescale = np.exp(m - reference)
+                l *= rescale
+                O *= rescale[..., None]
+                m = reference
+            S -= m[..., None]
             np.exp(S, out=S)
-            rescale = np.exp(m - reference)
-            l *= rescale
-            l += (S.reshape(-1, end - start) @ ones[: end - start]).reshape(shape)
-            O *= rescale[..., None]
-            O += product(S, V)
-            m = m_new
+            l += np.add.reduce(S, axis=2)
+            O += multiply(S, V)
         O /= np.where(l == 0, 1, l)[..., None]
-        parts[index] = Part(O, m + np.log(l))
+        return Part(O, m + np.log(l))
 
     def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
         """Turn products into scores, and hide what is not seen, of the keys [start, start + S.shape[2])."""
@@ -178,22 +190,18 @@ class _Call:
             np.tanh(S, out=S)
             S *= problem.softcap
         left, right = problem.mask.left, problem.mask.right
-        last = tile.position + tile.positions - 1
-        hidden_left = left is not None and start < last - left
-        hidden_right = right is not None and stop - 1 > tile.position + right
-        distance = None
-        if self.slopes is not None or hidden_left or hidden_right:
+        if self.slopes is not None or tile.is_partly_hidden(problem.mask, start, stop):
             distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
-        if self.slopes is not None and distance is not None:
-            slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
-            group = np.arange(S.shape[1]) % problem.group
-            S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
-        if hidden_left and distance is not None and left is not None:
-            np.copyto(S, -np.inf, where=distance > left)
-        if hidden_right and distance is not None and right is not None:
-            np.copyto(S, -np.inf, where=distance < -right)
-        S[..., : max(keys.start - start, 0)] = -np.inf
-        S[..., max(keys.stop - start, 0) :] = -np.inf
+            if self.slopes is not None:
+                slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
+                group = np.arange(S.shape[1]) % problem.group
+                S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
+            if left is not None:
+                np.copyto(S, -np.inf, where=distance > left)
+            if right is not None:
+                np.copyto(S, -np.inf, where=distance < -right)
+            S[..., : max(keys.start - start, 0)] = -np.inf
+            S[..., max(keys.stop - start, 0) :] = -np.inf
         sequence = tile.sequence
         if sequence.mask is not None and stop > sequence.mask_start:
             masked, end = max(start, sequence.mask_start), min(stop, keys.stop)

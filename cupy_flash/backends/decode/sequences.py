@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...engines.cpu_decode import FIXED_ROWS
+from ...mask import Mask
 from ...plan import Plan
 from ...problem import Operands, Problem
 from ...score import four_dimensional
@@ -64,6 +65,15 @@ class RowTile(NamedTuple):
         stop = first + self.queries.stop - self.queries.start
         rows = X[:, first * problem.group : stop * problem.group]
         return rows.reshape(len(rows), stop - first, problem.group, X.shape[-1]).transpose(1, 0, 2, 3)
+
+    def is_partly_hidden(self, mask: Mask, start: int, stop: int) -> bool:
+        """Whether some row does not see some of the keys [start, stop), by its position or because there is none."""
+        last, keys = self.position + self.positions - 1, self.sequence.keys
+        left, right = mask.left, mask.right
+        by_position = (left is not None and start < last - left) or (
+            right is not None and stop - 1 > self.position + right
+        )
+        return by_position or start < keys.start or stop > keys.stop
 
     def row_positions(self, problem: Problem) -> np.ndarray:
         """The position of each row, (rows,)."""

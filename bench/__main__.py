@@ -13,7 +13,7 @@ from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import bounds, compare, costs, first, gpu, marks, overhead, ring, static, sweep
+from . import bounds, compare, costs, first, gpu, marks, overhead, predict, ring, static, sweep
 from .isolated import ended_by_signal
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overhead(options.out, arguments)
     if options.command == "first":
         return _first(options.out, arguments)
+    if options.command == "predict":
+        return _predict(options.out, arguments)
     if options.command == "compare":
         return _compare(options)
     if options.command == "costs":
@@ -127,6 +129,17 @@ def _first(out: Path, arguments: list[str]) -> int:
     result["first"] = first.measure(result["device"]["gpu"] is not None)
     write(result, out / "first.json")
     show(first.table(result["first"]))
+    return 0
+
+
+def _predict(out: Path, arguments: list[str]) -> int:
+    regimes = [
+        regime for regime, mark in marks.MARKS.items() if regime.dtype in predict.DTYPES and not regime.deterministic
+    ]
+    with progress("compile", len(regimes)) as step:
+        predictions = [each._asdict() for each in predict.predict(regimes, step)]
+    write(describe(arguments, 1) | {"predict": predictions}, out / "predict.json")
+    show(predict.table(predictions))
     return 0
 
 
@@ -304,6 +317,8 @@ def _parser() -> argparse.ArgumentParser:
         "first", help="time of the first call of a process, with a cold and a warm kernel cache"
     )
     first_call.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
+    prediction = commands.add_parser("predict", help="predict the Hopper engine's speed from its SASS, without a GPU")
+    prediction.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     comparison = commands.add_parser(
         "compare", help="compare a run with an earlier one; exit status 1 if ours is slower"
     )

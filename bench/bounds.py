@@ -149,6 +149,7 @@ def _share(names: Iterable[str], numbers: dict[str, float]) -> float | None:
 
 
 def table(records: Iterable[dict[str, Any]]) -> Table:
+    """Return a table with a row per kernel: what bounds it, how busy the units are, and why its warps stall."""
     rows = []
     for record in records:
         for kernel in record["kernels"]:

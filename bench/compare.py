@@ -20,6 +20,8 @@ SLOWER = 0.05  # relative loss of speed that counts as a regression: twice the n
 
 
 class Speed(NamedTuple):
+    """The speed of one implementation in one case."""
+
     relative: float  # TFLOP/s over those of the matmul
     tile: str  # our fastest tile; empty for peers and on the CPU
 
@@ -57,8 +59,11 @@ def speeds(result: dict[str, Any]) -> dict[tuple[str, str], Speed]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> tuple[Table, list[str]]:
-    """Return the table of all pairs of the two runs, and one line per regression: ours is slower by more than `slower`,
-    or is no longer measured. Cases that the new run did not reach are skipped."""
+    """Return the table of all pairs of the two runs, and one line per regression.
+
+    A regression is a case in which ours is slower by more than `slower`, or is no longer measured. Cases that the new
+    run did not reach are skipped.
+    """
     old_speeds, new_speeds = speeds(old), speeds(new)
     if not old_speeds:
         raise SystemExit("the old file has no speeds: it must be a result of --sweep, --gpu, forward or backward")

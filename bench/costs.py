@@ -19,6 +19,7 @@ from cupy_flash import ahead, device
 from cupy_flash.engines import mma, simt
 from cupy_flash.engines.wgmma import backward, forward, forward_fp8
 from cupy_flash.plan import candidates, plan
+from cupy_flash.problem import Problem
 
 from .gpu import Regime, fastest, kind, our_tflops
 from .report import NOTHING, Table
@@ -121,10 +122,7 @@ def _observations(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list
     measured = {tile["name"] for tile, _ in _ratios(case) if tile["engine"] == engine}
     if not measured:
         return []
-    fields: dict[str, Any] = {name: getattr(regime, name) for name in PROBLEM_FIELDS}
-    sizes: dict[str, Any] = dict(batch=regime.batch, heads=regime.heads, kv_heads=regime.heads)
-    sizes |= dict(q_len=regime.seqlen, kv_len=regime.seqlen)
-    problem = ahead.problems(**fields, engine=engine, layout="bhsd")[-1]._replace(**sizes)
+    problem = problem_of(regime, engine)
     hopper = device.named("sm_90a", "cuda")
     gpu = hopper._replace(units=card.get("multiprocessors") or hopper.units)
     pairs = problem.mask.band(problem.q_len, problem.kv_len).pairs
@@ -135,9 +133,19 @@ def _observations(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list
     ]
 
 
+def problem_of(regime: Regime, engine: str) -> Problem:
+    """Return the problem of a regime for one engine."""
+    fields: dict[str, Any] = {name: getattr(regime, name) for name in PROBLEM_FIELDS}
+    sizes: dict[str, Any] = dict(batch=regime.batch, heads=regime.heads, kv_heads=regime.heads)
+    sizes |= dict(q_len=regime.seqlen, kv_len=regime.seqlen)
+    return ahead.problems(**fields, engine=engine, layout="bhsd")[-1]._replace(**sizes)
+
+
 def fitted(module: ModuleType, written: dict[str, float], observations: Sequence[Observation]) -> dict[str, float]:
-    """Fit the constants by least squares in log space (Levenberg-Marquardt); a constant on which no observation depends
-    keeps about its written value."""
+    """Fit the constants by least squares in log space (Levenberg-Marquardt).
+
+    A constant on which no observation depends keeps about its written value.
+    """
     start = np.log(list(written.values()))
 
     def values(logs: Logs) -> dict[str, float]:

@@ -94,6 +94,7 @@ def call_seconds(config: dict[str, Any]) -> float:
 
 
 def table(section: dict[str, dict[str, Any]]) -> Table:
+    """Return a table with the milliseconds of every first call."""
     rows = [
         [name, NOTHING, states["left_out"], NOTHING]
         if "left_out" in states

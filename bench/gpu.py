@@ -57,6 +57,7 @@ class Regime(NamedTuple):
 
     @property
     def name(self) -> str:
+        """A readable name, unique among the regimes."""
         dim = f"D {self.head_dim}" + (f", Dv {self.head_dim_v}" if self.head_dim_v else "")
         mask = "causal" if self.causal else "full"
         order = ", deterministic" if self.deterministic else ""
@@ -64,10 +65,12 @@ class Regime(NamedTuple):
 
     @property
     def batch(self) -> int:
+        """Sequences: as many as give `tokens` tokens, at least one."""
         return max(self.tokens // self.seqlen, 1)
 
     @property
     def heads(self) -> int:
+        """Heads: as many as give a hidden size of 2048."""
         return max(2048 // self.head_dim, 1)
 
     @property
@@ -106,8 +109,10 @@ def inputs(regime: Regime) -> Inputs:
 
 
 def peers(regime: Regime, tensors: Inputs) -> dict[str, Call]:
-    """Return a call per peer; a call raises if its peer does not support the regime. There are no peers for fp8 and for
-    deterministic gradients."""
+    """Return a call per peer; a call raises if its peer does not support the regime.
+
+    There are no peers for fp8 and for deterministic gradients.
+    """
     if regime.dtype == FP8 or regime.deterministic:
         return {}
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -199,7 +204,8 @@ def kind(name: str) -> str:
 def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
     """Return the record of a regime: milliseconds of all samples by implementation, and why the others have none.
 
-    `lost` maps the kinds of tiles that have killed the worker to the reason; they are not called."""
+    `lost` maps the kinds of tiles that have killed the worker to the reason; they are not called.
+    """
     import torch
 
     working, left_out = {}, {}

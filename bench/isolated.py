@@ -49,8 +49,11 @@ class Worker:
         self.end()
 
     def __call__(self, *arguments: Any, until: float) -> Any:
-        """Return the result of `work`; raise Lost if it raises, its process exits or a step times out, and OutOfTime at
-        `until`, a time of time.monotonic()."""
+        """Return the result of `work` in the worker process.
+
+        Raises Lost if `work` raises, its process exits or a step times out, and OutOfTime at `until`, a time of
+        time.monotonic().
+        """
         step, seconds = "before the first step", START_SECONDS
         try:
             if self.process is None:

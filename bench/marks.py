@@ -12,8 +12,11 @@ from .report import NOTHING, Table
 
 
 class Mark(NamedTuple):
-    """Least ratios of our speed: "best" to the fastest peer in the same process, "mm" to torch.matmul bf16, "own" to
-    our own non-deterministic backward, "fma" to the card's peak fp32 FMA rate."""
+    """Least ratios of our speed, a first set and the goal.
+
+    "best" is the ratio to the fastest peer in the same process, "mm" to torch.matmul bf16, "own" to our own
+    non-deterministic backward, "fma" to the card's peak fp32 FMA rate.
+    """
 
     first: dict[str, float]
     goal: dict[str, float]

@@ -28,6 +28,7 @@ class Peak:
 
     @property
     def bytes(self) -> int:
+        """The larger of the two measures."""
         return max(self.allocated, self.resident or 0)
 
 

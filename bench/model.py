@@ -21,10 +21,12 @@ class Case:
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
+        """The shape of q, out and their gradients: (B, Hq, S, D)."""
         return self.batch, self.heads, self.seqlen, self.head_dim
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
+        """The shape of k, v and their gradients: (B, Hk, S, D)."""
         return self.batch, self.kv_heads, self.seqlen, self.head_dim
 
 

@@ -83,6 +83,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def tables(section: dict[str, dict[str, float]]) -> list[Table]:
+    """Return a table with the microseconds of each step on the host."""
     steps = list(next(iter(section.values())))
     rows = [
         [framework, *(f"{1e6 * seconds[step]:.1f}" for step in steps), f"{1e6 * sum(seconds.values()):.1f}"]

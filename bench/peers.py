@@ -57,14 +57,17 @@ class CupyFlash:
         self.options: dict[str, Any] = dict(causal=case.causal, layout="bhsd")
 
     def forward(self) -> Any:
+        """Return (out,), or (out, lse) in training."""
         result = cupy_flash.attention(*self.inputs[:3], **self.options, return_lse=self.training)
         return result if self.training else (result,)
 
     def backward(self, saved: Any) -> Any:
+        """Return the Gradients."""
         q, k, v, dout = self.inputs
         return cupy_flash.attention_backward(dout, q, k, v, *saved, **self.options)
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
+        """Return (out,) or (dq, dk, dv), which are NumPy arrays already."""
         return result[:3] if isinstance(result, cupy_flash.Gradients) else result[:1]
 
 
@@ -80,11 +83,11 @@ class Standard:
         self.masked = np.triu(np.ones((case.seqlen, case.seqlen), bool), 1) if case.causal else None
 
     def _grouped(self, x: Array, case: Case) -> Array:
-        """Reshape to (B, Hk, Hq / Hk or 1, S, D), so that the query heads of a GQA group broadcast over their key/value
-        head."""
+        """Reshape to (B, Hk, Hq / Hk or 1, S, D), so that query heads broadcast over their key/value head."""
         return x.reshape(case.batch, case.kv_heads, -1, case.seqlen, case.head_dim).astype(self.compute, copy=False)
 
     def forward(self) -> Any:
+        """Return (out, probabilities)."""
         scores = (self.q * self.scale) @ self.k.swapaxes(-1, -2)
         if self.masked is not None:
             np.copyto(scores, -np.inf, where=self.masked)
@@ -94,6 +97,7 @@ class Standard:
         return probabilities @ self.v, probabilities
 
     def backward(self, saved: Any) -> Any:
+        """Return (dq, dk, dv), with dk and dv summed over the query heads of a group."""
         out, probabilities = saved
         dv = probabilities.swapaxes(-1, -2) @ self.dout
         dscores = self.dout @ self.v.swapaxes(-1, -2)
@@ -104,6 +108,7 @@ class Standard:
         return dq, dk.sum(axis=2, keepdims=True), dv.sum(axis=2, keepdims=True)
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
+        """Undo the grouping of heads and round to the dtype of the case."""
         outputs = result if len(result) == 3 else result[:1]
         return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]).astype(self.dtype) for x in outputs)
 
@@ -126,15 +131,18 @@ class Torch(ABC):
         """Return the output, (B, H, S, Dv)."""
 
     def forward(self) -> Any:
+        """Return (out,), with its graph in training."""
         with self.gradients_recorded():
             return (self.attend(),)
 
     def backward(self, saved: Any) -> Any:
+        """Return (dq, dk, dv) by autograd."""
         import torch
 
         return torch.autograd.grad(saved[0], (self.q, self.k, self.v), self.dout)
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
+        """Convert tensors to NumPy arrays."""
         return tuple(_array(x) for x in result)
 
 
@@ -152,6 +160,7 @@ class ScaledDotProductAttention(Torch):
         )
 
     def attend(self) -> Any:
+        """Return the output of the one backend; torch raises if it does not support the case."""
         with self.select_backend():
             return self.function(self.q, self.k, self.v)
 
@@ -167,6 +176,7 @@ class FlexAttention(Torch):
         self.block_mask = create_block_mask(_causal, None, None, length, length, "cpu") if case.causal else None
 
     def attend(self) -> Any:
+        """Return the output of the compiled function."""
         enable_gqa = self.case.heads != self.case.kv_heads
         return _compiled_flex_attention()(self.q, self.k, self.v, block_mask=self.block_mask, enable_gqa=enable_gqa)
 

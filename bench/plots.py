@@ -44,8 +44,11 @@ def plot(section: str, result: dict[str, Any], path: Path) -> bool:
 
 
 def plot_sweep(result: dict[str, Any], path: Path) -> bool:
-    """Plot TFLOP/s over the sequence length for our fastest tile, all peers and published figures: one panel per dtype,
-    head dimension and mask with at least two lengths. Return False if there is none or matplotlib is not installed."""
+    """Plot TFLOP/s over the sequence length for our fastest tile, all peers and published figures.
+
+    One panel per dtype, head dimension and mask with at least two lengths. Returns False if there is none or matplotlib
+    is not installed.
+    """
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     order = ("dtype", "head_dim", "causal", "seqlen")
     for case in sorted(result["cases"], key=lambda case: [case[name] for name in order]):

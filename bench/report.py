@@ -18,15 +18,19 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
+    """A table of text: a title, and a row of cells per line."""
+
     title: str
     columns: list[str]
     rows: list[list[str]]
 
     def markdown(self) -> str:
+        """Return the table as Markdown, numbers aligned to the right."""
         lines = [self.columns, ["--:"] * len(self.columns), *self.rows]
         return "\n".join([f"{self.title}:", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
     def plain(self) -> str:
+        """Return the table for a terminal, in columns of equal width."""
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
         lines = [
             "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
@@ -79,6 +83,7 @@ def left_out(section: str, result: dict[str, Any]) -> list[str]:
 
 
 def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 

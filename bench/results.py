@@ -47,6 +47,7 @@ def describe(arguments: list[str], threads: int) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON, and create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

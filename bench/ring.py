@@ -63,8 +63,10 @@ def measure(case: Case, ranks: int, repeats: int, threads: int) -> Record:
 
 @contextmanager
 def _freed_memory_returned() -> Iterator[None]:
-    """Set glibc's mmap threshold to 64 KiB for processes started inside the context: freed memory then returns to the
-    system, and the peak counts live memory only."""
+    """Set glibc's mmap threshold to 64 KiB for processes started inside the context.
+
+    Freed memory then returns to the system, so the peak counts live memory only.
+    """
     name = "MALLOC_MMAP_THRESHOLD_"
     previous = os.environ.get(name)
     os.environ[name] = str(2**16)
@@ -95,6 +97,7 @@ def held(case: Case, ranks: int) -> dict[str, int]:
 
 
 def time_table(section: Record) -> Table:
+    """Return the median seconds of a forward and backward."""
     return _table("Forward + backward, seconds (median)", section, lambda record: f"{median(record['seconds']):.3g}")
 
 
@@ -141,6 +144,7 @@ def plan_table() -> Table:
 
 
 def provenance(result: Record) -> str:
+    """Return two lines of Markdown that say which command measured the tables on which machine."""
     device, case = result["device"], result["ring"]["cases"][0]
     kind = f"H {case['heads']} (key/value heads: {case['kv_heads']}), D {case['head_dim']}, {case['dtype']}"
     return (

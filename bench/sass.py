@@ -1,4 +1,4 @@
-"""Count the SASS instructions of a kernel's mainloop, disassembled by nvdisasm."""
+"""The SASS instructions of a kernel's mainloop, disassembled by nvdisasm."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from operator import add
 from pathlib import Path
+from typing import NamedTuple
 
 # Instruction classes; all other opcodes ("rest") are address arithmetic, predicates and branches.
 CLASSES = {
-    "products": ("HMMA", "HGMMA"),
+    "products": ("HMMA", "HGMMA", "QGMMA"),
     "ldmatrix": ("LDSM",),
     "copies": ("LDGSTS", "UTMALDG"),
+    "reductions": ("RED", "REDG", "UBLKRED", "UTMAREDG"),
     "exp": ("MUFU",),
     "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSETP"),
     "convert": ("F2FP", "F2F", "HADD2"),
@@ -39,13 +43,44 @@ def disassemble(cubin: bytes) -> tuple[list[str], dict[str, int]]:
     return parse(text)
 
 
-def steady_loop(cubin: bytes) -> dict[str, int]:
-    """Count the instructions by class (`CLASSES`, "rest") that one iteration of the mainloop executes.
+class Wait(NamedTuple):
+    """A wait of the mainloop, and how much work is issued before it."""
 
-    The mainloop is the innermost loop with the most matrix instructions. Of the paths through its body, the steady one
-    has the most matrix instructions, then the most copies, then the fewest instructions: an unmasked tile whose row
-    maxima need no rescaling, while the next tile is being loaded.
+    instruction: str
+    products: int  # matrix instructions issued before it in this iteration
+    exps: int  # exponentials
+
+
+class Mainloop(NamedTuple):
+    """The instructions that one iteration of a mainloop executes.
+
+    Of the paths through its body, the steady one has the most matrix instructions, then the most copies and
+    reductions, then the fewest instructions: an unmasked tile whose row maxima need no rescaling, while the next tile
+    is being loaded. The longest one has the most instructions: a masked tile that rescales.
     """
+
+    steady: list[str]
+    longest: list[str]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of instructions of the steady path by class (`CLASSES`, "rest")."""
+        executed = Counter(map(opcode, self.steady))
+        counts = {name: sum(executed.pop(each, 0) for each in opcodes) for name, opcodes in CLASSES.items()}
+        return counts | {"rest": executed.total()}
+
+    def waits(self) -> list[Wait]:
+        """Return the waits of the steady path for copies, wgmma and mbarriers, in order."""
+        waits, products, exps = [], 0, 0
+        for instruction in self.steady:
+            products += opcode(instruction) in CLASSES["products"]
+            exps += opcode(instruction) in CLASSES["exp"]
+            if "DEPBAR" in instruction or "TRYWAIT" in instruction or instruction.startswith("BAR.SYNC"):
+                waits.append(Wait(instruction, products, exps))
+        return waits
+
+
+def mainloop(cubin: bytes) -> Mainloop:
+    """Return the mainloop of a one-kernel cubin: the innermost loop with the most matrix instructions."""
     instructions, labels = disassemble(cubin)
     matmul_loops = [
         loop
@@ -57,9 +92,7 @@ def steady_loop(cubin: bytes) -> dict[str, int]:
         loop for loop in matmul_loops if not any(loop[0] < head and back <= loop[1] for head, back in matmul_loops)
     ]
     head, back = max(inner, key=lambda loop: (_products(instructions, *loop), loop[0] - loop[1]))
-    executed = Counter(map(opcode, shortest_round(instructions, labels, head, back)))
-    counts = {name: sum(executed.pop(each, 0) for each in opcodes) for name, opcodes in CLASSES.items()}
-    return counts | {"rest": executed.total()}
+    return Mainloop(shortest_round(instructions, labels, head, back), longest_round(instructions, labels, head, back))
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
@@ -75,6 +108,7 @@ def parse(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def opcode(instruction: str) -> str:
+    """Return the opcode of an instruction without its predicate and modifiers."""
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0]
 
 
@@ -99,24 +133,43 @@ def _products(instructions: list[str], head: int, back: int) -> int:
 
 
 def shortest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
-    """Return the instructions on the steady path (see `steady_loop`) from `head` to the branch `back`; inner loops
-    count once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no loop."""
-    best: dict[int, tuple[int, int, int]] = {head: (0, 0, 0)}
+    """Return the instructions on the steady path (see `Mainloop`) from `head` to the branch `back`.
+
+    Inner loops count once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no
+    loop.
+    """
+    moves = (*CLASSES["copies"], *CLASSES["reductions"])
+    return _best_round(instructions, labels, head, back, lambda name: (name in CLASSES["products"], name in moves, -1))
+
+
+def longest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
+    """Return the instructions on the path from `head` to the branch `back` with the most instructions."""
+    return _best_round(instructions, labels, head, back, lambda name: (1, 0, 0))
+
+
+def _best_round(
+    instructions: list[str],
+    labels: dict[str, int],
+    head: int,
+    back: int,
+    worth: Callable[[str], tuple[int, int, int]],
+) -> list[str]:
+    """Return the path from `head` to `back` with the lexicographically greatest sum of the worth of its opcodes."""
+    best: dict[int, tuple[int, ...]] = {head: (0, 0, 0)}
     predecessor: dict[int, int] = {}
     for n in range(head, back):
         if n not in best:
             continue
         instruction = instructions[n]
-        products, copies, length = best[n]
         name = opcode(instruction)
-        value = (products + (name in CLASSES["products"]), copies + (name in CLASSES["copies"]), length - 1)
+        value = tuple(map(add, best[n], worth(name)))
         branch_target = target(instruction, labels)
         branches_always = name == "BRA" and not re.match(r"@|BRA\S* !?U?P", instruction)
         successors = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]
         if branch_target is not None and n < branch_target <= back:
             successors.append(branch_target)
         for successor in successors:
-            if value > best.get(successor, (-1, -1, 0)):
+            if successor not in best or value > best[successor]:
                 best[successor], predecessor[successor] = value, n
     if back not in best:
         return []

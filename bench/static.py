@@ -238,7 +238,7 @@ def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     block_q, block_kv, threads = tile
     if launch.kernel.startswith("wgmma/"):
         threads -= 128  # the producer warpgroup has no mainloop math
-    executed = sass.steady_loop(nvrtc.compile(text, launch.kernel, arch).code)
+    executed = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code).counts()
     return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
 
 

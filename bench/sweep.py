@@ -55,7 +55,9 @@ def regimes(
     causal: bool | None = None,
 ) -> list[Regime]:
     """Return the matching regimes: first those with a mark, then all combinations of head dimension, mask and length.
-    Without a dtype: bfloat16, and the fp8 regimes with a mark."""
+
+    Without a dtype: bfloat16, and the fp8 regimes with a mark.
+    """
     marked = [
         regime
         for regime in MARKS

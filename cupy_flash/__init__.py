@@ -15,16 +15,20 @@ from .api import (
     merge,
 )
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
+from .mods.masks import and_masks, noop_mask, not_mask, or_masks
 from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
+    from .mods.trace import Mod
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Gradients",
+    "Mod",
     "UnsupportedError",
+    "and_masks",
     "append_to_kv_cache",
     "attention",
     "attention_backward",
@@ -37,15 +41,20 @@ __all__ = [
     "explain_with_kv_cache",
     "memory",
     "merge",
+    "noop_mask",
+    "not_mask",
+    "or_masks",
 ]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 
     def __getattr__(name: str) -> Any:
-        """Import `cupy_flash.memory` lazily, on first use."""
-        if name == "memory":
-            from importlib import import_module
+        """Import `cupy_flash.memory` and `cupy_flash.Mod` lazily, on first use."""
+        from importlib import import_module
 
+        if name == "memory":
             return import_module(".memory", __name__)
+        if name == "Mod":
+            return import_module(".mods.trace", __name__).Mod
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line that says what is wrong."""
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 
 

@@ -1,4 +1,4 @@
-"""The public functions. Each states its problem, runs it, and hands the result back in the caller's own arrays."""
+"""The public functions. Each states its problem, runs it, and returns the result in the caller's type of arrays."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         Causal,
         DType,
         Layout,
+        MaskMod,
         PackedOptions,
         PackedOptionsWithoutLse,
         PaddedOptions,
         PaddedOptionsWithoutLse,
         Presence,
+        ScoreMod,
         Window,
     )
     from .nvrtc import Compiled
@@ -64,6 +66,8 @@ def attention(
     sink: AnyArray | None = None,
     q_lengths: AnyArray | None = None,
     kv_lengths: AnyArray | None = None,
+    score_mod: ScoreMod = None,
+    mask_mod: MaskMod = None,
     dropout: float = 0.0,
     seed: int | AnyArray | None = None,
     q_descale: AnyArray | None = None,
@@ -77,7 +81,7 @@ def attention(
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Exact softmax attention, softmax(scale Q K^T + ...) V, without ever holding a matrix of scores.
 
-    Arrays of NumPy, torch (gradients included), jax, or anything with ``__dlpack__`` or ``__cuda_array_interface__``;
+    Arrays of NumPy, torch (gradients included), jax, or anything with `__dlpack__` or `__cuda_array_interface__`;
     all of one type and on one device. The result has that type and device. With B sequences of Sq queries and Sk keys,
     Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
 
@@ -88,7 +92,7 @@ def attention(
         v: (B, Sk, Hk, Dv), the dtype of q.
         causal: True or "bottom_right" hides the keys after a query, the last query seeing all keys; "top_left" lets
             the first query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of
-            2 queries x 5 keys, and of 5 queries x 2 keys::
+            2 queries x 5 keys, and of 5 queries x 2 keys:
 
                 1 1 1 1 0     1 0 0 0 0          0 0     1 0
                 1 1 1 1 1     1 1 0 0 0          0 0     1 1
@@ -97,7 +101,7 @@ def attention(
                                                  1 1     1 1
 
         window: (left, right): query i sees the keys i + o - left <= j <= i + o + right, o = Sk - Sq (0 for "top_left");
-            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys::
+            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys:
 
                 1 1 1 0
                 0 1 1 1
@@ -113,6 +117,13 @@ def attention(
         q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch. Rows past it are never
             read, the offset o uses it, and rows of out past it are 0 (lse -inf).
         kv_lengths: int32 (B,): likewise for the keys.
+        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as of FlexAttention: the score that the
+            masks and the softmax then see. It is called once, with stand-ins, and must be arithmetic, comparisons and
+            functions of NumPy, torch or jax on numbers, and elements of arrays that it captures: `table[h, q_idx -
+            kv_idx]`. h is the query head, b the sequence; q_idx and kv_idx are int32 row numbers inside the sequence,
+            from 0, without the offset o. Of the captured arrays floating ones have gradients, and an index beyond its
+            dimension is clamped. -inf hides a key. A `Mod` holds functions that are traced already.
+        mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with the others.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
         seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
@@ -141,7 +152,7 @@ def attention(
         ValueError: only requirements about values are not met.
         UnsupportedError: no engine of this version serves the problem, which is legal; lists each engine's reasons.
 
-    The definition, for one head (`cupy_flash.reference` has all of it)::
+    The definition, for one head (`cupy_flash.reference` has all of it):
 
         s = scale * q @ k.T                                     # (Sq, Sk)
         s = np.where(visible, softcap * np.tanh(s / softcap) + bias, -np.inf)
@@ -151,7 +162,7 @@ def attention(
     Algorithm: online softmax over tiles, Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     options = Options(
-        causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths,
+        causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
         dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
@@ -194,13 +205,15 @@ def attention_varlen(
     """`attention` on sequences of different lengths packed into one row of tokens, without padding.
 
     Args:
-        q: (Tq, Hq, D). k: (Tk, Hk, D). v: (Tk, Hk, Dv).
+        q: (Tq, Hq, D).
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Lengths of 0
             are legal. Rows past cu_seqlens_q[-1] belong to no sequence: their out is 0, their lse -inf.
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
         max_seqlen_k: likewise for keys.
-        options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
+        **options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
             and dropout count within each sequence.
 
     Returns:
@@ -221,19 +234,25 @@ def attention_backward(
     dlse: AnyArray | None = None,
     **options: Unpack[PaddedOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
-    """Gradients of `attention`, the probabilities recomputed from q, k and lse; nothing of the size of the scores is
-    kept.
+    """Gradients of `attention`.
+
+    The probabilities are recomputed from q, k and lse, so nothing of the size of the scores is kept.
 
     Args:
         dout: the gradient of out, its shape and dtype.
-        q, k, v, out, lse: arguments and results of the forward (`return_lse=True`).
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the first result of the forward.
+        lse: its second result, with `return_lse=True`.
         dlse: the gradient of lse, its shape and dtype; None is 0.
-        options: those of the forward; with dropout its seed, too.
+        **options: those of the forward; with dropout its seed, too.
 
     Returns:
-        Gradients(dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias and dsink None without a
-        bias or sink. Sums over heads of a group and over broadcast dimensions are in float32 (float64 for float64),
-        rounded once.
+        Gradients(dq, dk, dv, dbias, dsink, dcaptured), each in the shape and dtype of its input; dbias and dsink None
+        without a bias or sink; dcaptured a tuple in the order of `Mod.arrays`, None without a score_mod, and None in
+        the place of an array that is not floating. Sums over heads of a group, over broadcast dimensions and over
+        reads of one element are in float32 (float64 for float64), rounded once.
     """
     saved = Saved(dout, out, lse, dlse)
     return _backward("attention_backward", (q, k, v), Options.of("attention_backward", options), saved)
@@ -254,7 +273,25 @@ def attention_varlen_backward(
     dlse: AnyArray | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
-    """`attention_backward` for `attention_varlen`; gradients of rows past cu_seqlens[-1] are 0."""
+    """`attention_backward` for `attention_varlen`.
+
+    Args:
+        dout: the gradient of out, its shape and dtype.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the first result of the forward.
+        lse: its second result, with `return_lse=True`.
+        cu_seqlens_q: as in the forward.
+        cu_seqlens_k: as in the forward.
+        max_seqlen_q: as in the forward.
+        max_seqlen_k: as in the forward.
+        dlse: the gradient of lse, its shape and dtype; None is 0.
+        **options: those of the forward; with dropout its seed, too.
+
+    Returns:
+        Gradients(dq, dk, dv, None, dsink); gradients of rows past cu_seqlens[-1] are 0.
+    """
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(name, (q, k, v), Options.of(name, options), Saved(dout, out, lse, dlse), packed)
@@ -283,7 +320,16 @@ def attention_vjp(
 def attention_vjp(
     q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[PaddedOptions[AnyArray]]
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
-    """(out, vjp), or ((out, lse), vjp) with return_lse; vjp(dout, dlse=None) gives the Gradients of `attention`.
+    """`attention` and its backward as a function.
+
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        **options: those of `attention`. A seed that is drawn for the forward is the backward's too.
+
+    Returns:
+        (out, vjp), or ((out, lse), vjp) with return_lse. vjp(dout, dlse=None) gives the Gradients of `attention`.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
@@ -291,30 +337,40 @@ def attention_vjp(
     >>> vjp(np.ones_like(out)).dq.shape
     (1, 4, 2, 8)
     """
-    asked = Options.of("attention_vjp", options)
-    problem, operands = pose("attention_vjp", (q, k, v), asked)
+    settings = Options.of("attention_vjp", options)
+    problem, operands = pose("attention_vjp", (q, k, v), settings)
     out, lse = (array.result() for array in backends.forward(problem, operands))
     # A seed drawn for the forward is the backward's too.
-    asked.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+    settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
-        return _backward("vjp", (q, k, v), asked, Saved(dout, out, lse, dlse))
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
 
-    return ((out, lse) if asked.return_lse else out), vjp
+    return ((out, lse) if settings.return_lse else out), vjp
 
 
 def merge(
     out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
 ) -> tuple[ArrayT, ArrayT]:
-    """Attention over two disjoint sets of keys from the results over each: (out, lse) as one call over both would give.
+    """Attention over two disjoint sets of keys, from the results over each.
 
-    out_a, out_b (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv); lse_a, lse_b (B, Hq, Sq) or (Hq, T), float32
-    (float64 for float64). Computed in the dtype of lse; out has the dtype of out_a. A sink belongs into exactly one of
-    the parts. A row that saw no key in one part takes the other's; one that saw none in both stays 0 and -inf. No
-    gradients are recorded.
+    The result is that of one call over both sets:
 
         lse = np.logaddexp(lse_a, lse_b)
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
+
+    Computed in the dtype of lse. A row that saw no key in one part takes the other's result; one that saw none in both
+    stays 0 and -inf. A sink belongs into exactly one of the parts. No gradients are recorded.
+
+    Args:
+        out_a: (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv).
+        lse_a: (B, Hq, Sq) or (Hq, T), float32 (float64 for float64).
+        out_b: the shape of out_a.
+        lse_b: the shape and dtype of lse_a.
+        layout: "bshd", or "bhsd" for out (B, Hq, Sq, Dv).
+
+    Returns:
+        (out, lse), out in the dtype of out_a.
     """
     chosen, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
     out, lse = backends.merge(parts, chosen)
@@ -333,31 +389,37 @@ def compile(
     cache: bool = False,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
-    """Compile what later calls on a GPU will need, before the first of them; no GPU is needed, no array, no length.
+    """Compile what later calls on a GPU will need, before the first of them.
 
-    Kernels know neither batch nor lengths, but the plan chooses tile sizes by them: compiled is every tile that it may
-    choose, a few of each kernel. They land in the cache folder; without `arch` they are loaded, too, so that a
-    CUDA graph can capture the calls from the start. With CuPy a capture needs a memory pool of its own
-    (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the capture gave back.
+    No GPU is needed, no array, and no length. Kernels know neither batch nor lengths, but the plan chooses tile sizes
+    by them: compiled is every tile that it may choose, a few of each kernel. They are stored in the cache folder;
+    without `arch` they are loaded, too, so that a CUDA graph can capture the calls from the start. With CuPy a capture
+    needs a memory pool of its own (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the
+    capture gave back.
 
     Args:
-        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ...
-            float8_e4m3fn needs backward=False.
-        head_dim, head_dim_v: D and Dv, the same by default. group: Hq // Hk.
+        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.
+        head_dim: D.
+        head_dim_v: Dv; None is D.
+        group: Hq // Hk.
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
         cache: for `attention_with_kv_cache`, which no engine for GPUs serves yet: UnsupportedError with their reasons.
-        options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is not
-            the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
+        **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
+            not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
 
     Returns:
-        Of every kernel a record: name, target, path (None where nothing could be stored), resources, warnings.
+        A record for every kernel: name, target, path (None where nothing could be stored), resources, warnings.
 
     Raises:
-        TypeError, ValueError: as the call would. UnsupportedError: no engine serves it. CompileError. ImportError:
-        NVRTC is missing. RuntimeError: neither `arch` nor a GPU.
+        TypeError: as the call would.
+        ValueError: as the call would.
+        UnsupportedError: no engine serves it.
+        CompileError: NVRTC refuses the source, which is a bug in cupy_flash.
+        ImportError: NVRTC is missing.
+        RuntimeError: neither `arch` nor a GPU.
     """
     from . import ahead
     from .backends.kernels import compile_launch  # with the compiler and the cache, which other calls may never need
@@ -374,12 +436,30 @@ def compile(
 
 
 def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> str:
-    """How `attention` with these arguments would run, as text: engine, tiles, why, and why not the other engines.
+    """How `attention` with these arguments would run, as text; nothing is computed.
 
-    Nothing is computed. UnsupportedError where no engine serves the problem.
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        **options: those of `attention`.
+
+    Returns:
+        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod the expressions, the
+        slope of the score, and what they capture.
+
+    Raises:
+        UnsupportedError: no engine serves the problem.
     """
-    problem, _ = pose("explain", (q, k, v), Options.of("explain", options))
-    return backends.plan_for(problem).explain()
+    settings = Options.of("explain", options)
+    problem, _ = pose("explain", (q, k, v), settings)
+    text = backends.plan_for(problem).explain()
+    if not problem.mods:
+        return text
+    from .mods import explain as mods
+    from .mods.trace import mod_of
+
+    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
 
 
 def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
@@ -397,7 +477,7 @@ def _backward(
 ) -> Gradients:
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = backends.backward(problem, operands)
-    return Gradients(*(None if gradient is None else gradient.result() for gradient in gradients))
+    return gradients.map(Array.result)
 
 
 def _is_torch(x: Any) -> bool:

@@ -8,8 +8,8 @@ declare it and unpack a class without it. tests/library/test_features.py holds t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .mods.trace import Mod
+
 Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
 Window: TypeAlias = tuple[int | None, int | None] | None
+ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  # (score, b, h, q_idx, kv_idx)
+MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any] | Mod | None"  # (b, h, q_idx, kv_idx)
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 Sharding: TypeAlias = Literal["zigzag", "contiguous", "striped"]
 Lengths: TypeAlias = int | tuple[int, int] | None  # of a whole sharded sequence: S, or (Sq, Sk)
@@ -55,6 +59,13 @@ class Padding(TypedDict, Generic[T], total=False):
     kv_lengths: T | None
 
 
+class Mods(TypedDict, total=False):
+    """Options that are Python functions."""
+
+    score_mod: ScoreMod
+    mask_mod: MaskMod
+
+
 class Descales(TypedDict, Generic[T], total=False):
     """Options of fp8."""
 
@@ -83,7 +94,7 @@ class Execution(TypedDict, total=False):
     engine: str | None
 
 
-class PackedOptionsWithoutLse(Definition[T], Descales[T], Execution, total=False):
+class PackedOptionsWithoutLse(Definition[T], Mods, Descales[T], Execution, total=False):
     """Options of `attention_varlen` except return_lse."""
 
 
@@ -150,7 +161,7 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], Padding[T], Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, and the precision."""
 
     dtype: npt.DTypeLike | None

@@ -154,8 +154,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """Copy to a new C-contiguous array of the same framework and device, even if `array` is contiguous: a new
-    allocation is aligned."""
+    """Copy to a new C-contiguous array of the same framework and device.
+
+    The copy is made even if `array` is contiguous: a new allocation is aligned.
+    """
     if array.framework == "torch":
         import torch
 
@@ -419,8 +421,10 @@ def _from_dlpack(x: Any, framework: str) -> Array:
 
 
 def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
-    """(tensor in a DLPack capsule, read-only flag). The capsule keeps its name, instead of "used_dltensor", so that its
-    destructor calls the deleter."""
+    """Return (tensor in a DLPack capsule, read-only flag).
+
+    The capsule keeps its name, instead of "used_dltensor", so that its destructor calls the deleter.
+    """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if managed.major != 1:

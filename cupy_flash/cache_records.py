@@ -43,8 +43,11 @@ _CacheOperands: Any = record(
 
 
 class CacheOperands(_CacheOperands):
-    """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands; None for those that it
-    has not. cache_seqlens may be an int, the length of all sequences; out is where the caller wants the result."""
+    """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands.
+
+    None for those that it has not. cache_seqlens may be an int, the length of all sequences; out is where the caller
+    wants the result.
+    """
 
     __slots__ = ()
 

@@ -63,7 +63,7 @@ def gpu(index: int) -> Device:
 
 @lru_cache(maxsize=1)
 def blas_controller() -> Any:
-    """threadpoolctl's controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
+    """The threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")

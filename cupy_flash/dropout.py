@@ -46,7 +46,7 @@ def philox(
 
 
 def threshold(p: float) -> int:
-    """t = round(65536 p), p in [0, 1]: 16-bit values below t drop the element."""
+    """The t = round(65536 p), p in [0, 1], below which 16-bit values drop the element."""
     return round(65536 * p)
 
 

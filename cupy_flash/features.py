@@ -22,53 +22,54 @@ CHOICE = "choice"  # a string, or None for the default
 CAUSAL = "causal"  # bool or string: which corner the diagonal starts from
 WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
+MOD = "mod"  # None, a Python function of a score and its place, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
 WHOLE = "whole"  # None, or a whole number
 
 # Ranges of numbers, by their check in requirements.py.
 FINITE = "finite"
-CAP = "cap"  # positive; one beyond the accumulation dtype counts as None
+CAP = "cap"  # positive; a value that is infinite in the accumulation dtype counts as None
 PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 
 SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk"}  # the axes of arrays, as messages write them
 
 
 class Feature(NamedTuple):
-    """One option. The columns of a kind mean nothing to the others."""
+    """One option. Columns of another kind keep their defaults."""
 
-    name: str  # the keyword, and of an array its member of Params
+    name: str  # the keyword; the member of Params for an array
     kind: str
     default: Any = None
     definition: bool = True  # part of what attention computes; False: how it runs, or which results it returns
-    result: bool = False  # chooses results alone: no part of a Problem
+    result: bool = False  # only chooses which results are returned: a Problem does not have it
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, by the letters of SIZES
-    broadcast: bool = False  # legal is what broadcasts to the axes
+    broadcast: bool = False  # any shape is legal that broadcasts to the axes
     dtypes: tuple[str, ...] = ()
     dtype_text: str = ""  # "must be <this>"; by default the one dtype
-    hint: tuple[tuple[str, ...], str] = ((), "")  # of these wrong dtypes the error adds this
-    longest: str = ""  # every value lies in [0, that field of Sizes]
+    hint: tuple[tuple[str, ...], str] = ((), "")  # (wrong dtypes, what the error adds for them)
+    longest: str = ""  # every value is in [0, n], where n is this field of Sizes
     not_negative: bool = False  # every value is finite and not negative
-    padded: bool = False  # for padded batches alone
-    fp8: bool = False  # for float8 alone
+    padded: bool = False  # for padded batches only
+    fp8: bool = False  # for float8 only
     gradient: bool = False  # the backward returns d<name>, of its shape and dtype
     optional_gradient: bool = False  # only on request: it has a kernel of its own
-    ranks: bool = False  # served over several ranks: all have the same, or each its heads
-    once: bool = False  # joins a row once, however many shards its keys have
+    ranks: bool = False  # served over several ranks: each passes the same array, or the part of its heads
+    once: bool = False  # enters a row once, even if the keys of the row come in several shards
 
     # Columns of numbers
     range: str = ""
-    example: float = 0.0  # what compile's command takes for any value
+    example: float = 0.0  # the command compile uses it where no value is given: kernels are the same for all
 
     # In a Problem and in the kernels
     fact: str = ""  # the field of Problem: a number, a shape (broadcast), or whether it is given; default: the name
-    constant: str = ""  # config.cuh's, true where it is given
-    element: str = ""  # config.cuh's type of its elements
-    member: str = ""  # of Params: a number
+    constant: str = ""  # the bool of config.cuh that is true if the option is given
+    element: str = ""  # the type of its elements in config.cuh
+    member: str = ""  # the member of Params that holds the number
     batch_stride: str = ""  # the member for the stride of a leading batch axis
     changes_score: bool = False  # between q.k and the softmax
-    keeps_score: bool = False  # its gradient needs one number of every score
+    keeps_score: bool = False  # its gradient needs a number that the forward computes for every score
 
     @property
     def field(self) -> str:
@@ -103,6 +104,8 @@ FEATURES = (
     ),
     Feature("q_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"),
     Feature("kv_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"),
+    Feature("score_mod", MOD, constant="SCORE_MOD", changes_score=True),
+    Feature("mask_mod", MOD, constant="MASK_MOD"),
     Feature("dropout", NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT"),
     Feature("seed", SEED),
     Feature("q_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
@@ -119,6 +122,7 @@ NAMES = tuple(feature.name for feature in FEATURES)
 ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
 NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
 FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
+MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 

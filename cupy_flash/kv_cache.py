@@ -82,7 +82,8 @@ def attention_with_kv_cache(
         k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table, P a power of two. The dtype of q, or
             float8_e4m3fn beside a q of 16 bit. The capacity is Sc, or columns of block_table times P.
         v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv).
-        k, v: rows to append: (B, Snew, Hk, D or Dv), or packed as q. They become the keys n_b to L_b - 1.
+        k: rows to append: (B, Snew, Hk, D), or packed as q. They become the keys n_b to L_b - 1.
+        v: likewise, (B, Snew, Hk, Dv).
         cache_seqlens: n_b, int32 (B,) or one int for all sequences. None: all caches are full.
         cache_batch_idx: int32 (B,): sequence b is row cache_batch_idx[b] of a contiguous cache instead of row b.
         cache_leftpad: int32 (B,): the keys before it are not seen. Contiguous caches alone.
@@ -94,22 +95,29 @@ def attention_with_kv_cache(
             those where they lie.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
         max_seqlen_q: at least the longest of them.
-        rotary_cos, rotary_sin: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended
-            k, a position p by row p. k is rotated in float32 and rounded once to the dtype of the cache.
+        rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, a position
+            p by row p. k is rotated in float32 and rounded once to the dtype of the cache.
+        rotary_sin: likewise.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
         causal: whether query i sees no key after its own position L_b - Sq + i.
-        window, scale, softcap, alibi_slopes, sink: as in `cupy_flash.attention`, with the diagonal offset L_b - Sq.
+        window: as in `cupy_flash.attention`, with the diagonal offset L_b - Sq.
+        scale: factor of q.k, default 1 / sqrt(D).
+        softcap: as in `cupy_flash.attention`.
+        alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |L_b - Sq + i - j|.
+        sink: floating (Hq,), as in `cupy_flash.attention`.
         mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend. All
             earlier ones are seen as causal and window say. A tree of drafted tokens is a mask with causal=False.
-        k_descale, v_descale: float32 (B, Hk), for caches of float8_e4m3fn: a key stands for its numbers times the
-            descale. None is 1.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: a key stands for its numbers times the descale. None
+            is 1.
+        v_descale: likewise.
         split_size: a multiple of 64: pieces of the keys end at its multiples, and the bits of a query then depend on
             its own sequence and the options alone: not on the batch, its order or padding, on page numbers, or on how
             many queries of the sequence a call has. None: equal work for all processors.
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
         out: where the result goes, of its shape and the dtype of q. None: a new array.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
-        backend, engine: as in `cupy_flash.attention`.
+        backend: as in `cupy_flash.attention`.
+        engine: as in `cupy_flash.attention`.
 
     Returns:
         out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key, and rows past cu_seqlens_q[-1], are
@@ -181,15 +189,23 @@ def append_to_kv_cache(
     """Write rows of k and v to a KV cache in place, as `attention_with_kv_cache` does before it attends.
 
     Args:
-        k, v: (B, S, Hk, D) and (B, S, Hk, Dv); packed (T, Hk, D) and (T, Hk, Dv) with cu_seqlens, or with slots.
-        k_cache, v_cache: as in `attention_with_kv_cache`.
+        k: (B, S, Hk, D), or packed (T, Hk, D) with cu_seqlens or slots.
+        v: (B, S, Hk, Dv) or (T, Hk, Dv).
+        k_cache: as in `attention_with_kv_cache`.
+        v_cache: likewise.
         cache_seqlens: n_b, int32 (B,) or an int: the keys of each sequence before its rows.
         slots: int64, one per row, in place of cache_seqlens. Beside slots, cache_seqlens is given only with rotary
             tables and without positions: the keys of each sequence, of which its rows are the last.
         cu_seqlens: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.
         positions: int32 (B, S) or (T,): the positions by which keys are rotated.
-        cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved, k_descale, v_descale, layout: as in
-            `attention_with_kv_cache`.
+        cache_batch_idx: this and the others as in `attention_with_kv_cache`.
+        block_table: without slots.
+        rotary_cos: rotates k.
+        rotary_sin: rotates k.
+        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
+        k_descale: for caches of float8_e4m3fn.
+        v_descale: likewise.
+        layout: of k, v and the caches.
 
     Raises:
         As `attention_with_kv_cache`. Two rows for one place are an error in host memory.

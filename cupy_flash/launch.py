@@ -17,9 +17,11 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int = 0
     boxes: tuple[Box, ...] = ()  # a tensor map of each is the second argument
+    headers: tuple[tuple[str, str], ...] = ()  # generated from mods, (name, text): then Params has a member `captured`
 
     @property
     def function(self) -> str:
+        """The name of the kernel's function."""
         return self.kernel.rsplit("/")[-1]
 
     @property

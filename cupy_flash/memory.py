@@ -161,12 +161,19 @@ PRESETS = {
 
 
 def load(name: str) -> Transformer:
-    """Load a model by its name in PRESETS, or by the path of a transformers config.json or of the folder that holds it.
+    """Load a model by its name in PRESETS, or from a transformers config.json.
 
     Model types gpt2, llama and mistral are read without transformers. Any other causal language model is built by
     transformers on torch's meta device, which takes no memory, and its parameters are counted; experts that a token
-    does not pass through count as parameters alone. Raises ValueError that names the file for a config that is no such
-    model or for another name, OSError for a file that cannot be read, ImportError where transformers is needed.
+    does not pass through count as parameters alone.
+
+    Args:
+        name: of a preset, or the path of a config.json or of the folder that holds it.
+
+    Raises:
+        ValueError: the config is no such model (the message names the file), or the name is unknown.
+        OSError: the file cannot be read.
+        ImportError: the model needs transformers.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -262,6 +269,7 @@ class Saved(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of the tensor."""
         return self.elements * self.itemsize
 
 
@@ -269,7 +277,14 @@ def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
     """The tensors that one block saves without checkpointing, on one GPU: the table in this module's docstring.
 
     Tensor parallelism shards the tensors between the projections, sequence_parallel also the others; ring attention
-    shards the sequence. Raises ValueError where `training.tensor` does not divide the heads or mlp_dim.
+    shards the sequence.
+
+    Args:
+        model: its dimensions.
+        training: batch, lengths and parallelism.
+
+    Raises:
+        ValueError: `training.tensor` does not divide the heads or mlp_dim.
     """
     _check_shares(model, training)
     size, t = ITEMSIZE[training.precision], training.tensor
@@ -324,6 +339,10 @@ class Coefficients(NamedTuple):
 def coefficients(model: Transformer, training: Training) -> Coefficients:
     """The coefficients of the memory that one block saves under `training.checkpoint`.
 
+    Args:
+        model: its dimensions.
+        training: batch, lengths and parallelism.
+
     >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
     Coefficients(alpha=34.0, beta=5.0, gamma=16.0)
     """
@@ -357,10 +376,12 @@ class Memory:
 
     @property
     def activations(self) -> int:
+        """Bytes that depend on batch and seqlen."""
         return self.blocks + self.recomputed + self.ends
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return self.states + self.activations
 
 
@@ -390,7 +411,12 @@ def estimate(model: Transformer, training: Training) -> Memory:
     The recomputed block and the head do not coexist; both are counted, to stand for the gradients of activations, which
     are not counted.
 
-    Raises ValueError if `training.tensor` does not divide heads and mlp_dim.
+    Args:
+        model: its dimensions.
+        training: batch, lengths and parallelism.
+
+    Raises:
+        ValueError: `training.tensor` does not divide heads and mlp_dim.
     """
     saved = saved_by_block(model, training)
     block = sum(tensor.bytes for tensor in saved)
@@ -420,12 +446,24 @@ def estimate(model: Transformer, training: Training) -> Memory:
 
 
 def largest_batch(model: Transformer, training: Training, memory: float) -> int:
-    """The largest batch whose `estimate` is at most `memory` bytes, or 0. Ignores `training.batch`."""
+    """The largest batch whose `estimate` fits, or 0.
+
+    Args:
+        model: its dimensions.
+        training: its `batch` is ignored.
+        memory: bytes of the GPU.
+    """
     return _largest(lambda batch: estimate(model, replace(training, batch=batch)).total, memory)
 
 
 def longest_sequence(model: Transformer, training: Training, memory: float) -> int:
-    """The longest sequence whose `estimate` is at most `memory` bytes, or 0. Ignores `training.seqlen`."""
+    """The longest sequence whose `estimate` fits, or 0.
+
+    Args:
+        model: its dimensions.
+        training: its `seqlen` is ignored.
+        memory: bytes of the GPU.
+    """
     return _largest(lambda seqlen: estimate(model, replace(training, seqlen=seqlen)).total, memory)
 
 
@@ -470,7 +508,8 @@ def measure(model: torch.nn.Module, batch: Any) -> dict[str, int]:
         share memory count once. Parameters and buffers do not count; the input does if it is saved. Inside a
         checkpoint, only what checkpointing saves counts. Works on any device, also meta.
 
-    Raises TypeError unless model is a torch.nn.Module.
+    Raises:
+        TypeError: model is no torch.nn.Module.
     """
     from .adapters.torch import saved
 
@@ -480,10 +519,10 @@ def measure(model: torch.nn.Module, batch: Any) -> dict[str, int]:
 def find_retained(loss: torch.Tensor) -> list[Retained]:
     """Tensors that the autograd graph of a torch tensor still holds, each with its module.
 
-    Call it after the backward, when the graph should hold none. A graph lives as long as something refers to it: the
-    loss, an output, a hook. Autograd frees the tensors that a node saved once the node has run, but not a tensor that a
-    torch.autograd.Function stores on ctx or in an object on ctx: every layer then keeps its activations, even with
-    checkpointing.
+    Call it after the backward, when the graph should hold none: before it, or with retain_graph=True, the tensors saved
+    by autograd are still held and listed. A graph lives as long as something refers to it: the loss, an output, a hook.
+    Autograd frees the tensors that a node saved once the node has run, but not a tensor that a torch.autograd.Function
+    stores on ctx or in an object on ctx: every layer then keeps its activations, even with checkpointing.
 
     Args:
         loss: a tensor from which all nodes of the graph are reachable.
@@ -493,8 +532,8 @@ def find_retained(loss: torch.Tensor) -> list[Retained]:
         are nearest before the node; "" if there is none. `path` leads from the node to the tensor. Parameters, leaves,
         their gradients and `loss` itself are not listed.
 
-    Before the backward, or with retain_graph=True, the tensors saved by autograd are still held and listed. Raises
-    TypeError unless loss is a torch.Tensor.
+    Raises:
+        TypeError: loss is no torch.Tensor.
     """
     from .adapters.torch import saved
 
@@ -502,9 +541,17 @@ def find_retained(loss: torch.Tensor) -> list[Retained]:
 
 
 def plot(model: Transformer, training: Training, path: Path, memory: float | None = None, title: str = "") -> None:
-    """Plot the memory of one GPU over the sequence length, and its parts at `training.seqlen`, to a PNG or SVG file.
+    """Plot the memory of one GPU over the sequence length, and its parts at `training.seqlen`.
 
-    `memory` in bytes is drawn as a line. Raises ImportError without matplotlib.
+    Args:
+        model: its dimensions.
+        training: batch, lengths and parallelism.
+        path: a PNG or SVG file.
+        memory: bytes of the GPU, drawn as a line.
+        title: of the figure.
+
+    Raises:
+        ImportError: matplotlib is missing.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

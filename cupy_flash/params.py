@@ -1,21 +1,26 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the filling of it; and tensor maps, which
-are the second argument of those that copy boxes."""
+"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+
+Kernels that use TMA take tensor maps as a second argument.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import dropout
-from .arrays import Array, dtype_name
+from .arrays import Array, dtype_name, empty
 from .features import ARRAYS, NUMBERS
+from .mods.cuda_code import captured_numbers, captured_struct, chunked, table_of
+from .mods.ir import parse
 from .problem import FP8, Operands, Problem
-from .source import kernel_folder
+from .source import chosen_lines, kernel_folder
 from .tensor_map import DATA_TYPES, Box, TensorMap
 
 SCALARS = {
@@ -43,10 +48,15 @@ BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
 BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
-@lru_cache(maxsize=1)
-def dtypes() -> dict[str, np.dtype[Any]]:
-    """Every struct of params.cuh as a NumPy dtype with the compiler's layout."""
-    text = re.sub(r"//.*", "", (kernel_folder() / "params.cuh").read_text())
+@lru_cache(maxsize=64)
+def dtypes(captured: str = "") -> dict[str, np.dtype[Any]]:
+    """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
+
+    `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
+    """
+    text = (kernel_folder() / "params.cuh").read_text()
+    lines = [line for _, line, _ in chosen_lines(text, {"MODS": captured != ""}, "params.cuh")]
+    text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype[Any]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         members: list[tuple[str, Any]] = []
@@ -61,12 +71,38 @@ def dtypes() -> dict[str, np.dtype[Any]]:
 
 
 class Workspace(NamedTuple):
-    """Memory that kernels need beside operands and results; the engine says of which shape."""
+    """Memory that kernels need beside operands and results, as an engine requests it."""
 
     name: str  # its member of Params
     shape: tuple[int, ...]  # contiguous
     dtype: np.dtype[Any]
-    strides: tuple[int, ...]  # the member's other numbers: batch, head, row, aligned of an Operand; none of a pointer
+    strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
+
+
+class Captured:
+    """The arrays and numbers that the mods of a call read, and the tables of extremes that their kernel fills."""
+
+    def __init__(self, mods: str, operands: Operands) -> None:
+        self.program, self.numbers = parse(mods), operands.numbers
+        self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
+        self.tables: dict[str, Array | None] = {
+            f"chunks{slot}": empty(*table_of(self.program, slot, operands.captured[slot].shape), operands.q)
+            for slot in chunked(self.program)
+        }
+
+    @property
+    def text(self) -> str:
+        """The declaration of `struct Captured`."""
+        return captured_struct(self.program)
+
+    def members(self, address: Address) -> tuple[float, ...]:
+        """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
+        for name, array in self.arrays.items():
+            if any(abs(stride) >= 2**31 for stride in array.strides):
+                raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
+        arrays = [(address(array), array.shape, array.strides) for array in self.arrays.values()]
+        tables = {int(name.removeprefix("chunks")): address(table) for name, table in self.tables.items() if table}
+        return captured_numbers(self.program, arrays, tables, self.numbers)
 
 
 def pack(
@@ -74,9 +110,10 @@ def pack(
     operands: Operands,
     results: dict[str, Array | None],
     workspaces: Iterable[Workspace],
+    captured: Captured | None,
     address: Address,
 ) -> np.ndarray[Any, Any]:
-    """One `Params`, in an array without dimensions; `results` holds outputs and workspaces by the struct's names."""
+    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     for name, array in zip(Operands._fields, operands, strict=True):
@@ -84,7 +121,7 @@ def pack(
             members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
-        if array is not None:
+        if array is not None and not (captured is not None and name in captured.tables):
             members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
     for feature in BATCH_STRIDED:
         array = getattr(operands, feature.name)
@@ -112,7 +149,9 @@ def pack(
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
-    return _filled("Params", members)
+    if captured is None:
+        return _filled("Params", members)
+    return _filled("Params", members | {"captured": captured.members(address)}, captured.text)
 
 
 BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
@@ -126,7 +165,7 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """How each array but a workspace becomes the numbers of its member; a gradient as its input."""
+    """The function that returns the numbers of an array's member, by name; a gradient has that of its input."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
@@ -139,11 +178,17 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
-    """One `Partials`: out_a, out_b, out in `layout`, lse_a, lse_b, lse."""
-    members: dict[str, tuple[float, ...]] = {
-        name: (_rows if name.startswith("lse") else _tensor)(array, layout, address) for name, array in arrays.items()
-    }
-    return _filled("Partials", members | {"rows": (arrays["lse"].shape[-1],)})
+    """One `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    members: dict[str, tuple[float, ...]] = {"stacked": (1,), "rows": (arrays["lse"].shape[-1],)}
+    for name, array in arrays.items():
+        form = _rows if name.startswith("lse") else _tensor
+        if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):
+            members |= {"stacked": (array.shape[0],), f"{name}_next": (array.strides[0],)}
+            first = replace(array, shape=array.shape[1:], strides=array.strides[1:])
+            members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
+        else:
+            members[name] = form(array, layout, address)
+    return _filled("Partials", members)
 
 
 def pack_maps(
@@ -179,9 +224,11 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a row of those;
-    strides of the last three in elements. Where there is one row, head or batch, nothing is known of its stride: it may
-    be what no map takes."""
+    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
+    be one that no map takes.
+    """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
         itemsize * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True)
@@ -190,7 +237,7 @@ def _encoded(
 
 
 class _Struct(NamedTuple):
-    """How the numbers of a struct become its bytes, and which of them are a member's."""
+    """The layout of a struct: how its numbers are packed into bytes, and where those of each member are."""
 
     dtype: np.dtype[Any]
     packer: struct.Struct
@@ -199,8 +246,8 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str) -> _Struct:
-    dtype = dtypes()[name]
+def _struct(name: str, captured: str) -> _Struct:
+    dtype = dtypes(captured)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far
@@ -214,9 +261,9 @@ def _struct(name: str) -> _Struct:
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
-def _filled(name: str, members: dict[str, tuple[float, ...]]) -> np.ndarray[Any, Any]:
+def _filled(name: str, members: dict[str, tuple[float, ...]], captured: str = "") -> np.ndarray[Any, Any]:
     """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name)
+    layout = _struct(name, captured)
     numbers = layout.zeros.copy()
     for member, values in members.items():
         numbers[layout.places[member]] = values
@@ -224,7 +271,7 @@ def _filled(name: str, members: dict[str, tuple[float, ...]]) -> np.ndarray[Any,
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand with a contiguous last dimension: pointer, strides of (batch, head, row), how rows are aligned."""
+    """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
     start, strides = address(array), array.strides
     if layout == "bshd":
         batch, row, head, _ = strides
@@ -239,17 +286,17 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
 
 
 def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand of one column: (B, H, S), or (H, T) of a packed batch."""
+    """The Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """An Operand of one number: (B, H)."""
+    """The Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """A Dense: what broadcasts to (B, Hq, Sq, Sk) has stride 0 where a dimension is missing or of size 1."""
+    """The Dense of an array that broadcasts to (B, Hq, Sq, Sk): stride 0 for dimensions missing or of size 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
 

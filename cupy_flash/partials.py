@@ -1,10 +1,11 @@
-"""Merges two partial results (out, lse) over disjoint sets of keys, as split-KV and ring attention need.
+"""Merges partial results (out, lse) over disjoint sets of keys, as split-KV and ring attention need.
 
-Attention over the union of the keys is the average of the two outputs, weighted by exp(lse).
+Attention over the union of the keys is the average of the outputs, weighted by exp(lse).
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -44,32 +45,36 @@ def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tupl
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
-    """Merge parts = (out_a, lse_a, out_b, lse_b), CPU arrays, into (out, lse) of their shapes and dtypes.
+    """Merge parts = (out_a, lse_a, out_b, lse_b), CPU arrays, into (out, lse) of the shapes and dtypes of a.
 
-    Layout "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
+    b is one result of the shapes of a, or a stack of any number along an additional first axis. Sums run over the stack
+    in its order; a is added last. Layout "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
     """
     out_a, lse_a, out_b, lse_b = parts
     out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
-    accumulation = lse.dtype
+    stack = slice(None) if len(out_b.shape) > len(out_a.shape) else None
+    outs, lses = [*out_b.numpy()[stack], out_a.numpy()], [*lse_b.numpy()[stack], lse_a.numpy()]
     with np.errstate(invalid="ignore", divide="ignore"):
-        total, weight_a, weight_b = merge_weights(lse_a.numpy(), lse_b.numpy())
-        if layout != "bhsd":
-            weight_a, weight_b = weight_a.swapaxes(-1, -2), weight_b.swapaxes(-1, -2)
-        merged = out_a.numpy().astype(accumulation) * weight_a[..., None]
-        merged += out_b.numpy().astype(accumulation) * weight_b[..., None]
+        total, weights = merge_weights(lses)
+        products = (
+            part.astype(lse.dtype) * (weight if layout == "bhsd" else weight.swapaxes(-1, -2))[..., None]
+            for part, weight in zip(outs, weights, strict=True)
+        )
+        merged = reduce(np.add, products)
     out.numpy()[...] = merged
     lse.numpy()[...] = total
     return out, lse
 
 
-def merge_weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, Any, Any]:
-    """(lse, weight of a, weight of b), shaped as lse. A side with lse -inf has weight 0; if both are, lse is -inf.
+def merge_weights(lses: list[np.ndarray[Any, Any]]) -> tuple[Any, list[Any]]:
+    """(lse of all parts, weight of each part), shaped as a part's lse. A part with lse -inf has weight 0.
 
-    Weights are normalised by their sum, as exp(lse_a - lse) would carry the rounding of lse: 1e-3 at scores of 1e4.
+    If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) would carry the
+    rounding of lse: 1e-3 at scores of 1e4.
     """
-    largest = np.maximum(lse_a, lse_b)
+    largest = reduce(np.maximum, lses)
     reference = np.where(largest == -np.inf, 0, largest)
-    weight_a, weight_b = np.exp(lse_a - reference), np.exp(lse_b - reference)
-    total = weight_a + weight_b  # 1 to 2, or 0
+    weights = [np.exp(lse - reference) for lse in lses]
+    total = sum(weights[1:], weights[0])  # 1 to the number of parts, or 0
     divisor = np.where(total == 0, 1, total)
-    return reference + np.log(total), weight_a / divisor, weight_b / divisor
+    return reference + np.log(total), [weight / divisor for weight in weights]

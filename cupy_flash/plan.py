@@ -1,4 +1,7 @@
-"""How a problem will run: legal candidates, a written cost, the smallest. Pure: nothing is computed, no GPU asked."""
+"""Chooses how a problem will run: the legal tile with the smallest predicted time, of all engines.
+
+Pure: nothing is computed, and no GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BUCKETS = 4
 
 
 class Plan(NamedTuple):
-    """The decision: which engine, in which tiles, on how many threads. `print(plan)` tells the story in a line."""
+    """How a problem runs: engine, tiles, threads and launches. `print(plan)` summarises it in a line."""
 
     problem: Problem
     device: Device
@@ -33,18 +36,21 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # of the CPU; of one block on a GPU
     launches: tuple[Launch, ...]  # none on the CPU
-    tile: Any  # the engine's
+    tile: Any  # of the engine's own type
     cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
 
     @property
     def tiles(self) -> str:
+        """The tiles as a phrase: queries, keys and threads."""
         each = "" if self.device.backend == "cpu" else " a block"
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
 
     def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """The memory that the kernels need beside operands and results, for arrays of so many rows: of one sequence, or
-        of the whole packed batch."""
+        """The memory that the kernels need beside operands and results, for arrays of this many rows.
+
+        Rows are those of one sequence, or of the whole packed batch.
+        """
         return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:

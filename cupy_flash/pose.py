@@ -1,17 +1,20 @@
-"""`pose`: the Problem and the Operands of a call. Facts are checked once and cached, values at every call."""
+"""States the Problem and the Operands of a call.
+
+Facts (shapes, dtypes, options) are checked once and cached; the contents of arrays are checked at every call.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import environment
 from .arrays import Array, dtype_name
-from .features import ARRAY, ARRAYS, FEATURES, SEED, WINDOW
+from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW
 from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
 from .requirements import (
     ArrayFacts,
@@ -30,7 +33,10 @@ from .requirements import (
     read,
 )
 
-CACHED = 1024  # statements kept
+if TYPE_CHECKING:
+    from .mods.trace import Mod
+
+CACHED = 1024  # entries of each cache
 
 
 def pose(
@@ -43,8 +49,9 @@ def pose(
 ) -> tuple[Problem, Operands]:
     """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
     requirements = Requirements(function)
-    call = read(requirements, _given(arrays, options, packed, saved, shard))
-    facts = _facts(call, options, packed, saved, shard)
+    mod = _traced(requirements, options)
+    call = read(requirements, _given(arrays, options, packed, saved, shard, mod))
+    facts = _facts(call, options, packed, saved, shard, mod)
     stated: Stated = _cached(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
@@ -60,7 +67,8 @@ def pose(
     elif seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    operands: dict[str, Any] = {**call, "seed": seed}
+    captured = tuple(call[name] for name in _captured_names(mod))
+    operands: dict[str, Any] = {**call, "seed": seed, "captured": captured, "numbers": mod.numbers if mod else ()}
     return stated.problem, Operands._make(map(operands.get, Operands._fields))
 
 
@@ -68,10 +76,33 @@ ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
+def _traced(requirements: Requirements, options: Options) -> Mod | None:
+    """The traced score_mod and mask_mod; None without them, or where one cannot be traced, which is reported."""
+    if options.score_mod is None and options.mask_mod is None:
+        return None
+    from .mods.ir import Untraceable  # imported by the first call that has a mod
+    from .mods.trace import mod_of
+
+    try:
+        return mod_of(options.score_mod, options.mask_mod)
+    except Untraceable as error:
+        requirements.require_type(False, str(error))
+        return None
+
+
+def _captured_names(mod: Mod | None) -> list[str]:
+    return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
+
+
 def _given(
-    arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, saved: Saved | None, shard: Shard
+    arrays: tuple[Any, Any, Any],
+    options: Options,
+    packed: Packed | None,
+    saved: Saved | None,
+    shard: Shard,
+    mod: Mod | None,
 ) -> dict[str, Any]:
-    """The arrays of a call by name, as the caller gives them; None only where one is required."""
+    """The arrays of a call by name, as the caller gives them; only a required one may be None."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
     for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
         if value is not None:
@@ -84,24 +115,29 @@ def _given(
             given["dlse"] = saved.dlse
     if shard.starts is not None:
         given["starts"] = shard.starts
+    if mod is not None:
+        given |= zip(_captured_names(mod), mod.arrays, strict=True)
     return given
 
 
-# A window is plain if its sides are; a seed is no fact.
-PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED))
+# The options in the cache key as they are. The sides of a window are checked one by one; a seed is no fact, and a mod
+# is one by its text.
+PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
-# Types of values that are equal only to what means the same, and cannot change.
+# Options of other types are not cached: they may be mutable, unhashable, or equal to something with another meaning.
 PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Facts(NamedTuple):
-    """Everything that decides over a call and its Problem, except the seed and the contents of arrays."""
+    """All that a Problem and the checks of a call depend on, except the seed and the contents of arrays."""
 
     options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
     window: Any
     backend: Any  # that of the options, else the environment's
     longest: tuple[Any, ...]  # max_seqlen_q, max_seqlen_k of a packed batch
     bias_gradient: bool
+    mods: str  # the text; "" without
+    captured_gradient: tuple[bool, ...] | None
     shard: tuple[Any, ...]  # Shard without its array
     types: tuple[type, ...]  # 1 == True == 1.0, and not all of them are legal
     packed: bool
@@ -110,30 +146,42 @@ class Facts(NamedTuple):
     arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
 
 
-def _facts(call: dict[str, Array], options: Options, packed: Packed | None, saved: Saved | None, shard: Shard) -> Facts:
+def _facts(
+    call: dict[str, Array],
+    options: Options,
+    packed: Packed | None,
+    saved: Saved | None,
+    shard: Shard,
+    mod: Mod | None,
+) -> Facts:
     plain = _plain_of(options)
     window, backend = options.window, options.backend
     if backend is None:
         backend = environment.backend()
     longest = () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     bias_gradient = saved is not None and saved.bias_gradient
+    text = "" if mod is None else mod.text
+    captured_gradient = None if saved is None else saved.captured_gradient
     sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides)))
     arrays = tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()])
     return Facts(
-        plain, window, backend, longest, bias_gradient, shard[1:], types, packed is not None, saved is not None,
-        _are_aligned(call), arrays,
+        plain, window, backend, longest, bias_gradient, text, captured_gradient, shard[1:], types,
+        packed is not None, saved is not None, _are_aligned(call), arrays,
     )  # fmt: skip
 
 
 def _are_aligned(call: dict[str, Array]) -> bool:
-    """Whether q, k and v, as far as they could be read, can be copied in boxes."""
+    """Whether TMA can load q, k and v; one that could not be read does not count."""
     return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
 
 
 def has_boxes(array: Array) -> bool:
-    """Whether TMA can copy the array: every row starts at a multiple of 16 bytes, and no stride repeats or reverses
-    rows. Rows that are not contiguous count as the contiguous copy that is made of them."""
+    """Whether TMA can copy the array.
+
+    Every row must start at a multiple of 16 bytes, and no stride may repeat or reverse rows. Rows that are not
+    contiguous count as the contiguous copy that is made of them.
+    """
     return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
 
 
@@ -185,6 +233,7 @@ def _state(facts: Facts) -> Stated:
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
     if facts.packed:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
+    mods = _check_mods(requirements, facts, arrays, sizes, longest)
     numbers = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
@@ -220,6 +269,7 @@ def _state(facts: Facts) -> Stated:
             engine=options["engine"],
             cache=None,
             bias_gradient=facts.bias_gradient,
+            **mods,
             **numbers,
             **array_facts(arrays),
         )
@@ -235,6 +285,34 @@ def _check_options(
     options = dict(zip(PLAIN_OPTIONS, plain, strict=True)) | {"window": window}
     settings = check_options(requirements, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type
+
+
+def _check_mods(
+    requirements: Requirements,
+    facts: Facts,
+    arrays: dict[str, ArrayFacts],
+    sizes: Sizes,
+    longest: tuple[int | None, int | None],
+) -> dict[str, Any]:
+    """The fields of a Problem for its mods, whose captured arrays are checked."""
+    if not facts.mods:
+        return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
+    from .mods.facts import check_captured, floating_reads
+    from .mods.ir import parse
+
+    program = parse(facts.mods)
+    q_len, kv_len = longest
+    if sizes.known and q_len is not None and kv_len is not None and "starts" not in arrays:
+        check_captured(requirements, arrays, program, sizes, (q_len, kv_len))
+    slots = range(len(program.arrays))
+    asked = (True,) * len(slots) if facts.captured_gradient is None else facts.captured_gradient
+    differentiated = floating_reads(program) if facts.backward else set()
+    return dict(
+        mods=facts.mods,
+        score_mod=program.score is not None,
+        mask_mod=program.mask is not None,
+        captured_gradient=tuple(asked[slot] and slot in differentiated for slot in slots),
+    )
 
 
 def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:

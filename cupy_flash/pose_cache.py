@@ -579,6 +579,10 @@ def _with_problem(
         engine=options["engine"],
         cache=cache,
         bias_gradient=False,
+        mods="",
+        score_mod=False,
+        mask_mod=False,
+        captured_gradient=(),
         **numbers,
         **array_facts(named),
     )
@@ -589,8 +593,10 @@ def _with_problem(
 
 
 def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
-    """The contents of the arrays of indices in host memory. Those on a GPU are never read by the host: kernels clamp
-    them."""
+    """Check the arrays of indices in host memory.
+
+    Those on a GPU are never read by the host: kernels clamp them.
+    """
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     indices = (operands.cu_seqlens_q, *given[2:8])

@@ -6,7 +6,7 @@ nothing about how it will run; `pose.pose` builds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
@@ -20,6 +20,8 @@ from .features import (
     DIFFERENTIATED,
     FEATURES,
     FLOATING,
+    MOD,
+    MODS,
     NAMES,
     NUMBER,
     NUMBERS,
@@ -66,7 +68,7 @@ class Options(_Options):
 
 
 class Packed(NamedTuple):
-    """The sequences of a packed (varlen) batch, in the caller's words."""
+    """The sequences of a packed (varlen) batch, as the caller gives them."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -82,13 +84,14 @@ class Saved(NamedTuple):
     lse: Any
     dlse: Any = None
     bias_gradient: bool = True
+    captured_gradient: tuple[bool, ...] | None = None  # of each captured array; None: of every floating one
 
 
 class Shard(NamedTuple):
-    """Which part of a larger call a call is: causal, window, ALiBi and dropout count positions and heads of the whole.
+    """The part of a larger call that a call computes; causal, window, ALiBi and dropout use positions in the whole.
 
-    `starts`, int32 (B, 3), holds of every sequence the position of its first query, that of its first key, and the
-    first plus the whole's diagonal offset o minus the second. None: the sequences are whole.
+    `starts`, int32 (B, 3), holds for every sequence the position of its first query, the position of its first key, and
+    their difference plus the diagonal offset o of the whole. None: the sequences are whole.
     """
 
     starts: Any = None
@@ -100,11 +103,14 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-_Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), optional=len(WITH_GRADIENT))
+_Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), "dcaptured", optional=len(WITH_GRADIENT) + 1)
 
 
 class Gradients(_Gradients, Generic[ArrayT]):
-    """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested."""
+    """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested.
+
+    `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
+    """
 
     __slots__ = ()
 
@@ -112,9 +118,19 @@ class Gradients(_Gradients, Generic[ArrayT]):
     dk: ArrayT
     dv: ArrayT
 
+    def map(self, function: Callable[[Any], Any]) -> Gradients[Any]:
+        """The gradients with `function` applied to each array that is there."""
+
+        def applied(gradient: Any) -> Any:
+            if isinstance(gradient, tuple):
+                return tuple(map(applied, gradient))
+            return None if gradient is None else function(gradient)
+
+        return Gradients(*map(applied, self))
+
 
 class _Call:
-    """The fields of a Problem that are no facts of a feature."""
+    """The fields of a Problem that do not come from the table of features."""
 
     __slots__ = ()
 
@@ -131,9 +147,11 @@ class _Call:
     head_dim: int
     head_dim_v: int
     mask: Mask  # causal and window
+    mods: str  # text of the traced score_mod and mask_mod (mods/ir.py); "" without
+    captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
     dlse: bool
-    aligned: bool  # every row of q, k and v that is there starts at a multiple of 16 bytes
-    empty: bool  # q, k or v has no element: of a packed batch the lengths above do not tell
+    aligned: bool  # TMA can load q, k and v (pose.has_boxes)
+    empty: bool  # q, k or v has no element, which the lengths of a packed batch do not show
     shard: bool  # positions are not those of whole sequences
     step: int
     first_head: int
@@ -146,7 +164,7 @@ class _Call:
 
 FACTS = tuple(
     name
-    for feature in (*NUMBERS, *ARRAYS)
+    for feature in (*NUMBERS, *ARRAYS, *MODS)
     for name, exists in (
         (feature.field, True),
         (f"{feature.field}_dtype", feature.element),  # a name; that of out where the feature is absent
@@ -214,7 +232,7 @@ class Problem(_Problem, _Call):
         )
 
     def _is_described(self, feature: Feature) -> bool:
-        return (feature.kind == ARRAY or feature.constant != "") and is_given(self, feature)
+        return (feature.kind in (ARRAY, MOD) or feature.constant != "") and is_given(self, feature)
 
     def _describe(self, feature: Feature) -> str:
         fact = getattr(self, feature.field)
@@ -225,13 +243,15 @@ class Problem(_Problem, _Call):
 
 _Operands: Any = record(
     *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
-    *("dout", "out", "lse", "dlse", "cache"),
+    *("captured", "numbers", "dout", "out", "lse", "dlse", "cache"),
 )
 
 
 class Operands(_Operands):
-    """The arrays of one call, None for those that it has not, and the seed (an int, or an int64 array of one
-    element)."""
+    """The arrays of one call, None for those that it does not have, and the seed.
+
+    The seed is an int, or an int64 array of one element.
+    """
 
     __slots__ = ()
 
@@ -242,6 +262,8 @@ class Operands(_Operands):
     cu_seqlens_k: Array | None
     starts: Array | None
     seed: Array | int | None
+    captured: tuple[Array, ...]  # by the mods, in the order of their slots
+    numbers: tuple[int | float, ...]  # run-time arguments of the mods
     dout: Array | None
     out: Array | None
     lse: Array | None

@@ -61,6 +61,7 @@ class Forward(NamedTuple):
     v: Array  # (B, Hq, Sk, Dv)
     scale: Any
     softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
+    mod_slope: Array | float  # derivative of score_mod by its score, (B, Hq, Sq, Sk)
     scores: Array  # after all score modifications and masks, (B, Hq, Sq, Sk)
     dropped: Array | float  # dropout factors of the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
     out: Array  # (B, Hq, Sq, Dv)
@@ -70,9 +71,14 @@ class Forward(NamedTuple):
 def attention(
     q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
 ) -> tuple[Array, Array]:
-    """Attention of q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv): out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+    """Attention: out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
-    Keyword options are the fields of `Options`; with layout="bhsd", heads precede the sequence in q, k, v and out.
+    Args:
+        q: (B, Sq, Hq, D); with layout="bhsd", heads precede the sequence in q, k, v and out.
+        k: (B, Sk, Hk, D).
+        v: (B, Sk, Hk, Dv).
+        **options: the fields of `Options`.
+
     For one sequence and one head it is:
 
     >>> import numpy as np
@@ -108,7 +114,13 @@ def attention_backward(
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
 
-    dout has the shape and layout of out, dlse is (B, Hq, Sq); their rows where lse is -inf are ignored.
+    Args:
+        dout: the shape and layout of out; rows where lse is -inf are ignored.
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        dlse: (B, Hq, Sq), likewise; None is 0.
+        **options: those of the forward.
     """
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
@@ -125,10 +137,18 @@ def attention_varlen(
     cu_seqlens_k: npt.ArrayLike,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> tuple[Array, Array]:
-    """Attention of packed q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv): out (Tq, Hq, Dv) and lse (Hq, Tq).
+    """Attention of packed sequences: out (Tq, Hq, Dv) and lse (Hq, Tq).
 
-    Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v.
-    Rows past the last sequence get out 0 and lse -inf.
+    Sequence b is rows cu_seqlens_q[b] : cu_seqlens_q[b + 1] of q, and likewise of k and v. Rows past the last sequence
+    get out 0 and lse -inf.
+
+    Args:
+        q: (Tq, Hq, D).
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
+        cu_seqlens_q: (B + 1,).
+        cu_seqlens_k: (B + 1,).
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout.
     """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
@@ -154,7 +174,18 @@ def attention_varlen_backward(
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
-    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`."""
+    """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`.
+
+    Args:
+        dout: (Tq, Hq, Dv).
+        q: as in `attention_varlen`.
+        k: as in `attention_varlen`.
+        v: as in `attention_varlen`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        dlse: (Hq, Tq); None is 0.
+        **options: those of the forward.
+    """
     dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
@@ -316,7 +347,16 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         bias = np.asarray(options.bias).astype(compute)
         scores = np.where(np.isneginf(bias), bias, scores + bias)  # -inf masks even where q.k is NaN
 
-    scores = np.where(_visible(options, i, j, q_lengths, kv_lengths, offset), scores, -np.inf)
+    sequence, head = np.arange(first_batch, first_batch + batch)[:, None, None, None], np.arange(q_heads)[:, None, None]
+    mod_slope: Array | float = 1.0
+    if options.score_mod is not None:
+        modified = _Dual.of(options.score_mod(_Dual(scores, np.ones_like(scores)), sequence, head, i, j))
+        scores, mod_slope = np.broadcast_to(modified.value, scores.shape).astype(compute), modified.slope
+
+    visible = _visible(options, i, j, q_lengths, kv_lengths, offset)
+    if options.mask_mod is not None:
+        visible = visible & options.mask_mod(sequence, head, i, j)
+    scores = np.where(visible, scores, -np.inf)
 
     sink = np.full(q_heads, -np.inf) if options.sink is None else np.asarray(options.sink)
     sink = np.where(i < q_lengths, sink.astype(compute)[:, None, None], -np.inf)  # (1 or B, Hq, Sq, 1)
@@ -340,7 +380,8 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     factor = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
     weights = (probabilities * dropped * factor).astype(storage).astype(compute)
     out = v_descale * multiply(weights, v) / np.where(factor == 0, 1, factor)
-    return Forward(q, k, v, scale, softcap_slope, scores, dropped, out.astype(_out_dtype(storage)).astype(compute), lse)
+    out = out.astype(_out_dtype(storage)).astype(compute)
+    return Forward(q, k, v, scale, softcap_slope, mod_slope, scores, dropped, out, lse)
 
 
 def _backward(
@@ -362,6 +403,7 @@ def _backward(
     dprobabilities = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
     delta = (dout * forward.out).sum(axis=-1, keepdims=True)
     dscores = probabilities * (dprobabilities - delta + dlse)
+    dscores = np.where(dscores == 0, 0, dscores * forward.mod_slope)  # a hidden score may have an infinite slope
     dproducts = (dscores * forward.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
     dq = forward.scale * (dproducts @ forward.k)
     dk = forward.scale * (dproducts.swapaxes(2, 3) @ forward.q)
@@ -377,6 +419,61 @@ def _backward(
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1]) for x in (dk, dv))
     return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
+
+
+class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
+    """Values and their derivatives by the score, through which a score_mod of NumPy functions is differentiated."""
+
+    def __init__(self, value: Any, slope: Any) -> None:
+        self.value, self.slope = value, slope
+
+    @staticmethod
+    def of(x: Any) -> _Dual:
+        return x if isinstance(x, _Dual) else _Dual(x, 0.0)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        x, y = (*map(_Dual.of, inputs), _Dual(0.0, 0.0))[:2]
+        value = ufunc(*(_Dual.of(operand).value for operand in inputs))
+        if value.dtype == np.bool_:
+            return value
+        with np.errstate(all="ignore"):
+            partials = _PARTIALS[ufunc](x.value, y.value, value)
+            # 0 times an infinite partial derivative is 0: that operand does not depend on the score.
+            terms = [np.where(slope == 0, 0, slope * p) for slope, p in zip((x.slope, y.slope), partials, strict=False)]
+        return _Dual(value, sum(terms))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> _Dual:
+        if function is np.clip:
+            x, low, high = (_Dual.of(arg) for arg in args)
+            inside = (x.value >= low.value) & (x.value <= high.value)
+            return _Dual(np.clip(x.value, low.value, high.value), np.where(inside, x.slope, 0))
+        if function is not np.where:
+            raise TypeError(f"the reference does not differentiate {function.__name__}")
+        condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])
+        return _Dual(np.where(condition, x.value, y.value), np.where(condition, x.slope, y.slope))
+
+
+# Partial derivatives of f = ufunc(x, y) by x and y.
+_PARTIALS: dict[np.ufunc, Any] = {
+    np.add: lambda x, y, f: (1, 1),
+    np.subtract: lambda x, y, f: (1, -1),
+    np.multiply: lambda x, y, f: (y, x),
+    np.divide: lambda x, y, f: (1 / y, -f / y),
+    np.power: lambda x, y, f: (y * x ** (y - 1),),
+    np.maximum: lambda x, y, f: ((np.sign(x - y) + 1) / 2, (np.sign(y - x) + 1) / 2),
+    np.minimum: lambda x, y, f: ((np.sign(y - x) + 1) / 2, (np.sign(x - y) + 1) / 2),
+    np.negative: lambda x, y, f: (-1,),
+    np.absolute: lambda x, y, f: (np.sign(x),),
+    np.square: lambda x, y, f: (2 * x,),
+    np.sqrt: lambda x, y, f: (0.5 / f,),
+    np.exp: lambda x, y, f: (f,),
+    np.exp2: lambda x, y, f: (f * np.log(2),),
+    np.log: lambda x, y, f: (1 / x,),
+    np.log1p: lambda x, y, f: (1 / (1 + x),),
+    np.sin: lambda x, y, f: (np.cos(x),),
+    np.cos: lambda x, y, f: (-np.sin(x),),
+    np.tanh: lambda x, y, f: (1 - f * f,),
+}
 
 
 def _visible(
@@ -412,8 +509,11 @@ def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _multiply_in_14_bits(a: Array, b: Array) -> Array:
-    """a @ b in Hopper's fp8 arithmetic: 32 products and the accumulator are aligned to the largest of them, truncated
-    to 14 bits and added; their sum is truncated to 14 bits."""
+    """Return a @ b in Hopper's fp8 arithmetic.
+
+    32 products and the accumulator are aligned to the largest of them, truncated to 14 bits and added; their sum is
+    truncated to 14 bits.
+    """
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
     for first in range(0, a.shape[-1], 32):
         columns = range(first, min(first + 32, a.shape[-1]))

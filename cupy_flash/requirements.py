@@ -1,7 +1,7 @@
 """The requirements on a call: each check adds its reason to one error, which lists all of them.
 
 Checks of facts (shapes, dtypes, places, options) read `ArrayFacts` and plain options, never an array, so that
-`pose.pose` can cache what they find. Checks of values read the contents of arrays in host memory, at every call.
+`pose.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class Requirements:
         self.about_type = False
 
     def require(self, met: bool, reason: str) -> bool:
+        """Note `reason` unless the requirement is met; return whether it is."""
         if not met:
             self.unmet.append(reason)
         return met
 
     def require_type(self, met: bool, reason: str) -> bool:
+        """As `require`, for a requirement about a type: the error is then a TypeError."""
         self.about_type |= not met
         return self.require(met, reason)
 
@@ -55,7 +57,7 @@ class Requirements:
 
 
 class ArrayFacts(NamedTuple):
-    """The part of an Array that decides over a Problem."""
+    """The properties of an Array that a Problem depends on."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -102,6 +104,7 @@ def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
 
 
 def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
+    """All arrays must be of one library and on one device."""
     frameworks = {array.framework for array in arrays.values()}
     devices = {array.device for array in arrays.values()}
     # The results for a library that cannot allocate are NumPy's, or CuPy's on a GPU: a backward takes both.
@@ -234,12 +237,12 @@ def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
 
 def _number(requirements: Requirements, name: str, value: Any, default: float = 0.0) -> float:
     try:
-        # float() takes text, truth values and complex numbers of NumPy too.
+        # float() also accepts strings, booleans and complex numbers of NumPy.
         kind = np.asarray(value).dtype.kind if isinstance(value, (np.generic, np.ndarray)) else ""
         if isinstance(value, (bool, str, bytes, bytearray, memoryview)) or kind in tuple("bcmMOSTU"):
             raise TypeError
         return float(value)
-    except OverflowError:  # an int beyond floats: every option refuses an infinite number
+    except OverflowError:  # an int too large for a float: every option refuses infinity
         return math.inf
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"{name} must be a number, not {value!r}")
@@ -270,7 +273,7 @@ def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> floa
 
 def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
     value = _number(requirements, name, given)
-    # 65536 p is rounded to a whole number of 65536ths; what rounds to all of them would keep nothing.
+    # p is rounded to a multiple of 1/65536; if that is 1, no element would be kept.
     in_range = 0 <= value < 1 and round(65536 * value) < 65536
     requirements.require(in_range, f"{name} must be in [0, 1), in steps of 1/65536, not {given!r}")
     return value if in_range else 0.0
@@ -311,7 +314,7 @@ def check_packed(
 
 
 def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> bool:
-    """The message names the cast: lengths are computed as int64 by most libraries."""
+    """Require int32; the message names the cast, because most libraries compute lengths as int64."""
     cast = "to(torch.int32)" if array.framework == "torch" else 'astype("int32")'
     return requirements.require_type(
         array.dtype == np.int32, f"{name} must be int32, not {array.dtype.name}: pass {name}.{cast}"
@@ -397,6 +400,10 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def check_seed(
     requirements: Requirements, arrays: dict[str, Array], seed: Any, dropout: bool, backward: bool
 ) -> Array | int | None:
+    """Return the seed as an int or an Array; None if there is none or it is wrong.
+
+    With dropout it may be None only in a forward, and not for jax, which has no generator to draw one from.
+    """
     framework = arrays["q"].framework if "q" in arrays else ""
     if seed is None:
         why = "attention_backward cannot draw one" if backward else "jax has no generator to draw one from"

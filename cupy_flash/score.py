@@ -4,7 +4,7 @@ Each is a class with `apply` and `gradient`. `apply` modifies the tile S in plac
 gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place. They are
 applied in this order:
 
-    s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias
+    s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from .mods.ir import parse
+from .mods.numpy_code import Function, mask_function, score_function, slope_of
+from .mods.tiles import TileClasses
 
 
 class Positions(NamedTuple):
@@ -37,13 +41,16 @@ class ScoreTile(NamedTuple):
     kv_start: int
     kv_stop: int
     positions: Positions
+    is_cut: bool = False  # whether a mask_mod may hide any of its scores
 
     @property
     def queries(self) -> tuple[int, int]:
+        """The half-open range of queries."""
         return self.q_start, self.q_stop
 
     @property
     def keys(self) -> tuple[int, int]:
+        """The half-open range of keys."""
         return self.kv_start, self.kv_stop
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
@@ -60,10 +67,14 @@ class ScoreStep(Protocol):
     """One score modification and its gradient; S and dS are (queries, keys) of the tile."""
 
     bounded: bool  # |score| never exceeds |product|
+    by_sequence: bool  # its gradients of different sequences go to different elements
+    by_head: bool  # likewise of query heads
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None: ...
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+        """Modify S in place; with `save`, return what the gradient needs."""
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None: ...
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+        """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of its own arrays, by the name of the option."""
@@ -79,6 +90,8 @@ def steps(problem: Any, operands: Any) -> list[ScoreStep]:
     if operands.bias is not None:
         bias = four_dimensional(operands.bias.numpy())
         applied.append(Bias(bias, np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None))
+    if problem.score_mod:
+        applied.append(Modified(problem, operands))
     return applied
 
 
@@ -90,12 +103,13 @@ def four_dimensional(array: np.ndarray) -> np.ndarray:
 class Softcap:
     """s <- c tanh(s / c), which keeps scores inside (-c, c) (Gemma 2)."""
 
-    bounded = True
+    bounded = by_sequence = by_head = True
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+        """S <- c tanh(S / c); the gradient needs 1 - tanh(S / c)^2."""
         S /= self.cap
         np.tanh(S, out=S)
         slope = 1 - S * S if save else None
@@ -103,9 +117,11 @@ class Softcap:
         return slope
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
+        """The dS of the capped scores, times the slope of the cap."""
         dS *= saved
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """None: the cap is a number."""
         return {}
 
 
@@ -113,20 +129,24 @@ class Alibi:
     """s <- s - slope |i + o - j|, one slope per head (Press et al., Train Short, Test Long). Slopes get no gradient."""
 
     bounded = False
+    by_sequence = by_head = True
 
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
+        """S <- S - slope * distance; the gradient needs nothing."""
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
         i = np.arange(tile.q_start, tile.q_stop)[:, None]
         j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
         S -= slope * np.abs((i - j) * tile.positions.step + tile.positions.offset)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Leave dS as it is: a constant was added to each score."""
         pass
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """None: slopes get no gradient."""
         return {}
 
 
@@ -138,15 +158,114 @@ class Bias:
     def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
         self.dbias = dbias  # bias.shape, in the accumulation dtype; None: no gradient wanted
+        self.by_sequence = dbias is None or dbias.shape[0] > 1
+        self.by_head = dbias is None or dbias.shape[1] > 1
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
-        S += tile.cut(self.bias).astype(S.dtype, copy=False)
+        """S <- S + bias; the gradient needs nothing."""
+        bias = tile.cut(self.bias).astype(S.dtype, copy=False)
+        S += bias
+        if np.isnan(np.vdot(S, S)):  # NaN + -inf is NaN, which hides nothing
+            np.copyto(S, -np.inf, where=bias == -np.inf)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Add dS to dbias, summed over the dimensions that bias broadcasts; dS itself is unchanged."""
         if self.dbias is not None:
             target = tile.cut(self.dbias)
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
 
     def gradients(self) -> dict[str, np.ndarray]:
+        """The sum over all tiles so far: dbias."""
         return {} if self.dbias is None else {"bias": self.dbias}
+
+
+class ModInputs:
+    """What the generated functions of mods read beside the score, for the tiles of one call."""
+
+    def __init__(self, problem: Any, operands: Any) -> None:
+        self.arrays = tuple(array.numpy() for array in operands.captured)
+        self.numbers, self.real = operands.numbers, problem.accumulation.type
+        self.first_head = problem.first_head
+
+    def of(self, tile: ScoreTile) -> tuple[Any, ...]:
+        """(b, h, q, kv, arrays, numbers, real): q (rows, 1) and kv (1, columns) are positions in the whole sequence."""
+        q_first, kv_first, _, step = tile.positions
+        q = np.arange(*tile.queries, dtype=np.int32) * np.int32(step) + np.int32(q_first)
+        kv = np.arange(*tile.keys, dtype=np.int32) * np.int32(step) + np.int32(kv_first)
+        head = np.int32(self.first_head + tile.head)
+        return np.int32(tile.batch), head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
+
+
+class Modified:
+    """s <- score_mod(s, b, h, q_idx, kv_idx), with the gradients of the floating arrays that it captures."""
+
+    bounded = False
+
+    def __init__(self, problem: Any, operands: Any) -> None:
+        self.inputs = ModInputs(problem, operands)
+        self.function: Function = score_function(problem.mods)
+        self.slope = slope_of(problem.mods, problem.captured_gradient) if problem.backward else None
+        # In float64, as every score may add to one element.
+        self.dcaptured = [
+            np.zeros(array.shape) if wanted else None
+            for array, wanted in zip(self.inputs.arrays, problem.captured_gradient, strict=True)
+        ]
+        self.by_sequence = self.slope is None or self.slope.indexed_by("b")
+        self.by_head = self.slope is None or self.slope.indexed_by("h")
+
+    def apply(self, S: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+        inputs = self.inputs.of(tile)
+        if self.slope is None or not save:
+            (S[...],) = self.function(S, *inputs)
+            return None
+        modified, slope, reads = self.slope.evaluate(S.copy(), *inputs)  # a derivative may be the score itself
+        S[...] = modified
+        return slope, reads
+
+    def gradient(self, dS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+        slope, reads = saved
+        for slot, factor, indices in reads:
+            total = self.dcaptured[slot]
+            assert total is not None  # reads are those of the wanted slots
+            _add_at(total, indices, _times(dS, factor))
+        dS[...] = _times(dS, slope)
+
+    def gradients(self) -> dict[str, Any]:
+        return {"captured": tuple(self.dcaptured)}
+
+
+class MaskMod:
+    """mask_mod(b, h, q_idx, kv_idx) of the tiles of one call."""
+
+    def __init__(self, problem: Any, operands: Any) -> None:
+        self.inputs = ModInputs(problem, operands)
+        self.function = mask_function(problem.mods)
+        mask = parse(problem.mods).mask
+        assert mask is not None
+        self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
+
+    def visible(self, tile: ScoreTile) -> np.ndarray[Any, Any]:
+        """The mask, True = attend, which broadcasts to (queries, keys) of the tile."""
+        (visible,) = self.function(None, *self.inputs.of(tile))
+        return np.asarray(visible)
+
+
+def _times(dS: np.ndarray[Any, Any], factor: Any) -> np.ndarray[Any, Any]:
+    """dS * factor, and 0 where dS is 0: the factor of a hidden score may be infinite or NaN."""
+    product: np.ndarray[Any, Any] = dS * factor
+    if not np.isfinite(np.vdot(product, product)):
+        product[dS == 0] = 0
+    return product
+
+
+def _add_at(total: np.ndarray[Any, Any], indices: tuple[Any, ...], values: np.ndarray[Any, Any]) -> None:
+    """Add values (rows, columns) to total at clamped indices, first summing over axes on which no index depends."""
+    clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, total.shape, strict=True)]
+    shape = np.broadcast_shapes((1, 1), *(index.shape for index in clamped))
+    repeated = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    sums = values.sum(axis=repeated, keepdims=True, dtype=total.dtype)
+    if not indices:
+        total += sums[0, 0]
+        return
+    np.add.at(total, tuple(np.broadcast_to(index, sums.shape) for index in clamped), sums)

@@ -38,7 +38,7 @@ def kernel_folder() -> Path:
     raise FileNotFoundError(f"kernels_cu not found; looked in {candidates[0]} and {candidates[1]}")
 
 
-def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
+def assemble(kernel: str, constants: Mapping[str, Constant], headers: Mapping[str, str] | None = None) -> str:
     """The text of kernels_cu/<kernel>.cu with every header inlined once and the values of config.cuh replaced.
 
     `kernel` is like "simt/forward". `constants` replaces defaults of config.cuh by name; the declaration determines the
@@ -46,13 +46,15 @@ def assemble(kernel: str, constants: Mapping[str, Constant]) -> str:
     type name for `using`. `#if NAME` and `#if !NAME` on a `#define` of config.cuh are resolved here, so that only the
     taken branch and its headers are in the text. #line markers preserve original files and lines in messages.
 
+    `headers` are generated ones, text by name, which the kernels include like files of kernels_cu.
+
     Raises ValueError for an unknown constant, a value of the wrong type, an include cycle, or a directive that cannot
     be inlined; FileNotFoundError for a missing kernel or header. The message contains the chain of includes.
     """
     if not re.fullmatch(rf"{IDENTIFIER}(/{IDENTIFIER})*", kernel):
         raise ValueError(f'kernel must be like "simt/forward", not {kernel!r}')
     folder = kernel_folder().resolve()
-    text = Text(folder, *configure((folder / CONFIG).read_text(encoding="utf-8"), constants))
+    text = Text(folder, *configure((folder / CONFIG).read_text(encoding="utf-8"), constants), headers or {})
     text.inline(f"{kernel}.cu", ())
     if constants and CONFIG not in text.inlined:
         raise ValueError(f"{kernel} does not include {CONFIG}, so it has no constants: {', '.join(constants)}")
@@ -102,8 +104,9 @@ def literal(kind: str, name: str, value: Constant) -> str:
 class Text:
     """Builder of one kernel's text."""
 
-    def __init__(self, folder: Path, config: str, switches: Mapping[str, bool]) -> None:
+    def __init__(self, folder: Path, config: str, switches: Mapping[str, bool], headers: Mapping[str, str]) -> None:
         self.folder = folder
+        self.headers = headers
         self.config = config
         self.switches = switches
         self.lines: list[str] = []
@@ -117,7 +120,8 @@ class Text:
             return
         self.inlined.add(name)
         chain = (*chain, name)
-        text = self.config if name == CONFIG else (self.folder / name).read_text(encoding="utf-8")
+        generated = self.config if name == CONFIG else self.headers.get(name)
+        text = (self.folder / name).read_text(encoding="utf-8") if generated is None else generated
         counted = 0  # line number that the compiler would assign to the next line
         for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
             directive = DIRECTIVE.fullmatch(line)
@@ -139,6 +143,8 @@ class Text:
             raise ValueError(f'{location}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
         for base in (posixpath.dirname(including), ""):
             path = posixpath.normpath(posixpath.join(base, operand.strip('"')))
+            if path in self.headers:
+                return path
             # Do not follow paths or links out of the folder.
             file = (self.folder / path).resolve()
             if file.is_file() and file.is_relative_to(self.folder):

@@ -57,8 +57,10 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
 
 
 def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
-    """The position by which each query is rotated, int64, all sequences in a row. Queries before the first key of their
-    sequence, which causal queries see nothing of, are rotated by 0."""
+    """The position by which each query is rotated, int64, all sequences in a row.
+
+    A query before the first key of its sequence is rotated by 0; it sees no key if it is causal.
+    """
     assert operands.cache is not None
     if operands.cache.positions is not None:
         return operands.cache.positions.numpy().ravel()[: spans.q_rows.sum()].astype(np.int64)

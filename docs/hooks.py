@@ -33,12 +33,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Turns doctests into fenced code and the "::" before an indented block into ":", as Markdown writes them."""
+    """Turns doctests into fenced code, as Markdown writes it."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            text = DOCTEST.sub(fenced, obj.docstring.value)
-            obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+            obj.docstring.value = DOCTEST.sub(fenced, obj.docstring.value)
 
 
 def fenced(doctest: re.Match[str]) -> str:

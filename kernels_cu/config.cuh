@@ -34,7 +34,8 @@ constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one 
 constexpr int LARGEST_LOG2 = 0;  // log2 of the probability of a row's reference score: shifts P into the range of e4m3
 constexpr bool MODIFIED = true;  // scores are more than q.k times a positive scale
 constexpr bool LSE2 = false;     // delta.cu writes lse * log2(e) beside delta
-constexpr bool ADD_DQ = false;   // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr bool FAST_MATH = false;  // a score_mod's functions by ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;     // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
@@ -43,6 +44,7 @@ constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from 
 constexpr bool PERSISTENT = false;  // persistent grid: one block per SM draws query tiles from a counter
 constexpr bool PINGPONG = false;    // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
+constexpr bool EXPONENTIALS_FIRST = false;  // forward: the wait for PV stays below the exponentials that overlap it
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define TMA_STORE_O 0   // store O with TMA, unless a box could overwrite the next sequence or rows are unaligned
 
@@ -59,5 +61,8 @@ constexpr bool ALIBI = false;
 constexpr bool BIAS = false;
 constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
-constexpr bool DLSE = false;   // lse has a gradient
-constexpr bool SHARD = false;  // the rows are a shard of longer sequences
+constexpr bool DLSE = false;       // lse has a gradient
+constexpr bool SCORE_MOD = false;  // a score_mod changes the scores
+constexpr bool MASK_MOD = false;   // a mask_mod hides some
+#define MODS 0                     // there is one of both: traced.cuh and captured.cuh are generated from their traces
+constexpr bool SHARD = false;      // the rows are a shard of longer sequences

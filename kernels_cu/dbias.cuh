@@ -26,8 +26,8 @@ struct BiasTile {
   }
 
   // The key tiles of the block that queries from q_start visit.
-  __device__ KvTiles<Order::FIRST_TO_LAST> kv_tiles(const Band& band, int q_start) const {
-    KvTiles<Order::FIRST_TO_LAST> tiles(band, q_start);
+  __device__ KvTiles<Order::FIRST_TO_LAST> kv_tiles(const Band& band, int head, int q_start) const {
+    KvTiles<Order::FIRST_TO_LAST> tiles(band, head, q_start);
     tiles.clip(keys);
     return tiles;
   }

@@ -55,9 +55,13 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-          float softcap_slope;
-          if constexpr (MODIFIED)
-            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, softcap_slope) : -infinity();
+          if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
+          float derivative;
+          if constexpr (SCORE_MOD) {
+            float s = score.apply(S[m][n][e], MASKED ? band.query(i) : i, MASKED ? band.key(j) : j, derivative);
+            S[m][n][e] = seen ? s : -infinity();
+          } else if constexpr (MODIFIED)
+            S[m][n][e] = seen ? score.apply(S[m][n][e], i, j, derivative) : -infinity();
           else
             S[m][n][e] = seen ? S[m][n][e] : -infinity();
         }

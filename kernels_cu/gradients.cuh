@@ -54,21 +54,26 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
   // Query and key of element e of fragments (m, n) and (m, n + 1).
   auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
   auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };
-  auto probabilities = [&](bool masked, int m, int n, float (&softcap_slopes)[8]) {
+  auto probabilities = [&](bool masked, int m, int n, float (&derivatives)[8]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       int query = query_of(m, n, e), i = i0 + query, j = j0 + key_of(m, n, e);
       float& s = S[m][n + e / 4][e % 4];
       bool seen = !masked || (TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j));
       if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
-      if constexpr (MODIFIED)
-        s = seen ? score.apply(s, i, j, softcap_slopes[e]) : -infinity();
+      if (MASK_MOD && masked) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
+      if constexpr (SCORE_MOD) {
+        float x = score.apply<SCORE_GRADIENT>(s, masked ? band.query(i) : i, masked ? band.key(j) : j, derivatives[e]);
+        s = seen ? x : -infinity();
+        if (!seen) derivatives[e] = 0;
+      } else if constexpr (MODIFIED)
+        s = seen ? score.apply(s, i, j, derivatives[e]) : -infinity();
       else
         s = seen ? s : -infinity();
       s = ex2_approx(s * scale_log2 - queries.lse2[query]);
     }
   };
-  auto gradients = [&](int m, int n, const float (&softcap_slopes)[8]) {
+  auto gradients = [&](int m, int n, const float (&derivatives)[8]) {
     RandomBits bits;
     if constexpr (DROPOUT) bits.draw(dropout, i0 + query_of(m, n, 0), j0 + key_of(m, n, 0));
 #pragma unroll
@@ -78,36 +83,36 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
       float ds = s * (dp * factor - queries.delta[query_of(m, n, e)]);
       s *= factor;
-      dp = SCORE_GRADIENT ? ds : score.gradient(ds, softcap_slopes[e]);
+      dp = SCORE_GRADIENT && !SCORE_MOD ? ds : score.gradient(ds, derivatives[e]);
     }
   };
 
   // Each call passes `masked` as a constant, so that the inlined code has one branch only.
   constexpr int PAIRS = M * N / 2;
-  float softcap_slopes[8] = {};
-  if constexpr (SOFTCAP || DROPOUT || M * N > 8) {
-    // One pass per two fragments where the soft cap's derivative must live from scores to gradients, and where random
+  float derivatives[8] = {};
+  if constexpr (SOFTCAP || SCORE_MOD || DROPOUT || M * N > 8) {
+    // One pass per two fragments where the score's derivative must live from scores to gradients, and where random
     // bits or many scores leave few registers: compilers spill in the other order.
     wait();
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {
       int m = t / (N / 2), n = t % (N / 2) * 2;
       if (masked)
-        probabilities(true, m, n, softcap_slopes);
+        probabilities(true, m, n, derivatives);
       else
-        probabilities(false, m, n, softcap_slopes);
-      gradients(m, n, softcap_slopes);
+        probabilities(false, m, n, derivatives);
+      gradients(m, n, derivatives);
     }
   } else {
     if (masked) {
 #pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, softcap_slopes);
+      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, derivatives);
     } else {
 #pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, softcap_slopes);
+      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, derivatives);
     }
     wait();
 #pragma unroll
-    for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, softcap_slopes);
+    for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, derivatives);
   }
 }

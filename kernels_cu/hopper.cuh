@@ -19,6 +19,17 @@ __device__ inline bool elect_one() {
   return is;
 }
 
+// Triggers a performance-monitor event if x < 0. With an x that is never negative it has one effect: ptxas computes x
+// before it, and moves no later wait above it. (It hoists a wgmma wait above every instruction that neither reads the
+// accumulators nor has a side effect, so that what should overlap the products runs after them.)
+__device__ inline void pmevent_if_negative(float x) {
+  asm volatile(
+      "{ .reg .pred p;"
+      "setp.lt.f32 p, %0, 0f00000000;"
+      "@p pmevent 0; }" ::"f"(x)
+      : "memory");
+}
+
 // Sets the register count per thread of a warpgroup. All its warps must execute it.
 template <int REGISTERS>
 __device__ void setmaxnreg_dec() {

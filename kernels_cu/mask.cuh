@@ -1,5 +1,7 @@
-// Visibility of keys: by position (the band of causal and window masks) and by the dense mask. Twin of mask.py.
+// Visibility of keys: by position (the band of causal and window masks), by a mask_mod and by the dense mask. Twin of
+// mask.py.
 #pragma once
+#include "mod.cuh"
 #include "sequence.cuh"
 
 // Query i sees the existing keys j with i + low <= j <= i + high.
@@ -8,8 +10,10 @@ struct Band {
   int high;
   int q_len;
   int kv_len;
+  Mod mod;
 
-  __device__ Band(const Params& p, const Sequence& sequence) : q_len(sequence.q_len), kv_len(sequence.kv_len) {
+  __device__ Band(const Params& p, const Sequence& sequence)
+      : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence.batch) {
     // Bounds are clamped to just beyond all pairs of positions, which an unbounded side is too: no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;
@@ -25,6 +29,19 @@ struct Band {
   __device__ static long long floor_div(long long a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
   __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
+
+  // Positions past the end stand for the last, so that a mod reads its captured arrays without a branch.
+  __device__ int query(int i) const { return min(i, q_len - 1); }
+  __device__ int key(int j) const { return min(j, kv_len - 1); }
+
+  // Whether the mask_mod lets a query of `head` see a key; both exist.
+  __device__ bool mod_sees(int head, int i, int j) const {
+#if MODS
+    return mod.sees(mod.query(head, i), mod.key(j));
+#else
+    return true;
+#endif
+  }
 
   // The keys that query i sees; the queries that see key j.
   __device__ Range keys(int i) const {

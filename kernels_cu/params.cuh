@@ -21,6 +21,10 @@ struct Dense {
   long long column;
 };
 
+#if MODS
+#include "captured.cuh"
+#endif
+
 struct Params {
   Operand q;
   Operand k;
@@ -69,15 +73,21 @@ struct Params {
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
+#if MODS
+  Captured captured;  // arrays and numbers of a score_mod and a mask_mod
+#endif
 };
 
-// The argument of partials.cu: two results over disjoint sets of keys, and the merged result.
+// The argument of partials.cu: results over disjoint sets of keys, a and a stack b, and the merged result.
 struct Partials {
   Operand out_a;
-  Operand out_b;
+  Operand out_b;  // the first of the stack
   Operand out;
   Operand lse_a;
   Operand lse_b;
   Operand lse;
+  long long out_b_next;  // stride of the stack
+  long long lse_b_next;
+  int stacked;  // results in the stack, 1 for a merge of two
   int rows;
 };

@@ -1,6 +1,6 @@
 // Score modifications between q.k and the softmax, with their gradients. Twin of score.py.
 //
-//     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias
+//     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 #pragma once
 #include "mask.cuh"
 #include "number.cuh"
@@ -13,6 +13,7 @@ struct Score {
   int step;
   real scale;
   real slope;
+  Mod mod;
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : p(params),
@@ -21,33 +22,53 @@ struct Score {
         offset(sequence.offset),
         step(sequence.step),
         scale((real)params.scale),
-        slope(0) {
+        slope(0),
+        mod(params, sequence.batch) {
     // The rows past a packed batch's last sequence have no slope.
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // Score of query i and key j from q.k. Sets softcap_slope, the derivative of the soft cap, for gradient().
-  __device__ real apply(real product, int i, int j, real& softcap_slope) const {
+  // Score of query i and key j from q.k. Sets the derivative of the score by scale * q.k or, BY_BIAS, by the bias, for
+  // gradient().
+  template <bool BY_BIAS = false>
+  __device__ real apply(real product, int i, int j, real& derivative) const {
     real s = scale * product;
-    softcap_slope = 1;
+    derivative = 1;
     if constexpr (SOFTCAP) {
       real t = tanh(s / (real)p.softcap);
       s = (real)p.softcap * t;
-      softcap_slope = 1 - t * t;
+      if constexpr (!BY_BIAS) derivative = 1 - t * t;
     }
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
+    bool hidden = false;
     if constexpr (BIAS) {
       // A bias of -inf hides the key for every q.k: adding it would keep a NaN and turn +inf into NaN.
       real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
-      bool hidden = bias == -infinity();
+      hidden = bias == -infinity();
       s = hidden ? bias : s + bias;
-      if (hidden) softcap_slope = 0;
+      if (hidden) derivative = 0;
     }
+#if MODS
+    if constexpr (SCORE_MOD) {
+      real by_score;
+      real modified = mod.score(s, mod.query(head, i), mod.key(j), by_score);
+      s = hidden ? s : modified;
+      derivative = times(derivative, by_score);
+    }
+#endif
     return s;
   }
 
-  // Gradient of scale * q.k from that of the score. The gradient of the bias is that of the score itself.
-  __device__ real gradient(real ds, real softcap_slope) const { return SOFTCAP ? ds * softcap_slope : ds; }
+  // Gradient of scale * q.k, or of the bias, from that of the score and its derivative.
+  __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
+
+  // x * derivative; 0 for x = 0, where a score_mod's derivative may be infinite.
+  __device__ static real times(real x, real derivative) {
+#if MODS
+    if (SCORE_MOD && Mod::SLOPE_MAY_BE_INFINITE && x == 0) return 0;
+#endif
+    return x * derivative;
+  }
 
   __device__ long long bias_index(const Dense& x, int i, int j) const {
     return batch * x.batch + head * x.head + i * x.row + j * x.column;

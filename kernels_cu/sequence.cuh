@@ -10,15 +10,25 @@ struct Range {
   __device__ bool operator()(int n) const { return n >= begin && n < end; }
 };
 
-// The rows of a tile of a tensor in global memory.
+// Addresses of the rows of a tile in global memory.
 template <typename T>
 struct TileRows {
-  T* data;  // row 0 of the tile
+  T* data;  // position 0 of the sequence
   long long stride;
-  int first;    // position of row 0 in the sequence
+  int first;    // position of the tile's row 0
   int aligned;  // of the operand
 
-  __device__ T* operator()(int row) const { return data + row * stride; }
+  __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
+};
+
+// The rows of one head of a tensor; `tile` finds those from position `first`.
+template <typename T>
+struct HeadRows {
+  T* data;
+  long long stride;
+  int aligned;
+
+  __device__ TileRows<T> tile(int first) const { return {data, stride, first, aligned}; }
 };
 
 // TMA coordinates of a tile, beside its column and head.
@@ -73,15 +83,15 @@ struct Sequence {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + kv_head * x.head + kv_start * x.row;
   }
 
-  // The tile of queries, or of keys, from position `first`. All loads of K and V find a key's address in key_tile or,
-  // if TMA loads them, its coordinates in key_box: a cache of keys with another layout is a change of these two alone.
+  // Rows that are loaded tile by tile. The loads of K and V get the addresses of keys from key_rows or, if TMA loads
+  // them, their coordinates from key_box, so that a cache of keys with another layout is a change of these two.
   template <typename T>
-  __device__ TileRows<T> query_tile(const Operand& x, int head, int first) const {
-    return {queries<T>(x, head) + first * x.row, x.row, first, x.aligned};
+  __device__ HeadRows<T> query_rows(const Operand& x, int head) const {
+    return {queries<T>(x, head), x.row, x.aligned};
   }
   template <typename T>
-  __device__ TileRows<T> key_tile(const Operand& x, int kv_head, int first) const {
-    return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};
+  __device__ HeadRows<T> key_rows(const Operand& x, int kv_head) const {
+    return {keys<T>(x, kv_head), x.row, x.aligned};
   }
   __device__ Box key_box(int first) const { return {kv_start + first, PACKED ? 0 : batch}; }
 };

@@ -1,7 +1,7 @@
 // The tiles that a block visits, in order, and whether each of them is masked. The kernels of all engines iterate over
 // tiles with these structs alone, so that a mask which is not a band is a change of this file:
 //
-//   for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next())
+//   for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next())
 //
 // A copy that is a few tiles ahead iterates over the same tiles: that of the next loads, or of a producer warp.
 #pragma once
@@ -9,40 +9,106 @@
 
 enum class Order { FIRST_TO_LAST, LAST_TO_FIRST };
 
-// Iterator over the visited tiles of SIZE positions of one axis.
-template <int SIZE, Order ORDER>
+// Iterator over the visited tiles of SIZE positions of one axis. Under a mask_mod, classify(start) is what it may be
+// for a tile; a warp classifies 32 candidates at a time, one a lane, and skips those of which no pair is seen. So all
+// lanes of a warp must come to next() together.
+template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
+  static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
+
   Range visible;   // positions to load: no pair of the block with another position is visible
-  Range unmasked;  // positions that need no mask
+  Range unmasked;  // positions that need no mask but the mask_mod
   int first;       // of the first tile
   int start;       // of the current tile
+  Classify classify;
+  unsigned int may_see = 0;   // of the current tile in bit 0, and of the next candidates
+  unsigned int may_hide = 0;  // likewise
+  int candidates = 0;         // that are left in them
 
-  __device__ Walk(Range visible, Range unmasked)
-      : visible(visible), unmasked(unmasked), first(visible.begin / SIZE * SIZE), start(first) {
+  __device__ Walk(Range visible, Range unmasked, Classify classify)
+      : visible(visible), unmasked(unmasked), first(visible.begin / SIZE * SIZE), start(first), classify(classify) {
     if (ORDER == Order::LAST_TO_FIRST)
       start = visible.begin < visible.end ? (visible.end - 1) / SIZE * SIZE : first - SIZE;
   }
-  __device__ bool valid() const { return ORDER == Order::LAST_TO_FIRST ? start >= first : start < visible.end; }
-  __device__ void next() { start += ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE; }
+  __device__ bool inside(int start) const {
+    return ORDER == Order::LAST_TO_FIRST ? start >= first : start < visible.end;
+  }
+  __device__ bool valid() const { return inside(start); }
+  __device__ void next() {
+    advance(1);
+    skip_hidden();
+  }
+  __device__ void advance(int n) {
+    start += n * STEP;
+    if constexpr (MASK_MOD) may_see >>= n, may_hide >>= n, candidates -= n;
+  }
+  // Moves to the first tile from the current one on of which the mask_mod may see a pair.
+  __device__ void skip_hidden() {
+    if constexpr (MASK_MOD) {
+      while (inside(start)) {
+        if (candidates == 0) {
+          int mine = start + (int)(threadIdx.x % 32) * STEP;
+          auto seen = classify(inside(mine) ? mine : start);
+          may_see = __ballot_sync(0xFFFFFFFF, seen.may && inside(mine));
+          may_hide = __ballot_sync(0xFFFFFFFF, seen.may_not);
+          candidates = 32;
+        }
+        if (may_see) return advance(__ffs(may_see) - 1);
+        start += candidates * STEP;
+        candidates = 0;
+      }
+    }
+  }
   // Restricts the walk to positions within `limits`, the first of which starts a tile.
   __device__ void clip(Range limits) {
     static_assert(ORDER == Order::FIRST_TO_LAST, "the last tile is not clipped");
     start = max(start, limits.begin);
     visible.end = min(visible.end, limits.end);
+    candidates = 0;
+    skip_hidden();
   }
   // False if every pair of positions [start + offset, start + offset + count) is visible.
   __device__ bool masked(int offset = 0, int count = SIZE) const {
-    return start + offset < unmasked.begin || start + offset + count > unmasked.end;
+    return start + offset < unmasked.begin || start + offset + count > unmasked.end || (MASK_MOD && (may_hide & 1));
   }
+};
+
+// What the mask_mod may be for a tile of keys and the queries of a block, or for a tile of queries and its keys.
+struct ClassifyKeys {
+  const Band& band;
+  int head;
+  Range queries;
+
+#if MODS
+  __device__ Truth operator()(int start) const {
+    return band.mod.tile(point(head), {queries.begin, queries.end - 1},
+                         {start, min(start + BLOCK_KV, band.kv_len) - 1});
+  }
+#endif
+};
+struct ClassifyQueries {
+  const Band& band;
+  int head;
+  Range keys;
+
+#if MODS
+  __device__ Truth operator()(int start) const {
+    return band.mod.tile(point(head), {start, min(start + BLOCK_Q, band.q_len) - 1}, {keys.begin, keys.end - 1});
+  }
+#endif
 };
 
 // The key tiles of a query tile. Kernels with an online softmax visit the last tile first, which is the one that a
 // causal mask cuts. `queries` are those that masked() refers to.
 template <Order ORDER>
-struct KvTiles : Walk<BLOCK_KV, ORDER> {
-  __device__ KvTiles(const Band& band, int q_start, Range queries)
-      : Walk<BLOCK_KV, ORDER>(visible_keys(band, q_start), band.sees_all(queries.begin, queries.end)) {}
-  __device__ KvTiles(const Band& band, int q_start) : KvTiles(band, q_start, {q_start, q_start + BLOCK_Q}) {}
+struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
+  __device__ KvTiles(const Band& band, int head, int q_start, Range queries)
+      : Walk<BLOCK_KV, ORDER, ClassifyKeys>(visible_keys(band, q_start), band.sees_all(queries.begin, queries.end),
+                                            {band, head, {q_start, min(q_start + BLOCK_Q, band.q_len)}}) {
+    this->skip_hidden();
+  }
+  __device__ KvTiles(const Band& band, int head, int q_start)
+      : KvTiles(band, head, q_start, {q_start, q_start + BLOCK_Q}) {}
 
   __device__ static Range visible_keys(const Band& band, int q_start) {
     int q_stop = min(q_start + BLOCK_Q, band.q_len);
@@ -51,14 +117,16 @@ struct KvTiles : Walk<BLOCK_KV, ORDER> {
 };
 
 // The query tiles of a key tile, head after head of the GQA group. `keys` are those that masked() refers to.
-struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST> {
+struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
   int head;
   int head_end;
 
   __device__ QTiles(const Params& p, const Band& band, int kv_head, int kv_start, Range keys)
-      : Walk(visible_queries(band, kv_start), band.seen_by_all(keys.begin, keys.end)) {
+      : Walk(visible_queries(band, kv_start), band.seen_by_all(keys.begin, keys.end),
+             {band, kv_head * p.group, {kv_start, min(kv_start + BLOCK_KV, band.kv_len)}}) {
     head = kv_head * p.group;
     head_end = visible.begin < visible.end ? head + p.group : head;
+    if (MASK_MOD && head < head_end) skip_hidden(), skip_heads();
   }
   __device__ QTiles(const Params& p, const Band& band, int kv_head, int kv_start)
       : QTiles(p, band, kv_head, kv_start, {kv_start, kv_start + BLOCK_KV}) {}
@@ -69,7 +137,18 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST> {
   }
   __device__ bool valid() const { return head < head_end; }
   __device__ void next() {
-    start += BLOCK_Q;
-    if (start >= visible.end) start = first, ++head;
+    Walk::next();
+    skip_heads();
+  }
+  // Past the last tile of a head, moves to the first one of the next head that has any.
+  __device__ void skip_heads() {
+    while (start >= visible.end) {
+      start = first;
+      ++head;
+      if (!MASK_MOD || head == head_end) return;
+      classify.head = head;
+      candidates = 0;
+      skip_hidden();
+    }
   }
 };

@@ -1,8 +1,8 @@
 """Attention on jax arrays with gradients, eager and under jax's transformations.
 
-Forward and backward are one jax.custom_vjp. Where the arrays have contents they run as everything else, problem ->
-plan -> backend, on the arrays' own memory (DLPack), on a CPU or a GPU. Where jax traces they are a jax.pure_callback:
-the host's work, and so only in programs for a CPU.
+Forward and backward are one jax.custom_vjp. Arrays with contents are computed as in any other call, problem -> plan ->
+backend, on their own memory (DLPack), on a CPU or a GPU. Under tracing the call becomes a jax.pure_callback, which runs
+on the host, so that the traced program runs on a CPU only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import backends, features
 from ..pose import pose
-from ..problem import Gradients, Operands, Options, Problem, Saved
+from ..problem import Gradients, Operands, Options, Problem, Saved, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,11 +27,11 @@ ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 JaxArray: TypeAlias = jax.Array | np.ndarray
 
 
-_Words: Any = features.record(*(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY))
+_Static: Any = features.record(*(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY))
 
 
-class Words(_Words):
-    """The options that are not arrays, part of what jax compiles for; the seed is one where it is an int."""
+class Static(_Static):
+    """The options that are not arrays, for which jax compiles anew; a seed that is an int is one of them."""
 
     __slots__ = ()
 
@@ -66,63 +66,75 @@ def attention(
     jit, vmap, scan and jax.checkpoint; what jit compiles may run on a CPU alone, and for a GPU does not compile.
 
     Args:
-        q, k, v and the arrays among the options: of jax; NumPy's become jax's.
-        seed: of dropout: an int, under jit the same in every call, or an array of one integer of any width, whose value
-            is brought to the host.
-        options: the others have values while jax traces: a scale, say, is no result of a jitted computation.
+        q: of jax, as are the arrays among the options; NumPy's become jax's.
+        k: likewise.
+        v: likewise.
+        **options: those of `cupy_flash.attention`. Options that are no arrays must have values while jax traces: a
+            scale, say, cannot be the result of a jitted computation. The seed of dropout is an int, under jit the same
+            in every call, or an array of one integer of any width, whose value is brought to the host.
+
+    Returns:
+        out, or (out, lse), as `cupy_flash.attention`.
 
     Raises:
-        As `cupy_flash.attention`; under jit while jax traces.
+        TypeError: as `cupy_flash.attention`; under jit while jax traces.
+        ValueError: likewise.
+        UnsupportedError: likewise.
     """
-    asked = Options.of("attention", options)
+    settings = Options.of("attention", options)
+    given = [feature.name for feature in features.MODS if getattr(settings, feature.name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{' and '.join(given)}: this adapter has no mods yet; cupy_flash.attention takes them with jax arrays"
+        )
     operands = {"q": q, "k": k, "v": v}
-    operands |= {name: getattr(asked, name) for name in ARRAYS if getattr(asked, name) is not None}
-    if isinstance(asked.seed, (jax.Array, np.ndarray)):
-        if not jnp.issubdtype(asked.seed.dtype, jnp.integer) or asked.seed.size != 1:
+    operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
+    if isinstance(settings.seed, (jax.Array, np.ndarray)):
+        if not jnp.issubdtype(settings.seed.dtype, jnp.integer) or settings.seed.size != 1:
             raise TypeError(
-                f"attention: a seed array must be one integer, not {asked.seed.dtype} {tuple(asked.seed.shape)}"
+                f"attention: a seed array must be one integer, not {settings.seed.dtype} {tuple(settings.seed.shape)}"
             )
-        operands["seed"], asked.seed = asked.seed, None
-    words = Words(*(getattr(asked, name) for name in Words._fields))
-    if _is_traced(words):
-        traced = (name for name, word in words._asdict().items() if _is_traced(word))
+        operands["seed"], settings.seed = settings.seed, None
+    static = Static(*(getattr(settings, name) for name in Static._fields))
+    if _is_traced(static):
+        traced = (name for name, value in static._asdict().items() if _is_traced(value))
         raise TypeError(
             f"attention: {', '.join(traced)} must have a value while jax traces, not be computed or differentiated in "
             "what it traces: make it a static argument of jax.jit"
         )
-    out, lse = _attention(words, _of_jax(operands))
-    return (out, lse) if asked.return_lse else out
+    out, lse = _attention(static, _of_jax(operands))
+    return (out, lse) if settings.return_lse else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
+def _attention(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
     """(out, lse)."""
     if not _is_traced(operands):
-        return _forward(words, operands)
-    problem, stand_ins = _pose(words, {name: _stand_in(x) for name, x in operands.items()})
-    if problem.dropout and words.seed is None and "seed" not in operands:
+        return _forward(static, operands)
+    problem, stand_ins = _pose(static, {name: _stand_in(x) for name, x in operands.items()})
+    if problem.dropout and static.seed is None and "seed" not in operands:
         raise ValueError("attention: dropout needs a seed here: jax has no generator to draw one from")
     backends.plan_for(problem)
     out = jax.ShapeDtypeStruct((*operands["q"].shape[:-1], problem.head_dim_v), problem.out_dtype)
     lse = jax.ShapeDtypeStruct(problem.lse_shape(stand_ins.q), problem.accumulation)
-    return _on_host(functools.partial(_forward, words), (out, lse), operands)
+    return _on_host(functools.partial(_forward, static), (out, lse), operands)
 
 
-def _save(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
-    out, lse = _attention(words, operands)
+def _save(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
+    out, lse = _attention(static, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _differentiate(words: Words, saved: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+def _differentiate(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     operands, out, lse = saved
     dout, dlse = _of_jax(cotangents)
     arguments = (operands, dout, out, lse, dlse)
     if _is_traced(arguments):
         like = {name: operands[name] for name in features.DIFFERENTIATED if name in operands}
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in like.items()}
-        gradients = _on_host(functools.partial(_backward, words), shapes, *arguments)
+        gradients = _on_host(functools.partial(_backward, static), shapes, *arguments)
     else:
-        gradients = _backward(words, *arguments)
+        gradients = _backward(static, *arguments)
     return (dict.fromkeys(operands) | gradients,)  # None: no gradient
 
 
@@ -138,12 +150,12 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _stand_in(x: Any) -> Any:
-    """A NumPy array of the shape and dtype of a tracer, with which a problem can be stated; of one element."""
+    """A NumPy array of a tracer's shape and dtype, to state the problem with; it takes the memory of one element."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape) if hasattr(x, "shape") else x
 
 
 def _on_host(function: Any, results: Any, *arguments: Any) -> Any:
-    """`function` of NumPy arrays as a step of a program for a CPU."""
+    """Call `function` with NumPy arrays from a traced program, which must run on a CPU."""
 
     def callback(*arguments: Any) -> Any:
         return function(*jax.tree.map(np.asarray, arguments))
@@ -154,19 +166,19 @@ def _on_host(function: Any, results: Any, *arguments: Any) -> Any:
     return jax.lax.platform_dependent(*arguments, cpu=step)
 
 
-def _pose(words: Words, operands: dict[str, Any], saved: Saved | None = None) -> tuple[Problem, Operands]:
-    asked = Options(**words._asdict() | {name: operands.get(name) for name in ARRAYS})
+def _pose(static: Static, operands: dict[str, Any], saved: Saved | None = None) -> tuple[Problem, Operands]:
+    settings = Options(**static._asdict() | {name: operands.get(name) for name in ARRAYS})
     if "seed" in operands:
-        asked.seed = int(np.asarray(operands["seed"]).item()) % 2**64
-    return pose("attention", (operands["q"], operands["k"], operands["v"]), asked, saved=saved)
+        settings.seed = int(np.asarray(operands["seed"]).item()) % 2**64
+    return pose("attention", (operands["q"], operands["k"], operands["v"]), settings, saved=saved)
 
 
-def _forward(words: Words, operands: dict[str, Any]) -> tuple[Any, Any]:
-    out, lse = backends.forward(*_pose(words, operands))
+def _forward(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
+    out, lse = backends.forward(*_pose(static, operands))
     return out.result(), lse.result()
 
 
-def _backward(words: Words, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
-    gradients: Gradients = backends.backward(*_pose(words, operands, Saved(dout, out, lse, dlse)))
-    named = zip(features.DIFFERENTIATED, gradients, strict=True)
+def _backward(static: Static, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
+    gradients: Gradients = backends.backward(*_pose(static, operands, Saved(dout, out, lse, dlse)))
+    named = zip(features.DIFFERENTIATED, gradients, strict=False)
     return {name: gradient.result() for name, gradient in named if gradient is not None}

@@ -78,8 +78,11 @@ def _parameters(module: Any) -> int:
 
 
 def _mlp_elements(block: Any, width: int) -> int:
-    """Elements of the matrices of a block outside attention that have `width` columns or rows, or gate and up in one of
-    twice as many."""
+    """Elements of the matrices of a block's MLP.
+
+    These are the matrices outside attention that have `width` columns or rows, or twice as many if one holds gate and
+    up.
+    """
     return sum(
         parameter.numel()
         for name, parameter in block.named_parameters()

@@ -67,6 +67,9 @@ def check_model(model_class: type) -> None:
     A model without `_supports_sdpa` and `_supports_attention_backend` has its own attention and would misread the mask
     of cupy_fa as one in its own format: future tokens and padding would be seen. Others select an attention class by
     name from a table that has only transformers' own implementations.
+
+    Args:
+        model_class: a subclass of transformers.PreTrainedModel.
     """
     flags = {name: getattr(model_class, name) for name in ("_supports_sdpa", "_supports_attention_backend")}
     modules = {sys.modules.get(base.__module__) for base in model_class.__mro__ if issubclass(base, PreTrainedModel)}
@@ -157,6 +160,7 @@ class LazyMask(torch.Tensor):
         window: tuple[int, int] | None,
         padding: Padding | None,
     ) -> LazyMask:
+        """A mask with this shape and pattern; `dense` makes its elements for operators that read them."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool, device=device)
         mask.dense, mask.causal, mask.window, mask.padding = dense, causal, window, padding
         return mask

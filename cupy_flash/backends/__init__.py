@@ -49,12 +49,21 @@ def plan_for(problem: Problem) -> Plan:
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Plan and run a forward problem; returns (out, lse)."""
-    return run_forward(plan_for(problem), operands)
+    return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
-    return run_backward(plan_for(problem), operands)
+    return run_backward(_fitted(plan_for(problem), operands), operands)
+
+
+def _fitted(chosen: Plan, operands: Operands) -> Plan:
+    """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
+    if chosen.device.backend != "cpu" or not chosen.problem.mask_mod:
+        return chosen
+    from . import cpu
+
+    return cpu.fitted(chosen, operands)
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

@@ -19,16 +19,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, dtype_name, empty
 from ..dropout import keep_mask, keep_mask_at, keep_scale
-from ..mask import Band
+from ..engines import cpu as engine
+from ..mask import Band, Mask
+from ..mods.ir import order
+from ..mods.visits import Visit, VisitedPairs, Visits
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
-from ..score import Bias, Positions, ScoreTile, four_dimensional, steps
+from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
 from .products import product, square_sum
 from .workers import Stop, run_tasks
 
@@ -47,7 +50,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    call = _Call(problem, operands)
+    call = _Call(plan, operands)
     if problem.has_lengths:  # no task covers the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
@@ -70,10 +73,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
             bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
-            for kv_start, kv_stop in sequence.band.kv_tiles(queries.start, queries.stop, plan.block_kv):
+            for kv_start, kv_stop, cut in call.kv_tiles(sequence, head, queries.start, queries.stop):
                 call.stop.poll()
                 tile = ScoreTile(
-                    sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions
+                    sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions, cut
                 )
                 S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
                 call.scale(S)
@@ -108,7 +111,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     """
     problem, q = plan.problem, operands.q
     dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
-    call = _Call(problem, operands)
+    call = _Call(plan, operands)
     if problem.has_lengths:
         for gradient in (dq, dk, dv):
             gradient.numpy()[...] = 0
@@ -126,9 +129,11 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
             for kv_start in range(0, sequence.kv_len, plan.block_kv):
                 keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
                 K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
-                for q_start, q_stop in sequence.band.q_tiles(keys.start, keys.stop, plan.block_q):
+                for q_start, q_stop, cut in call.q_tiles(sequence, head, keys.start, keys.stop):
                     call.stop.poll()
-                    tile = ScoreTile(sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions)
+                    tile = ScoreTile(
+                        sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions, cut
+                    )
                     P, dS = rows.recompute(tile, K_tile, V_tile)
                     dV[keys] += product(P.T, rows.dO[q_start:q_stop, :-1])
                     dK[keys] += product(dS.T, rows.Q[q_start:q_stop, :-1])
@@ -145,12 +150,42 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
-    others: dict[str, Array] = {}
-    for name, total in sums.items():
-        operand: Array = getattr(operands, name)
-        others[f"d{name}"] = empty(operand.shape, operand.dtype, q)
-        others[f"d{name}"].numpy()[...] = total.reshape(operand.shape)
-    return Gradients(dq, dk, dv, **others)
+    return Gradients(
+        dq, dk, dv, **{f"d{name}": _rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+    )
+
+
+def _rounded(total: Any, operand: Any, like: Array) -> Any:
+    """A sum in the shape and dtype of its operand; of a tuple each, None where there is none."""
+    if isinstance(operand, tuple):
+        return tuple(_rounded(one, array, like) for one, array in zip(total, operand, strict=True))
+    if total is None:
+        return None
+    gradient = empty(operand.shape, operand.dtype, like)
+    gradient.numpy()[...] = total.reshape(operand.shape)
+    return gradient
+
+
+def fitted(plan: Plan, operands: Operands) -> Plan:
+    """The plan with the best tile for the pairs that its mask_mod leaves of the longest sequence, in head 0."""
+    problem = plan.problem
+    sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
+    if sequence is None:
+        return plan
+    place = sequence.batch, problem.first_head, sequence.band, sequence.positions
+    classes = MaskMod(problem, operands).classes
+    pairs = VisitedPairs(classes, *place)
+    unbounded = problem._replace(mask=Mask())  # edges are among the pairs
+    of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
+    masking = problem.batch * problem.heads * (len(of_pairs) + 1) / 2 * engine.EDGE * 1e-9
+
+    def cost(tile: engine.Tile) -> float:
+        visited, cut = pairs.count(*tile, by_query=not problem.backward)
+        return engine.seconds(unbounded, visited, plan.device, tile) + cut * masking
+
+    best = min(engine.tiles(problem, plan.device), key=cost)
+    threads = engine.threads(plan.device, best, cost(best))
+    return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
 
 
 class Softmax:
@@ -203,18 +238,22 @@ class Sequence(NamedTuple):
 
     @property
     def q_len(self) -> int:
+        """Queries of the sequence."""
         return self.band.q_len
 
     @property
     def kv_len(self) -> int:
+        """Keys of the sequence."""
         return self.band.kv_len
 
 
 class _Call:
     """The operands of one call as NumPy views (B, H, S, D); for a packed batch, (1, H, T, D)."""
 
-    def __init__(self, problem: Problem, operands: Operands) -> None:
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        problem = plan.problem
         self.problem, self.stop = problem, Stop()
+        self.block_q, self.block_kv = plan.block_q, plan.block_kv
         self.q, self.k, self.v = (self.heads_first(array) for array in (operands.q, operands.k, operands.v))
         saved = (operands.dout, operands.out)
         self.dout, self.out = (None if array is None else self.heads_first(array) for array in saved)
@@ -231,8 +270,10 @@ class _Call:
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
-        # Tasks that add to one slice of it run in turn.
-        self.dbias = next((step.dbias for step in self.score_steps if isinstance(step, Bias)), None)
+        self.mask_mod, self.visits = None, None
+        if problem.mask_mod:
+            self.mask_mod = MaskMod(problem, operands)
+            self.visits = Visits(self.mask_mod.classes, plan.block_q, plan.block_kv)
 
     def scale(self, product: np.ndarray) -> None:
         """Apply the part of the scale that is not in Q."""
@@ -257,18 +298,33 @@ class _Call:
     def sink_of(self, head: int) -> np.floating | None:
         return None if self.sink is None else self.sink[head]
 
+    def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
+        """The key tiles that a query tile visits, last first."""
+        if self.visits is None:
+            return [Visit(*tile, False) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
+        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        return self.visits.kv_tiles(*place, q_start)
+
+    def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
+        """The query tiles that visit a key tile, first to last."""
+        if self.visits is None:
+            return [Visit(*tile, False) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
+        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        return self.visits.q_tiles(*place, kv_start)
+
     def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
-        """Set masked scores of S to -inf: by position, by the dense mask, or by a bias of -inf."""
+        """Set masked scores of S to -inf: by position, by the dense mask, or by mask_mod."""
         if not band.sees_all(*tile.queries, *tile.keys):
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.bias is not None and np.isnan(square_sum(S)):  # NaN + -inf is NaN, which hides nothing
-            np.copyto(S, -np.inf, where=tile.cut(self.bias).astype(S.dtype) == -np.inf)
+        if self.mask_mod is not None and tile.is_cut:
+            np.copyto(S, -np.inf, where=~self.mask_mod.visible(tile))
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
         """Whether any score of the tile may be masked."""
-        return self.mask is not None or self.bias is not None or not band.sees_all(*tile.queries, *tile.keys)
+        given = self.mask is not None or self.bias is not None
+        return given or tile.is_cut or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
@@ -287,14 +343,16 @@ class _Call:
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
         """One task per sequence and key/value head, calling differentiate(sequence, kv_head).
 
-        Heads that add to the same slice of dbias run one after another in one task, which fixes the summation order.
+        Heads that add to the same elements of a gradient, of the bias or of an array that score_mod captures, run one
+        after another in one task, which fixes the summation order.
         """
         slices: dict[object, list[Callable[[], None]]] = defaultdict(list)
+        by_sequence, by_head = (
+            all(getattr(step, name) for step in self.score_steps) for name in ("by_sequence", "by_head")
+        )
         for sequence in self.sequences:
             for kv_head in range(self.problem.kv_heads):
-                target = (sequence.batch, kv_head)
-                if self.dbias is not None:
-                    target = (target[0] if self.dbias.shape[0] > 1 else 0, target[1] if self.dbias.shape[1] > 1 else 0)
+                target = (sequence.batch if by_sequence else 0, kv_head if by_head else 0)
                 slices[target].append(partial(differentiate, sequence, kv_head))
         return [partial(_in_turn, tasks) for tasks in slices.values()]
 

@@ -1,6 +1,6 @@
-"""The kernels of a plan on their operands: outputs and workspaces from the caller's framework, then every launch.
+"""Runs the kernels of a plan on a call's operands, for the backends cuda and simulator.
 
-What starts a kernel is the backend's: a GPU, or the simulator.
+Outputs and workspaces are allocated by the caller's framework. The backend passes a function that starts the launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Captured, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -27,17 +27,19 @@ Results = dict[str, Array | None]
 
 
 class Work(NamedTuple):
-    """Launches on arrays, for a backend to start in order."""
+    """Launches and their arrays, which a backend starts in order."""
 
     launches: tuple[Launch, ...]
     arch: str
     inputs: dict[str, Array]
     results: Results
     layout: str
-    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all of them, once arrays have addresses
+    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
-        """Those of one launch: params, and its tensor maps where it copies boxes."""
+        """The arguments of one launch: params, and its tensor maps if it uses TMA."""
+        if not launch.headers and params.nbytes > (size := dtypes()["Params"].itemsize):
+            params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
@@ -48,8 +50,9 @@ Start = Callable[[Work], object]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
-    """The kernel of a launch, compiled for a target; from the cache where it is there."""
-    return compiled(assemble(launch.kernel, dict(launch.constants)), launch.kernel, target)
+    """Compile the kernel of a launch for a target, unless the cache has it."""
+    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
+    return compiled(text, launch.kernel, target)
 
 
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
@@ -62,7 +65,7 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from its result (out, lse) and the gradients of that."""
+    """Gradients of the call, from out, lse and their gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     start(_work(plan, operands, gradients))
@@ -70,7 +73,7 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
-    """(out, lse) of two partial results, out_a, lse_a, out_b, lse_b."""
+    """(out, lse) of partial results out_a, lse_a, out_b, lse_b, of which b may be a stack (see partials.merge)."""
     inputs = {
         name: part if _has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
@@ -84,7 +87,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
-    """The launch that merges two partial results with this lse, (B, H, S) or (H, T), one warp a row."""
+    """The launch that merges partial results with this lse, (B, H, S) or (H, T), one warp a row."""
     batch, heads, rows = (1, *lse.shape)[-3:]
     constants = (
         ("element", ELEMENTS[dtype.name]),
@@ -96,15 +99,18 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
     return Launch("partials", constants, (-(-rows // (128 // 32)), heads, batch), 128)
 
 
-# Arrays that kernels read by the strides of all axes; of the others they read the last dimension as contiguous.
+# Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
 
 
 def _work(plan: Plan, operands: Operands, results: Results) -> Work:
-    """The work of a plan on these outputs, and on workspaces from the caller's framework. Operands whose rows are not
-    contiguous are copied, by their own framework, and a gradient of the result that TMA copies and cannot."""
+    """The launches of a plan with these outputs, and with workspaces from the caller's framework.
+
+    Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
+    cannot load.
+    """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
     inputs = given(operands)
@@ -119,7 +125,10 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     tokens = (operands.q.shape[0], operands.k.shape[0])
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
-    params = partial(pack, problem, operands, results, workspaces)
+    captured = Captured(problem.mods, operands) if problem.mods else None
+    if captured is not None:
+        inputs, results = inputs | captured.arrays, results | captured.tables
+    params = partial(pack, problem, operands, results, workspaces, captured)
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
 
 
@@ -130,5 +139,5 @@ def given(operands: Operands) -> dict[str, Array]:
 
 
 def _has_contiguous_row(array: Array) -> bool:
-    """Kernels read the last dimension as contiguous."""
+    """Whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

@@ -26,6 +26,7 @@ class Stop:
     requested = False
 
     def poll(self) -> None:
+        """Raise Stopped where the call is to end."""
         if self.requested:
             raise Stopped
 

@@ -116,7 +116,9 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Why an engine would not serve a plain problem on a device: fp16, the one dtype that all engines have on all GPUs,
-    and D 64; `requested` is the problem's engine=."""
+    """Why an engine would not serve a plain problem on a device.
+
+    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64; `requested` is its engine=.
+    """
     (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested)
     return MODULES[engine].refusals(problem, on)

@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ..api import merge
-from ..features import ARRAYS, FEATURES, SEED
+from ..features import ARRAYS, FEATURES, MODS, SEED
 from ..pose import pose
 from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         Sharding,
     )
 
-UNSERVED = tuple(feature.name for feature in ARRAYS if not feature.ranks)  # options not supported over several ranks
+# Options not supported over several ranks.
+UNSERVED = tuple(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks)
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
 ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)
@@ -86,7 +87,8 @@ def ring_attention(
 
     Args:
         q: (B, Sq_r, Hq, D), rows `positions(Sq, rank, ranks, sharding)` of the whole q.
-        k, v: (B, Sk_r, Hk, D) and (B, Sk_r, Hk, Dv), likewise.
+        k: (B, Sk_r, Hk, D), likewise.
+        v: (B, Sk_r, Hk, Dv), likewise.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         sharding: "zigzag", "contiguous" or "striped"; see `cupy_flash.distributed.positions`.
         seqlen: length of the whole sequence, or (Sq, Sk); None if all shards are equally long.
@@ -94,8 +96,8 @@ def ring_attention(
             by an all-gather of 8 bytes per rank. It synchronises the host, with NCCL also with the stream's earlier
             work, and cannot be captured in a CUDA graph. If False (on all ranks), a mismatch runs into the group's
             timeout or goes unnoticed.
-        options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the diagonal
-            offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the
+            diagonal offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
 
     Returns:
         out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r): the rank's rows of the whole result.
@@ -103,9 +105,10 @@ def ring_attention(
         ranks.
 
     Raises:
-        TypeError, ValueError: for an invalid call on this rank. ValueError on every rank, before any data is sent, if
-        the ranks' calls differ or another rank's call is invalid. RuntimeError from torch.distributed if a rank is gone
-        or the group's timeout expires.
+        TypeError: the call is invalid on this rank.
+        ValueError: the call is invalid on this rank; or, on every rank, before any data is sent, the ranks' calls
+            differ or another rank's call is invalid.
+        RuntimeError: from torch.distributed, if a rank is gone or the group's timeout expires.
     """
     function = "ring_attention"
     channel = Channel.of(function, group)
@@ -162,10 +165,14 @@ def ring_attention_varlen(
 
     Args:
         q: (Tq_r, Hq, D), rows `packed_rows(cu_seqlens_q, rank, ranks, sharding)` of the whole packed q.
-        k, v: (Tk_r, Hk, D) and (Tk_r, Hk, Dv), likewise.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) integers in host memory, of the whole batch: every rank computes all shards
-            from them.
-        group, sharding, check_ranks, options: as for `ring_attention`, without layout.
+        k: (Tk_r, Hk, D), likewise.
+        v: (Tk_r, Hk, Dv), likewise.
+        cu_seqlens_q: (B + 1,) integers in host memory, of the whole batch: every rank computes all shards from them.
+        cu_seqlens_k: likewise for the keys.
+        group: as in `ring_attention`.
+        sharding: as in `ring_attention`.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`, without layout.
 
     Returns:
         out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).

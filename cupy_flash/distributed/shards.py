@@ -39,10 +39,12 @@ class Chunk(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Rows of the shard in this chunk, over all sequences."""
         return sum(self.lengths)
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
+        """Cumulative lengths of the sequences in this chunk."""
         return (0, *accumulate(self.lengths))
 
 
@@ -56,7 +58,14 @@ class Pair(NamedTuple):
 
 
 def positions(length: int, rank: int, ranks: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
-    """The positions of a sequence of `length` that a rank holds, int64, in the order of its rows.
+    """The positions of a sequence that a rank holds, int64, in the order of its rows.
+
+    Args:
+        length: of the whole sequence.
+        rank: 0 to ranks - 1.
+        ranks: number of ranks.
+        sharding: "zigzag", "contiguous" or "striped": on 4 ranks, 16 positions belong to the ranks 0011 2233 3322 1100,
+            0000 1111 2222 3333, or 0123 0123 0123 0123.
 
     >>> x = np.arange(100, 110)
     >>> [x[positions(10, rank, 2)].tolist() for rank in range(2)]
@@ -71,6 +80,12 @@ def packed_rows(
     """The rows of a packed batch that a rank holds, int64: every sequence is sharded by `positions`.
 
     With zigzag, the front pieces of all sequences precede the back pieces.
+
+    Args:
+        cu_seqlens: (B + 1,), of the whole batch.
+        rank: 0 to ranks - 1.
+        ranks: number of ranks.
+        sharding: as in `positions`.
     """
     bounds = list(cu_seqlens)
     shards = [runs(stop - start, rank, ranks, sharding) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -78,12 +78,22 @@ def ulysses_attention(
     """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
 
     Args:
-        q, k, v: (B, S_r, H, D), rows `positions(S, rank, ranks, "contiguous")` of the whole, as in `ring_attention`.
-            The number of key/value heads must be a multiple of the number of ranks.
-        group, seqlen, check_ranks, options: as for `ring_attention`.
+        q: (B, S_r, Hq, D), rows `positions(S, rank, ranks, "contiguous")` of the whole q.
+        k: (B, S_r, Hk, D), likewise. Hk must be a multiple of the number of ranks.
+        v: (B, S_r, Hk, Dv), likewise.
+        group: as in `ring_attention`.
+        seqlen: as in `ring_attention`.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`.
 
-    Returns, raises: as `ring_attention`. The sink's gradient is that of the rank's heads and 0 for the others: sum it
-        over the ranks.
+    Returns:
+        As `ring_attention`. The sink's gradient is that of the rank's heads and 0 for the others: sum it over the
+        ranks.
+
+    Raises:
+        TypeError: as `ring_attention`.
+        ValueError: as `ring_attention`.
+        RuntimeError: as `ring_attention`.
     """
     return _attend("ulysses_attention", (q, k, v), group, seqlen, check_ranks, options)
 
@@ -132,9 +142,23 @@ def ulysses_attention_varlen(
     """`ulysses_attention` of a packed batch.
 
     Unlike in `ring_attention_varlen`, the packed rows are sharded as a whole: rank r has rows
-    `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries. cu_seqlens (int32, on the
-    device of q) and max_seqlen are those of `attention_varlen` for the whole batch, equal on all ranks; seqlen is T, or
-    (Tq, Tk).
+    `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries.
+
+    Args:
+        q: (Tq_r, Hq, D).
+        k: (Tk_r, Hk, D).
+        v: (Tk_r, Hk, Dv).
+        cu_seqlens_q: int32 (B + 1,) of the whole batch, on the device of q, equal on all ranks.
+        cu_seqlens_k: likewise for the keys.
+        max_seqlen_q: of the whole batch, as in `attention_varlen`.
+        max_seqlen_k: likewise for the keys.
+        group: as in `ring_attention`.
+        seqlen: T, or (Tq, Tk); None if all shards are equally long.
+        check_ranks: as in `ring_attention`.
+        **options: as in `ring_attention`, without layout.
+
+    Returns:
+        out (Tq_r, Hq, Dv), or (out, lse) with lse (Hq, Tq_r).
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _attend("ulysses_attention_varlen", (q, k, v), group, seqlen, check_ranks, options, packed)

@@ -1,6 +1,6 @@
 """The engines: one module per kernel family, with its legal tiles, cost model and launches. Nothing is computed here.
 
-To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`.
+To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`; CONTRIBUTING.md lists the other files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Engine(Protocol):
         """On a GPU, threads per block; on the CPU, threads to use for a problem of `cost` seconds."""
 
     def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """The workspaces that the kernels need for arrays of this many rows: of one sequence, or of the whole packed
-        batch."""
+        """The workspaces that the kernels need for arrays of this many rows.
+
+        Rows are those of one sequence, or of the whole packed batch.
+        """
 
     def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
         """The kernel launches in order; empty on the CPU."""

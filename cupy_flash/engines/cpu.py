@@ -30,15 +30,19 @@ WAKING = 100e-6  # seconds of work per thread that justify starting one, which t
 
 
 class Tile(NamedTuple):
+    """Queries and keys of a tile."""
+
     block_q: int
     block_kv: int
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
+    """Only fp8 is refused."""
     return dtype_refusals(problem)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
+    """All sizes, the same on every machine."""
     return [Tile(block_q, block_kv) for block_q in (64, 128, 256, 512) for block_kv in (128, 256, 512)]
 
 
@@ -69,18 +73,22 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
+    """The tile itself: nothing is compiled for the CPU."""
     return tile
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
+    """As many threads as `cost` keeps busy, at most one per core."""
     return worth(cost, device.units)
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """None: NumPy allocates as it computes."""
     return ()
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """None: there are no kernels."""
     return ()
 
 

@@ -21,6 +21,7 @@ FEW = 8  # queries of a sequence without a cache; of more, the tiles of the othe
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
+    """Reasons why the engine cannot serve a problem."""
     reasons = dtype_refusals(problem)
     if problem.backward:
         reasons.append("it has no backward")
@@ -32,6 +33,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
             "a shard": problem.shard,
             "dropout": bool(problem.dropout),
             "a bias": problem.bias is not None,
+            "a score_mod or mask_mod": bool(problem.mods),
         }
         reasons += [f"it takes no {name.removeprefix('a ')}" for name, given in features.items() if given]
     return reasons
@@ -48,8 +50,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Predicted core seconds: matmuls and passes over the scores of all rows of a tile, loads of K and V, and call
-    overhead of every chunk. Of a KV cache every sequence counts as long as the capacity."""
+    """Predicted core seconds: matmuls and passes over the scores of all rows, loads of K and V, overhead of the calls.
+
+    Of a KV cache every sequence counts as long as the capacity.
+    """
     dims = problem.head_dim + problem.head_dim_v
     row_tiles = -(-problem.q_len // tile.block_q)
     rows = problem.q_len * problem.group
@@ -63,4 +67,5 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
+    """As many threads as `cost` keeps busy, at most one per core."""
     return worth(cost, device.units)

@@ -8,7 +8,7 @@ from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
-from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants
+from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
 # A scale in these bounds goes into the exponent in one step with log2(e); any other takes a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
@@ -36,6 +36,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     return shared_constants(problem) | {
         "LARGEST_LOG2": 0,
         "RESCALE_ABOVE": RESCALE_ABOVE,
+        "FAST_MATH": problem.score_mod,
         "MODIFIED": is_modified(problem) or not low <= problem.scale <= high,
     }
 
@@ -64,13 +65,13 @@ def fragment_backward(
         launches.append(of_rows("dq", grid))
     if problem.sink:
         launches.append(of_rows("dsink", (problem.heads, 1, 1)))
-    return nonempty(launches)
+    return nonempty(with_mods(problem, launches))
 
 
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """delta and lse2; where dQ is added up its sums; where in order the turns of blocks."""
+    """Workspaces of a backward: delta and lse2; with `add_dq` the sums of dQ; with `in_order` the turns of blocks."""
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces

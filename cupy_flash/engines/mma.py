@@ -9,7 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import grid_refusals, known_constants, nonempty, sequences
+from .shared import captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -69,7 +69,8 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + captured_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -100,6 +101,7 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
 
 
 def alike(tile: Tiles) -> object:
+    """The tile itself: how tiles compare depends on the length."""
     return tile
 
 
@@ -117,23 +119,27 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
 
 
 def threads(device: Device, tile: Tiles, cost: float) -> int:
+    """The threads of the forward or dQ kernel, or of the dK/dV kernel where that accumulates dQ."""
     kernel_tile = tile.q_tile or tile.kv_tile
     assert kernel_tile is not None
     return kernel_tile.threads
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """For a backward: delta and lse2, and the sums of dQ where the dK/dV kernel accumulates it."""
     return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None) if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
+    """The forward; or the row kernels around dK/dV, dQ and dbias."""
+
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        return nonempty([_launch("mma/forward", problem, q_tile, q_grid(q_tile))])
+        return nonempty(with_mods(problem, [_launch("mma/forward", problem, q_tile, q_grid(q_tile))]))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
@@ -169,8 +175,11 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
 
 
 def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
-    """The legal tiles of a kernel. Wasteful shapes (column warps, which recompute scores; blocks of few warps; steps
-    of 16) are candidates only if nothing better is legal."""
+    """The legal tiles of a kernel.
+
+    Wasteful shapes (column warps, which recompute scores; blocks of few warps; steps of 16) are candidates only if
+    nothing better is legal.
+    """
     for column_warps in (1, 2, 4):
         for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)):  # (row warps, 16-row fragments per warp)
             for steps in ((32, 64, 128), (16,)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ..arrays import dtype_name
-from ..features import FEATURES, is_given
+from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
+from ..mods import cuda_code
+from ..mods.ir import parse
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
@@ -25,6 +27,7 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "WINDOW_RIGHT": problem.mask.right is not None,
         "SHARD": problem.shard,
         "DLSE": problem.dlse,
+        "MODS": problem.mods != "",
     }
     for feature in FEATURES:
         if feature.constant:
@@ -68,8 +71,10 @@ def row_workspaces(problem: Problem, q_rows: int, *names: str) -> tuple[Workspac
 
 
 def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """The shape (B, Hq, rows), or (Hq, rows) of a packed batch, and its strides (batch, head, row) in rows of so many
-    columns."""
+    """Shape and strides of an array with `columns` numbers per row and head.
+
+    The shape is (B, Hq, rows), or (Hq, rows) of a packed batch; the strides are those of (batch, head, row) in numbers.
+    """
     packed = problem.layout == "thd"
     shape = (problem.heads, rows) if packed else (problem.batch, problem.heads, rows)
     return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)
@@ -80,6 +85,38 @@ def dtype_refusals(problem: Problem) -> list[str]:
     if problem.dtype.name in DTYPES:
         return []
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
+
+
+def mod_refusals(problem: Problem) -> list[str]:
+    """Why an engine whose kernels know no mods does not serve a problem."""
+    given = [feature.name for feature in MODS if is_given(problem, feature)]
+    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
+
+
+def captured_refusals(problem: Problem) -> list[str]:
+    """Why an engine whose kernels apply mods does not serve a problem with them."""
+    reasons = []
+    if problem.mods and problem.shard:
+        reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
+    if any(problem.captured_gradient):
+        reasons.append("the gradient of an array that score_mod captures: this engine's kernels compute none yet")
+    return reasons
+
+
+TABLE_BLOCKS = 128  # of extremes.cu, which loops over any number of chunks
+
+
+def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
+    """The launches with the generated headers of the call's mods; first that of the tables which its mask_mod needs."""
+    if not problem.mods:
+        return launches
+    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    headers = cuda_code.headers(problem.mods, problem.backward, longest)
+    launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) else x for x in launches]
+    if cuda_code.chunked(parse(problem.mods)):
+        constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
+        launches.insert(0, Launch("extremes", constants, (TABLE_BLOCKS, 1, 1), 128, headers=headers))
+    return launches
 
 
 def grid_refusals(problem: Problem) -> list[str]:

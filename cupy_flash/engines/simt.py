@@ -9,6 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    captured_refusals,
     dtype_refusals,
     grid_refusals,
     known_constants,
@@ -16,6 +17,7 @@ from .shared import (
     row_workspaces,
     sequences,
     shared_constants,
+    with_mods,
 )
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -30,13 +32,16 @@ FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the res
 
 
 class Tile(NamedTuple):
+    """Queries, keys and threads of a block."""
+
     block_q: int
     block_kv: int
     threads: int
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    """Refused are fp8, a grid that is too large, and head dimensions above 256."""
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + captured_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -76,19 +81,22 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    # The length enters the cost through the waves and scores of a block, which depend on block_q only.
+    """The rows of queries: only they enter the cost together with the length, through waves and scores of a block."""
     return tile.block_q
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
+    """The threads of the tile."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The delta of every row, for a backward."""
     return row_workspaces(problem, q_rows, "delta") if problem.backward else ()
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The forward; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
     constants: dict[str, Constant] = shared_constants(problem) | {
@@ -105,7 +113,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
     if not problem.backward:
-        return nonempty([launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))])
+        forward = launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))
+        return nonempty(with_mods(problem, [forward]))
     backward = [
         launch("delta", (q_tiles, problem.heads, sequences(problem))),
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
@@ -117,7 +126,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
-    return nonempty(backward)
+    return nonempty(with_mods(problem, backward))
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .ir import BOOL, COMPARISONS, INT, LONG, REAL, Graph, Node
+from .ir import BOOL, COMPARISONS, INT, LONG, REAL, Graph, Node, Untraceable
 
 ALIASES = {
     "absolute": "abs", "fabs": "abs", "multiply": "mul", "subtract": "sub", "truediv": "div", "true_divide": "div",
@@ -22,10 +22,6 @@ ALIASES = {
     "lshift": "shl", "rshift": "shr", "rint": "round", "expit": "sigmoid", "fix": "trunc", "swish": "silu",
     "special_expit": "sigmoid", "special_exp2": "exp2", "special_erf": "erf", "log_sigmoid": "logsigmoid",
 }  # fmt: skip
-
-
-class Untraceable(TypeError):
-    """A mod does what cannot be traced; the message says what to write instead."""
 
 
 def make(graph: Graph, op: str, *operands: Node | float) -> Node:
@@ -131,10 +127,12 @@ def _extremum_of_numbers(op: str) -> Callable[..., Node]:
 
 
 def isnan(graph: Graph, x: Node) -> Node:
+    """Whether x is NaN, which alone differs from itself."""
     return graph.make("ne", x, x)
 
 
 def sigmoid(graph: Graph, x: Node) -> Node:
+    """1 / (1 + exp(-x))."""
     return make(graph, "div", 1.0, make(graph, "add", make(graph, "exp", make(graph, "neg", x)), 1.0))
 
 
@@ -252,4 +250,5 @@ def conversion(dtype: Any) -> str | None:
 
 
 def unknown(name: str) -> Untraceable:
+    """The error for a call of a function that is not in FUNCTIONS."""
     return Untraceable(f"a mod cannot call {name}; it can call {', '.join(sorted(FUNCTIONS))}")

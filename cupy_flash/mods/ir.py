@@ -46,6 +46,10 @@ LOADED = {
 }
 
 
+class Untraceable(TypeError):
+    """A mod does what cannot be traced; the message says what to write instead."""
+
+
 class Node:
     """An operator applied to operands; equal nodes of one graph are one object, so `is` compares expressions."""
 
@@ -349,6 +353,7 @@ class Program(NamedTuple):
 
     @property
     def roots(self) -> tuple[Node, ...]:
+        """The traced expressions, score first."""
         return tuple(root for root in (self.score, self.mask) if root is not None)
 
     @property

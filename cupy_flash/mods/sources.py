@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-NAME = re.compile(r"\bv\d+\b")
+LOCAL = r"\bv\d+\b"
 Collect = Callable[[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
 
 
@@ -71,7 +71,7 @@ class Sources:
         definitions = dict(self._steps)
         needed: set[str] = set()
         while expressions:
-            names = set(NAME.findall(expressions.pop())) - needed
+            names = set(re.findall(LOCAL, expressions.pop())) - needed
             needed |= names
             expressions += [definitions[name] for name in names]
         return needed

@@ -10,7 +10,6 @@ arrays and all other numbers are collected in every call.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
 import linecache
@@ -22,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .functions import Untraceable
-from .ir import BOOL, REAL, Graph, Node, Program, order
+from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order
 from .sources import Collect
 from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
 
@@ -84,6 +82,16 @@ def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbe
     mod = Mod.__new__(Mod)
     mod.program, mod.text, mod.names, mod.arrays, mod.numbers = program, text, names, arrays, numbers
     return mod
+
+
+def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
+    """The Mod of a call's options: of one or two functions, or a Mod itself."""
+    mods = [given for given in (score_mod, mask_mod) if isinstance(given, Mod)]
+    if not mods:
+        return traced(score_mod, mask_mod)
+    if len(mods) != sum(given is not None for given in (score_mod, mask_mod)) or mods[0] is not mods[-1]:
+        raise Untraceable("a Mod holds both functions: give Mod(score_mod, mask_mod) alone, as score_mod= or mask_mod=")
+    return mods[0]
 
 
 class _Kept(NamedTuple):
@@ -163,7 +171,7 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
             raise Untraceable("it must return a bool, not a floating number: an additive bias is a score_mod")
         return trace.graph.cast(value.node, BOOL)
     except Untraceable as error:
-        raise TypeError(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
+        raise Untraceable(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
 
 
 def _user_line(error: BaseException, function: Any) -> str:
@@ -191,6 +199,10 @@ def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Progr
         condition, x, y = score.args
         seen, score = (graph.make("not", condition), y) if _is_minus_infinity(x) else (condition, x)
         mask = seen if mask is None else graph.make("and", seen, mask)
+    if score is not None and score.op == "score":
+        score = None
+    if mask is not None and mask.op == "const" and mask.value:
+        mask = None
     roots = [root for root in (score, mask) if root is not None]
     compact, renamed = Graph(), dict[Node, Node]()
     used: dict[str, list[int]] = {"load": [], "argument": []}
@@ -339,6 +351,8 @@ class _Rebuilder:
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a function and the functions inside it read."""
+    import dis  # takes milliseconds, once for a function
+
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

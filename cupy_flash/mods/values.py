@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from . import functions
-from .functions import FUNCTIONS, IN_TEXT, Untraceable, canonical, conversion
-from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, kind_of
+from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
+from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, Untraceable, kind_of
 from .sources import Sources
 
 LONGEST_ROW = 1024  # of a captured array, which is computed element by element
@@ -224,16 +224,20 @@ class Value(Traced):
 
     @property
     def dtype(self) -> Any:
+        """The NumPy dtype of the kind."""
         return {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
 
     @property
     def device(self) -> None:
+        """None: a value is on no device before it is compiled."""
         return None
 
     def dim(self) -> int:
+        """0, as torch's of a scalar."""
         return 0
 
     def size(self) -> tuple[int, ...]:
+        """(), as torch's of a scalar."""
         return ()
 
     def __getitem__(self, index: Any) -> Value:
@@ -346,10 +350,12 @@ def is_number(x: Any) -> bool:
 
 
 def value_of(number: Any) -> Any:
+    """A number without the source that it was traced with."""
     return number.value if type(number) is Number else number
 
 
 def source_of(trace: Trace, number: Any) -> str:
+    """The expression that reaches a number in a later call."""
     return number.source if type(number) is Number else trace.sources.constant(number)
 
 
@@ -361,6 +367,7 @@ class Row(Traced):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """One dimension."""
         return (len(self.items),)
 
     def __len__(self) -> int:
@@ -386,6 +393,7 @@ class Captured(Traced):
 
     @property
     def array(self) -> Any:
+        """The caller's array."""
         return self.trace.arrays[self.slot]
 
     @property
@@ -399,23 +407,29 @@ class Captured(Traced):
 
     @property
     def ndim(self) -> int:
+        """The number of remaining dimensions."""
         return len(self.array.shape) - len(self.indices)
 
     @property
     def dtype(self) -> Any:
+        """The dtype of the caller's array."""
         return self.array.dtype
 
     @property
     def device(self) -> Any:
+        """The device of the caller's array; None if its library has no devices."""
         return getattr(self.array, "device", None)
 
     def dim(self) -> int:
+        """As torch's: `ndim`."""
         return self.ndim
 
     def size(self, axis: int | None = None) -> Any:
+        """As torch's: the shape, or one of its dimensions."""
         return self.shape if axis is None else self.shape[axis]
 
     def numel(self) -> Any:
+        """As torch's: the number of elements."""
         return functools.reduce(operator.mul, self.shape, 1)
 
     def __len__(self) -> int:

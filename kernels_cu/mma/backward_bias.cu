@@ -38,18 +38,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
       Score score(p, sequence, head);
       Dropout dropout(p, b, head);
       for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
-        Range keys = {band.kv_begin(q_start), band.kv_end(min(q_start + BLOCK_Q, sequence.q_len))};
         Range queries = {0, sequence.q_len};
-        for (int kv_start = bias.keys.begin; kv_start < min(bias.keys.end, keys.end); kv_start += BLOCK_KV) {
-          if (kv_start + BLOCK_KV <= keys.begin) continue;
+        for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+          int kv_start = kv_tiles.start;
           __syncthreads();
-          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q, queries);
           load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
                                 queries);
-          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start, keys);
-          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start, keys);
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), p.k,
+                                        kv_tiles.visible);
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), p.v,
+                                          kv_tiles.visible);
           cp_async_commit_group();
           cp_async_wait_group<0>();
           __syncthreads();

@@ -78,48 +78,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
        dOT_lane = Tile<HEAD_DIM_V>::lane_of_X();
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
-    Range queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
-    int q_first = queries.begin / BLOCK_Q * BLOCK_Q;
-    Range unmasked_queries = band.seen_by_all(kv_start, kv_start + BLOCK_KV);
+    QTiles q_tiles(p, band, kv_head, kv_start), loaded = q_tiles;  // `loaded`: the tile to load next
+    Range queries = q_tiles.visible, existing = {0, sequence.kv_len};
     Pipeline<STAGES, STAGE_BYTES> stages(stages_smem);
 
-    // Iterators over query tiles, head after head: `loaded` is the next to load, `step` the next to compute.
-    struct Step {
-      int head;
-      int q_start;
-
-      __device__ void advance(int first, int end) {
-        q_start += BLOCK_Q;
-        if (q_start >= end) q_start = first, ++head;
-      }
-    };
-    int head_end = queries.begin < queries.end ? (kv_head + 1) * p.group : 0;
-    Step loaded = {kv_head * p.group, q_first}, step = loaded;
-
     auto load = [&] {
-      if (loaded.head < head_end) {
-        int head = loaded.head, q_start = loaded.q_start;
+      if (loaded.valid()) {
+        int head = loaded.head, q_start = loaded.start;
         unsigned int Q_smem = stages.next(), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
-        Q_loader.load(Q_smem, sequence.queries<element>(p.q, head), q_start, queries);
+        Q_loader.load(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
         load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
         load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
         load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
                               queries);
-        loaded.advance(q_first, queries.end);
+        loaded.next();
       }
       stages.commit();
     };
 
     __syncthreads();
-    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.keys<element>(p.k, kv_head), p.k, kv_start,
-                                  Range{0, sequence.kv_len});
-    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.keys<element>(p.v, kv_head), p.v, kv_start,
-                                    Range{0, sequence.kv_len});
+    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), p.k, existing);
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), p.v, existing);
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
-    for (; step.head < head_end; step.advance(q_first, queries.end)) {
+    for (; q_tiles.valid(); q_tiles.next()) {
       if constexpr (STAGES == 1) {
         __syncthreads();
         load();
@@ -127,16 +110,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       unsigned int Q_smem = stages.wait(), dO_smem = Q_smem + Q_BYTES;
       if constexpr (STAGES > 1) load();
 
-      int q_start = step.q_start;
-      Score score(p, sequence, step.head);
-      Dropout dropout(p, sequence.batch, step.head);
+      int q_start = q_tiles.start;
+      Score score(p, sequence, q_tiles.head);
+      Dropout dropout(p, sequence.batch, q_tiles.head);
       const float* lse2 = (const float*)(smem + (dO_smem + dO_BYTES - smem_address(smem)));
       Rows rows = {lse2, lse2 + BLOCK_Q};
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, K_smem, K_lane, Q_smem, Q_lane);
       scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, V_lane, dO_smem, dO_lane);
-      bool masked = q_start < unmasked_queries.begin || q_start + BLOCK_Q > unmasked_queries.end;
-      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, q_start,
+      differentiate<true, false>(S_rmem, dP_rmem, q_tiles.masked(), score, band, dropout, scale_log2, rows, q_start,
                                  kv_start + row);
       unsigned int P_rmem[M][N / 2][4], dS_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
@@ -146,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem, QT_lane);
       if constexpr (ADD_DQ) {
         __syncthreads();
-        add_dQ(DqSums(p, sequence, step.head), smem_address(dS_smem), K_smem, q_start, sequence.q_len);
+        add_dQ(DqSums(p, sequence, q_tiles.head), smem_address(dS_smem), K_smem, q_start, sequence.q_len);
       }
     }
 

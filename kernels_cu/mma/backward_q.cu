@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  const element* K = sequence.keys<element>(p.k, kv_head);
-  const element* V = sequence.keys<element>(p.v, kv_head);
+  auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
   auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
   auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   float scale_log2 = log2_scale_of(p);
@@ -39,43 +38,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
-    int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
-    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
+    int q_start = tile * BLOCK_Q;
     Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // that see any key
-    int kv_first = keys.begin / BLOCK_KV * BLOCK_KV;
-    Range unmasked_keys = band.sees_all(q_start, q_start + BLOCK_Q);
+    KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
+    auto loaded = kv_tiles;  // the tile to load next
     Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
 
-    auto load = [&](int kv_start) {
-      if (kv_start < keys.end) {
-        K_loader.load(stages.next(), K, kv_start, keys);
-        V_loader.load(stages.next() + K_BYTES, V, kv_start, keys);
+    auto load = [&] {
+      if (loaded.valid()) {
+        K_loader.load(stages.next(), K.tile(loaded.start), loaded.visible);
+        V_loader.load(stages.next() + K_BYTES, V.tile(loaded.start), loaded.visible);
       }
+      loaded.next();
       stages.commit();
     };
 
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.queries<element>(p.q, head), p.q, q_start, queries);
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q, queries);
     load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);
-    for (int stage = 0; stage < STAGES - 1; ++stage) load(kv_first + stage * BLOCK_KV);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
 
-    for (int kv_start = kv_first; kv_start < keys.end; kv_start += BLOCK_KV) {
+    for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
         __syncthreads();
-        load(kv_start);
+        load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
-      if constexpr (STAGES > 1) load(kv_start + (STAGES - 1) * BLOCK_KV);
+      if constexpr (STAGES > 1) load();
 
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
-      bool masked = kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end;
-      differentiate<false, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, q_start + row,
-                                  kv_start);
+      differentiate<false, false>(S_rmem, dP_rmem, kv_tiles.masked(), score, band, dropout, scale_log2, rows,
+                                  q_start + row, kv_tiles.start);
       unsigned int dS_rmem[M][N / 2][4];
       round_fragments(dS_rmem, dP_rmem);
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, KT_lane);

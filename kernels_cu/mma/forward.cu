@@ -1,11 +1,26 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
-#include "tile.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+
+// S becomes the probabilities of a tile; O is rescaled if the reference of their exponents moves.
+__device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
+                       bool masked, const Score& score, const Band& band, const Dropout& dropout, float scale_log2,
+                       int q_start, int kv_start) {
+  if (masked)
+    modify<true>(S, score, band, q_start, kv_start);
+  else if constexpr (MODIFIED || DENSE_MASK)
+    modify<false>(S, score, band, q_start, kv_start);
+  float O_scale[M][2];
+  if (update_max(O_scale, softmax, S, scale_log2)) rescale(O, O_scale);
+  exponentiate(S, softmax, scale_log2);
+  if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
@@ -20,9 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  const element* Q = sequence.queries<element>(p.q, head);
-  const element* K = sequence.keys<element>(p.k, kv_head);
-  const element* V = sequence.keys<element>(p.v, kv_head);
+  auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
   auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
   auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
   element* O = sequence.queries<element>(p.out, head);
@@ -34,25 +47,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
-    int q_start = tile * BLOCK_Q, q_stop = min(q_start + BLOCK_Q, sequence.q_len);
-    Range keys = {band.kv_begin(q_start), q_start < q_stop ? band.kv_end(q_stop) : 0};
-    // From the last tile of keys, which is the one that a causal mask cuts, to the first.
-    int kv_first = keep(keys.begin / BLOCK_KV * BLOCK_KV);
-    int kv_last = keys.begin < keys.end ? (keys.end - 1) / BLOCK_KV * BLOCK_KV : kv_first - BLOCK_KV;
-    Range unmasked_keys = band.sees_all(q_start, q_start + BLOCK_Q);
-    unmasked_keys = {keep(unmasked_keys.begin), keep(unmasked_keys.end)};
+    int q_start = tile * BLOCK_Q;
+    KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
+    kv_tiles.first = keep(kv_tiles.first);
+    kv_tiles.unmasked = {keep(kv_tiles.unmasked.begin), keep(kv_tiles.unmasked.end)};
+    auto loaded = kv_tiles;  // the tile to load next
     Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
 
-    auto load = [&](int kv_start) {
-      if (kv_start >= kv_first) {
-        K_loader.load(stages.next(), K, kv_start, keys);
-        V_loader.load(stages.next() + K_BYTES, V, kv_start, keys);
+    auto load = [&] {
+      if (loaded.valid()) {
+        K_loader.load(stages.next(), K.tile(loaded.start), loaded.visible);
+        V_loader.load(stages.next() + K_BYTES, V.tile(loaded.start), loaded.visible);
       }
+      loaded.next();
       stages.commit();
     };
 
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, p.q, q_start, Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q,
+                                 Range{0, sequence.q_len});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     if constexpr (Q_IN_REGISTERS) {
       cp_async_commit_group();
@@ -61,34 +74,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
       __syncthreads();
     }
-    for (int stage = 0; stage < STAGES - 1; ++stage) load(kv_last - stage * BLOCK_KV);
+    for (int stage = 0; stage < STAGES - 1; ++stage) load();
 
     Softmax2 softmax[M][2];
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
-    for (int kv_start = kv_last; kv_start >= kv_first; kv_start -= BLOCK_KV) {
+    for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
         __syncthreads();
-        load(kv_start);
+        load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
-      if constexpr (STAGES > 1) load(kv_start - (STAGES - 1) * BLOCK_KV);
+      if constexpr (STAGES > 1) load();
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
         scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-      if (kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
-        modify<true>(S_rmem, score, band, q_start + row, kv_start);
-      else if constexpr (MODIFIED || DENSE_MASK)
-        modify<false>(S_rmem, score, band, q_start + row, kv_start);
-      float O_scale[M][2];
-      if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
-      exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
+             kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);

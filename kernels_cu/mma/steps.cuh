@@ -1,18 +1,19 @@
 // A step that the backward kernels of the mma engine share.
 #pragma once
 #include "../gradients.cuh"
-#include "tile.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
 
 // Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
 // contribute, whatever its dO: positions alone exclude such rows from `queries`; with a dense mask or a bias, lse
 // identifies them.
 __device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
                                const Sequence& sequence, int head, int q_start, Range queries) {
-  const element* dO = sequence.queries<element>(p.dout, head);
+  auto dO = sequence.query_rows<element>(p.dout, head).tile(q_start);
   if constexpr (DENSE_MASK || BIAS) {
     const float* lse = sequence.queries<float>(p.lse, head);
-    loader.load(dO_smem, dO, q_start, false, [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
+    loader.load(dO_smem, dO, false, [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
   } else {
-    loader.load(dO_smem, dO, q_start, queries);
+    loader.load(dO_smem, dO, queries);
   }
 }

@@ -28,14 +28,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
       Score score(p, sequence, head);
       Dropout dropout(p, b, head);
       for (int q_start = bias.queries.begin; q_start < min(bias.queries.end, sequence.q_len); q_start += BLOCK_Q) {
-        for (auto kv_tiles = bias.kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+        for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
           int2 start = {q_start, kv_tiles.start};
           Range existing = {0, sequence.q_len};
           __syncthreads();
-          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), existing);
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
           load_dO(dO_smem, p, sequence, head, q_start, existing);
-          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, start.y), kv_tiles.visible);
-          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, start.y), kv_tiles.visible);
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(start.y),
+                                        kv_tiles.visible);
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(start.y),
+                                          kv_tiles.visible);
           load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
           __syncthreads();
           real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};

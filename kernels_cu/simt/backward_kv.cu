@@ -21,8 +21,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     Range existing = {0, sequence.kv_len};
     __syncthreads();
-    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, kv_start), existing);
-    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, kv_start), existing);
+    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), existing);
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), existing);
     real dK_rmem[ROWS][columns_of(HEAD_DIM)] = {}, dV_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       Score score(p, sequence, head);
       Dropout dropout(p, sequence.batch, head);
       __syncthreads();
-      load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, start.x), q_tiles.visible);
+      load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(start.x), q_tiles.visible);
       load_dO(dO_smem, p, sequence, head, start.x, q_tiles.visible);
       load_rows(lse_smem, delta_smem, p, sequence, head, start.x);
       __syncthreads();

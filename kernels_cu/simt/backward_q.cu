@@ -23,16 +23,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Dropout dropout(p, sequence.batch, head);
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start),
+                                 Range{0, sequence.q_len});
     load_dO(dO_smem, p, sequence, head, q_start, Range{0, sequence.q_len});
     load_rows(lse_smem, delta_smem, p, sequence, head, q_start);
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
 
-    for (KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+    for (KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int2 start = {q_start, kv_tiles.start};
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_tile<element>(p.k, kv_head, start.y), kv_tiles.visible);
-      load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_tile<element>(p.v, kv_head, start.y), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(start.y), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(start.y), kv_tiles.visible);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {}, dP_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, K_smem);

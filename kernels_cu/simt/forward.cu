@@ -13,8 +13,8 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      real softcap_slope;
-      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
+      real derivative;
+      S[r][c] = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, derivative) : -infinity();
     }
 }
 
@@ -57,21 +57,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_tile<element>(p.q, head, q_start), Range{0, sequence.q_len});
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start),
+                                 Range{0, sequence.q_len});
     Softmax softmax[ROWS];
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);
 
-    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, q_start); kv_tiles.valid(); kv_tiles.next()) {
+    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, sequence.key_tile<element>(p.k, kv_head, kv_start), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), kv_tiles.visible);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, sequence.key_tile<element>(p.v, kv_head, kv_start), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start),
+                                      kv_tiles.visible);
       if (kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start, kv_start);
       else

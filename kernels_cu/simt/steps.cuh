@@ -10,6 +10,7 @@ constexpr int MAX_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 template <bool MASKED>
 __device__ bool sees(const Score& score, const Band& band, int i, int j) {
   bool seen = !MASKED || band.sees(i, j);
+  if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
   // The dense mask has no elements outside the sequence.
   if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
   return seen;
@@ -40,7 +41,7 @@ __device__ void store_p(real* P_smem, const real (&P)[ROWS][COLS]) {
 __device__ inline void load_dO(real* dO_smem, const Params& p, const Sequence& sequence, int head, int q_start,
                                Range queries) {
   const real* lse = sequence.queries<real>(p.lse, head);
-  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, sequence.query_tile<element>(p.dout, head, q_start),
+  load_tile<BLOCK_Q, HEAD_DIM_V>(dO_smem, sequence.query_rows<element>(p.dout, head).tile(q_start),
                                  [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });
 }
 
@@ -69,13 +70,13 @@ __device__ void differentiate(real (&S)[ROWS][COLS], real (&dP)[ROWS][COLS], con
     for (int c = 0; c < COLS; ++c) {
       int row = row_y() + r * ROW_THREADS, column = lane_x() + c * LANES;
       int query = TRANSPOSED ? column : row, i = start.x + query, j = start.y + (TRANSPOSED ? row : column);
-      real softcap_slope = 0;
-      real s = sees<MASKED>(score, band, i, j) ? score.apply(S[r][c], i, j, softcap_slope) : -infinity();
+      real derivative = 0;
+      real s = sees<MASKED>(score, band, i, j) ? score.apply<!QK_GRADIENT>(S[r][c], i, j, derivative) : -infinity();
       real probability = exp(s - lse_smem[query]);
       real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
       real ds = probability * (dP[r][c] * factor - delta_smem[query]);
       S[r][c] = probability * factor;
-      dP[r][c] = QK_GRADIENT ? score.gradient(ds, softcap_slope) : ds;
+      dP[r][c] = QK_GRADIENT || SCORE_MOD ? score.gradient(ds, derivative) : ds;
     }
   }
 }

@@ -148,6 +148,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
         bool rescales = attend(kv_start);
+        if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
         round_fragments(P_rmem, S_rmem);

@@ -12,9 +12,10 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import reference
+from cupy_flash.arrays import as_array
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import run as simulator
-from cupy_flash.partials import pose_merge
+from cupy_flash.partials import merge, pose_merge
 
 FORWARD = ("out", "lse")
 
@@ -201,3 +202,62 @@ def test_kernel_is_the_twin_of_partials(twin):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape
         eps = float(ml_dtypes.finfo(actual.dtype).eps)  # of its rounding, that of the weights, and the exponential's
         np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)
+
+
+def formula(outs, lses, dtype):
+    """Softmax weights over the lse of all parts, computed in `dtype`; layout "bshd"."""
+    lses, outs = lses.astype(dtype), outs.astype(dtype)
+    largest = np.maximum(lses.max(axis=0), np.finfo(dtype).min)
+    weights = np.exp(lses - largest)
+    total = weights.sum(axis=0)
+    with np.errstate(divide="ignore"):
+        lse = largest + np.log(total)
+    weights = weights / np.where(total == 0, 1, total)
+    return (weights.swapaxes(-1, -2)[..., None] * outs).sum(axis=0), lse
+
+
+def stacked(backend, outs, lses, layout="bshd"):
+    """Merge all parts: the last is a, the others are the stack b."""
+    parts = tuple(as_array(x, "part") for x in (outs[-1], lses[-1], outs[:-1], lses[:-1]))
+    if backend == "simulator":
+        return tuple(x.numpy() for x in kernels.merge(parts, layout, "sm_80", simulator.start))
+    return tuple(x.numpy() for x in merge(parts, layout))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "simulator"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_any_number_of_parts(count, backend):
+    """The last part and a stack of the others, with parts that saw no key in some rows, or in any."""
+    rng = np.random.default_rng(count)
+    outs = rng.normal(size=(count, 2, 9, 3, 40)).astype(np.float32)
+    lses = (rng.normal(size=(count, 2, 3, 9)) * 5).astype(np.float32)
+    for part in range(count):
+        lses[part, ..., part] = -np.inf
+    lses[:, ..., 8] = -np.inf
+    lses[-1, ..., 7] += 1e4
+    if count > 2:
+        lses[1] = -np.inf
+    outs[np.isneginf(lses).swapaxes(-1, -2)] = 0
+    exact, low = formula(outs, lses, np.float64), formula(outs, lses, np.float32)
+    actual = stacked(backend, outs, lses)
+    for name, x, y, z in zip(FORWARD, actual, exact, low, strict=True):
+        assert_matches_reference(x, y, z, np.dtype(np.float32), f"{name} of {count} parts")
+    assert (actual[0][:, 8] == 0).all() and np.isneginf(actual[1][..., 8]).all()
+    if count == 2:
+        two = (outs[1], lses[1], outs[0], lses[0])
+        for x, y in zip(actual, merge_kernel(*two) if backend == "simulator" else cupy_flash.merge(*two), strict=True):
+            np.testing.assert_array_equal(x, y)
+    heads_first = stacked(backend, outs.swapaxes(2, 3), lses, "bhsd")
+    np.testing.assert_array_equal(heads_first[0], actual[0].swapaxes(1, 2))
+    packed = stacked(backend, outs[:, 1], lses[:, 1], "thd")
+    np.testing.assert_array_equal(packed[0], actual[0][1])
+    np.testing.assert_array_equal(packed[1], actual[1][1])
+
+
+def test_parts_are_added_in_their_order():
+    """Sums run over the stack in its order and add a last: in float32, 2**24 + 1 + 1 + 0 depends on the order."""
+    outs = np.array([2**24, 1, 1, 0], np.float32).reshape(4, 1, 1, 1, 1)
+    lses = np.zeros((4, 1, 1, 1), np.float32)
+    for backend in ("cpu", "simulator"):
+        for order, total in (((0, 1, 2, 3), 2**24), ((1, 2, 0, 3), 2**24 + 2), ((1, 2, 3, 0), 2**24 + 2)):
+            assert stacked(backend, outs[list(order)], lses)[0] == total / 4, (backend, order)

@@ -238,6 +238,7 @@ CASES = [
     Case("prmt.b32", "prmt.b32 %d, %a, %b, %c;", ("b32",) * 3, "b32"),
     Case("selp.b32", "setp.ne.u32 %p, %c, 0; selp.b32 %d, %a, %b, %p;", ("b32", "b32", "pred"), "b32"),
     Case("slct.b32.s32", "slct.b32.s32 %d, %a, %b, %c;", ("b32", "b32", "s32"), "b32"),
+    Case("madc.u32", "{.reg .b32 %z; mad.lo.cc.u32 %z, %a, %b, %c; madc.hi.u32 %d, %a, %b, 0;}", ("u32",) * 3, "u32"),
     Case("addc.u64", "{.reg .b64 %z; add.cc.u64 %z, %a, %b; addc.u64 %d, 0, 0;}", ("u64", "u64"), "u64"),
     Case("subc.u64", "{.reg .b64 %z; sub.cc.u64 %z, %a, %b; subc.u64 %d, 0, 0;}", ("u64", "u64"), "u64"),
     Case("dp4a.s32.s32", "dp4a.s32.s32 %d, %a, %b, %c;", ("b32", "b32", "s32"), "s32"),

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from mods import mods_of
 from on_gpu import has_gpu
 from threadpoolctl import threadpool_limits
 from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import backends, device, reference
+from cupy_flash.arrays import Array
 from cupy_flash.backends import cpu
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
@@ -35,6 +37,7 @@ class Result(NamedTuple):
     dv: np.ndarray
     dbias: np.ndarray | None
     dsink: np.ndarray | None
+    dcaptured: tuple[np.ndarray | None, ...] | None = None
 
 
 class Call(NamedTuple):
@@ -76,6 +79,8 @@ class Case:
     sink: bool | tuple[float, ...] = False  # True: random
     q_lengths: tuple[int, ...] | None = None  # rows past the lengths are NaN
     kv_lengths: tuple[int, ...] | None = None
+    score_mod: str | None = None  # a name in mods.SCORE_MODS
+    mask_mod: str | None = None  # a name in mods.MASK_MODS
     packed: bool = False  # a packed batch of sequences of these lengths, with rows of NaN past the last one
     dropout: float = 0.0
     dlse: bool = True
@@ -117,6 +122,7 @@ class Case:
                         entry[length:] = np.nan
         if self.dropout:
             options |= dict(dropout=self.dropout, seed=2**63 + 12345 + self.seed)
+        options |= mods_of(self)
         packed = None
         if self.packed:
             q_lengths, kv_lengths = options.pop("q_lengths"), options.pop("kv_lengths")
@@ -212,7 +218,7 @@ def run_planned(case: Case, **changes) -> Result:
     call = case.call()
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), **changes))
-    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+    return Result(out, lse, *gradients.map(Array.numpy))
 
 
 def planned(
@@ -237,7 +243,7 @@ def run_kernels(case: Case, **how) -> Result:
     out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
     saved = Saved(call.dout, out, lse, call.dlse)
     gradients = backends.run_backward(*planned(case, saved, **how))
-    return Result(out, lse, *(None if gradient is None else gradient.numpy() for gradient in gradients))
+    return Result(out, lse, *gradients.map(Array.numpy))
 
 
 @cache
@@ -311,6 +317,8 @@ def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[
     dtypes = dict.fromkeys(Result._fields, DTYPES[case.dtype])
     dtypes |= {"lse": case.accumulation, "dbias": DTYPES[case.bias_dtype or case.dtype]}
     for name in only:
+        if name == "dcaptured":  # the reference has none: tests/mods compares it with autograd
+            continue
         actual, expected = getattr(result, name), getattr(exact, name)
         assert (actual is None) == (expected is None), f"{name} of {case}"
         if actual is not None:

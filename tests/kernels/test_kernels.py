@@ -14,6 +14,7 @@ import pytest
 from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
 from tiers import exhaustive
 
+import cupy_flash
 from cupy_flash import backends, nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
 from cupy_flash.backends.simulator.machine.scheduler import OPCODES
@@ -282,6 +283,24 @@ def test_planted_bugs_are_found(file, old, new, case, error, changed_kernels, sm
     changed_kernels(file, old, new)
     with pytest.raises(error):
         check(case, backend="simulator")
+
+
+def test_keys_are_addressed_in_one_place(changed_kernels, small_tile):
+    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_tile."""
+    changed_kernels(
+        "sequence.cuh",
+        "return {keys<T>(x, kv_head) + first * x.row, x.row, first, x.aligned};",
+        "return {keys<T>(x, kv_head) + (kv_rows - 1 - first) * x.row, -x.row, first, x.aligned};",
+    )
+    rng = np.random.default_rng(0)
+    q, dout = rng.normal(size=(2, 1, 19, 4, 16)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, 23, 2, 16)).astype(np.float32)
+    reversed_k, reversed_v = (np.ascontiguousarray(x[:, ::-1]) for x in (k, v))
+    out, vjp = cupy_flash.attention_vjp(q, reversed_k, reversed_v, causal=True, backend="simulator", engine="simt")
+    expected, expected_vjp = cupy_flash.attention_vjp(q, k, v, causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for gradient, right in zip(vjp(dout)[:3], expected_vjp(dout)[:3], strict=True):
+        np.testing.assert_allclose(gradient, right, atol=1e-5)
 
 
 def test_a_planted_stride_has_bank_conflicts(changed_kernels, watch):

@@ -480,11 +480,11 @@ BUGS = {
         "mma/backward_q.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
     ),
     "no-barrier-after-the-wait": Bug(
-        "mma/tile.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
+        "mma/load.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
     ),
-    "wait-one-too-lenient": Bug("mma/tile.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
+    "wait-one-too-lenient": Bug("mma/load.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
     "wait-one-too-lenient-of-three": Bug(
-        "mma/tile.cuh",
+        "mma/load.cuh",
         "STAGES - 2 : 0)>();",
         "STAGES - 1 : 0)>();",
         PendingCopy,
@@ -525,13 +525,13 @@ BUGS = {
         "mma/tile.cuh", "(chunk ^ swizzle(row)) << 4", "(chunk ^ swizzle(row + 1)) << 4", case=LONG
     ),
     "alignment-ignored": Bug(
-        "mma/tile.cuh", "if (x.aligned < 8) {", "if (x.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
+        "mma/load.cuh", "if (rows.aligned < 8) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
     ),
     "alignment-ignored-when-stored": Bug(
         "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
-        "mma/tile.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
+        "mma/load.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
     ),
     "squares-of-packed-sequences-shared": Bug(
         "dq_sums.cuh",
@@ -542,11 +542,13 @@ BUGS = {
     ),
     # Masks
     "no-mask-at-the-end": Bug("mask.cuh", "min(q_start + high + 1, kv_len)}", "q_start + high + 1}", case=LONG),
-    "no-mask-on-the-diagonal": Bug(
-        "mma/forward.cu", "kv_start + BLOCK_KV > unmasked_keys.end)", "false)", case=DIAGONAL
-    ),
-    "no-mask-in-dq": Bug("mma/backward_q.cu", "kv_start + BLOCK_KV > unmasked_keys.end;", "false;", case=DIAGONAL),
-    "no-mask-in-dkv": Bug("mma/backward_kv.cu", "q_start < unmasked_queries.begin ||", "", case=DIAGONAL),
+    "no-mask-on-the-diagonal": Bug("mma/forward.cu", "if (kv_tiles.masked())", "if (false)", case=DIAGONAL),
+    "no-mask-in-dq": Bug("mma/backward_q.cu", "kv_tiles.masked()", "false", case=DIAGONAL),
+    "no-mask-in-dkv": Bug("mma/backward_kv.cu", "q_tiles.masked()", "false", case=DIAGONAL),
+    # The walk over tiles
+    "tile-loaded-twice": Bug("mma/forward.cu", "loaded.next();", "", case=LONG),
+    "tile-of-queries-loaded-twice": Bug("mma/backward_kv.cu", "loaded.next();", "", case=LONG),
+    "first-tile-not-visited": Bug("walk.cuh", "start >= first", "start > first", case=LONG),
     "nothing-seen-passes-a-gradient": Bug(
         "delta.cu",
         "lse == -infinity() ? infinity()",
@@ -586,7 +588,7 @@ BUGS = {
         case=replace(EVERYTHING, softcap=1.5),
     ),
     "one-head-of-the-group": Bug(
-        "mma/backward_kv.cu", "(kv_head + 1) * p.group : 0", "kv_head * p.group + 1 : 0", case=LONG
+        "walk.cuh", "visible.begin < visible.end ? head + p.group", "visible.begin < visible.end ? head + 1", case=LONG
     ),
     # Dropout
     "neighbour-takes-the-wrong-bits": Bug(

@@ -83,7 +83,8 @@ def test_hoppers_own_instructions():
     block_q, block_kv, _ = backward.tile
     of_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
     assert backward.sass["products"] == of_warpgroup * 256 / (block_q * block_kv)
-    for step, most in ((forward, 7), (backward, 12)):
+    # The backward's include the additions to dQ: 8 instructions and their addresses for 32 scores of a thread.
+    for step, most in ((forward, 7), (backward, 15)):
         assert step.sass["exp"] == 1
         assert 4 < sum(step.sass.values()) - step.sass["products"] <= most
         assert static.complaints([], [step]) == [] and step.bytes_over_least == 1

@@ -1,8 +1,13 @@
-"""Every example runs: doctests of all modules, and the Python blocks of the README and of docs/."""
+"""Every example runs: doctests of all modules, and the Python blocks of the README and of docs/.
+
+The docstrings of the public functions describe exactly their arguments, and `help` shows them as they are written.
+"""
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+import pydoc
 import re
 from pathlib import Path
 
@@ -38,6 +43,39 @@ def blocks(cupy):
 BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
 
 
+def documented():
+    """The functions, classes and methods of the API reference, by their full names."""
+    found = {}
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        module = importlib.import_module(re.search(r"^::: (\S+)$", text, re.M)[1])
+        members = text.partition("members:")[2]
+        for name in re.findall(r"\w+", members):
+            item = found[f"{module.__name__}.{name}"] = getattr(module, name)
+            for method in vars(item) if inspect.isclass(item) else ():
+                if inspect.isfunction(vars(item)[method]) and not method.startswith("_"):
+                    found[f"{module.__name__}.{name}.{method}"] = vars(item)[method]
+    return found
+
+
+DOCUMENTED = documented()
+WITH_ARGUMENTS = {
+    name: item for name, item in DOCUMENTED.items() if not inspect.isclass(item) or "Args:" in inspect.getdoc(item)
+}
+
+
+def described_arguments(item):
+    """The names in the Args section of a docstring, in order; keyword arguments as **name."""
+    section = re.search(r"^Args:\n((?:(?: {4}.*)?\n)*)", inspect.getdoc(item) + "\n", re.M)
+    return re.findall(r"^ {4}(\*{0,2}\w+): ", section[1], re.M) if section else []
+
+
+def accepted_arguments(item):
+    parameters = inspect.signature(item).parameters.values()
+    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    return [stars.get(x.kind, "") + x.name for x in parameters if x.name != "self"]
+
+
 def run_block(page, line, code):
     exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": page.stem})
 
@@ -45,6 +83,25 @@ def run_block(page, line, code):
 @pytest.mark.parametrize("name", ["cupy_flash", *MODULES])
 def test_docstrings(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+def test_docstrings_describe_the_arguments(name):
+    assert described_arguments(WITH_ARGUMENTS[name]) == accepted_arguments(WITH_ARGUMENTS[name])
+
+
+def test_the_api_reference_is_found():
+    names = {"cupy_flash.attention", "cupy_flash.adapters.torch.CausalSelfAttention.forward", "cupy_flash.memory.load"}
+    assert names <= WITH_ARGUMENTS.keys()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_help_shows_the_docstring_as_it_is_written(name):
+    text = inspect.getdoc(DOCUMENTED[name])
+    shown = pydoc.render_doc(DOCUMENTED[name], renderer=pydoc.plaintext)
+    assert [line for line in text.splitlines() if line not in shown] == []
+    markup = re.findall(r"::$|``|^:\w+|^\.\. |\t", text, re.M)  # of Sphinx, which a terminal shows as it stands
+    assert markup == []
 
 
 def test_there_are_docstring_examples():

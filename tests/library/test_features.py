@@ -6,7 +6,7 @@ import re
 import pytest
 
 from cupy_flash import api, arguments, attention, features
-from cupy_flash.features import ARRAYS, FEATURES, NAMES, SIZES
+from cupy_flash.features import ARRAYS, FEATURES, MODS, NAMES, SIZES
 from cupy_flash.params import dtypes
 from cupy_flash.problem import Operands, Problem
 from cupy_flash.source import CONFIG, kernel_folder
@@ -51,9 +51,11 @@ def test_every_kind_of_option_has_its_type():
         features.WINDOW: "Window",
         features.SEED: "int | AnyArray | None",
     }
+    mods = {"score_mod": "ScoreMod", "mask_mod": "MaskMod"}
     optional = {features.NUMBER, features.CHOICE}
     expected = {
-        feature.name: types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
+        feature.name: mods.get(feature.name)
+        or types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
         for feature in FEATURES
     }
     assert typed(arguments.PaddedOptions) == expected | {"layout": "Layout"}
@@ -64,10 +66,10 @@ def test_every_kind_of_option_has_its_type():
     [
         (arguments.PaddedOptions, lambda feature: True),
         (arguments.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
-        (arguments.RanksOptions, lambda feature: feature not in ARRAYS or feature.ranks),
+        (arguments.RanksOptions, lambda feature: feature not in (*ARRAYS, *MODS) or feature.ranks),
         (
             arguments.PackedRanksOptions,
-            lambda feature: (feature not in ARRAYS or feature.ranks) and feature.name != "layout",
+            lambda feature: (feature not in (*ARRAYS, *MODS) or feature.ranks) and feature.name != "layout",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

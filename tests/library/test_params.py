@@ -117,6 +117,17 @@ def test_partials():
     assert packed["out_b"].item()[:4] == (out.pointer, 96, 8, 32)
     assert packed["lse"].item()[:4] == (lse.pointer, 12, 3, 1)
     assert packed["rows"] == 3
+    assert (packed["stacked"], packed["out_b_next"], packed["lse_b_next"]) == (1, 0, 0)
+
+
+def test_partials_of_a_stack():
+    stack = np.zeros((5, 2, 3, 4, 8), np.float32), np.zeros((5, 2, 4, 3), np.float32)
+    out, lse, outs, lses = (as_array(x, "part") for x in (stack[0][0], stack[1][0], *stack))
+    arrays = dict(out_a=out, out_b=outs, out=out, lse_a=lse, lse_b=lses, lse=lse)
+    packed = pack_partials(arrays, "bshd", address)
+    assert packed["out_b"].item()[:4] == (outs.pointer, 96, 8, 32)
+    assert packed["lse_b"].item()[:4] == (lses.pointer, 12, 3, 1)
+    assert (packed["stacked"], packed["out_b_next"], packed["lse_b_next"]) == (5, 192, 24)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -8,7 +8,7 @@ import pytest
 
 from cupy_flash import pose as module
 from cupy_flash.arrays import Array
-from cupy_flash.features import ARRAYS, NAMES
+from cupy_flash.features import ARRAYS, MODS, NAMES
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, Packed, Saved
 
@@ -217,8 +217,8 @@ def test_every_drawn_seed_is_another():
 
 
 def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
-    """A new option has its place: among the plain options, or among the arrays."""
-    arrays = {"seed", *(feature.name for feature in ARRAYS)}
+    """A new option has its place: among the plain options, the arrays, or the mods, of which the text is a fact."""
+    arrays = {"seed", *(feature.name for feature in (*ARRAYS, *MODS))}
     others = set(module.PLAIN_OPTIONS) | {"window"}
     assert others | arrays == set(NAMES) and not others & arrays
 

@@ -378,6 +378,7 @@ def expected_integer(opcode, modifiers, case):
         "selp": lambda a, b, c: a if c else b,
         "slct": lambda a, b, c: a if c >= 0 else b,
         "addc": lambda a, b: a + b >> 64,
+        "madc": lambda a, b, c: a * b + c >> 32,
         "subc": lambda a, b: -1 if a < b else 0,
         "div": lambda a, b: divided(a, b | 1),
         "rem": lambda a, b: a - (b | 1) * divided(a, b | 1),

@@ -66,9 +66,17 @@ def attention(
     FSDP2. Autocast casts q, k and v; torch.use_deterministic_algorithms sets `deterministic`. Forward-mode AD and
     torch.func.grad raise RuntimeError.
 
-    fp8: the forward rounds q, k and v (float16 or bfloat16) to float8_e4m3fn, with one scale, largest magnitude / 448,
-        per sequence and key/value head; Hopper only. The backward uses the unrounded q, k and v, and only those are
-        saved.
+    Args:
+        q: as in `cupy_flash.attention`.
+        k: as in `cupy_flash.attention`.
+        v: as in `cupy_flash.attention`.
+        fp8: the forward rounds q, k and v (float16 or bfloat16) to float8_e4m3fn, with one scale, largest magnitude /
+            448, per sequence and key/value head; Hopper only. The backward uses the unrounded q, k and v, and only
+            those are saved.
+        **options: those of `cupy_flash.attention`.
+
+    Returns:
+        out, or (out, lse).
     """
     return forward("attention", (q, k, v), Options.of("attention", options), fp8=fp8)
 
@@ -109,7 +117,22 @@ def attention_varlen(
     fp8: bool = False,
     **options: Unpack[PackedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cupy_flash.attention_varlen` on torch tensors; see there, and `attention` for autograd and fp8."""
+    """`cupy_flash.attention_varlen` on torch tensors; see there, and `attention` for autograd.
+
+    Args:
+        q: as in `cupy_flash.attention_varlen`.
+        k: as in `cupy_flash.attention_varlen`.
+        v: as in `cupy_flash.attention_varlen`.
+        cu_seqlens_q: as in `cupy_flash.attention_varlen`.
+        cu_seqlens_k: as in `cupy_flash.attention_varlen`.
+        max_seqlen_q: as in `cupy_flash.attention_varlen`.
+        max_seqlen_k: as in `cupy_flash.attention_varlen`.
+        fp8: as in `attention`.
+        **options: those of `cupy_flash.attention_varlen`.
+
+    Returns:
+        out, or (out, lse).
+    """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed, fp8)
 
@@ -158,8 +181,10 @@ def scaled_dot_product_attention(
     Jagged nested tensors (B, H, S, E), ragged in S, run as packed sequences (`attention_varlen`), without attn_mask.
 
     Args:
-        query: (..., Hq, L, E). key: (..., H, S, E). value: (..., H, S, Ev). Dimensions before L and S broadcast; with
-            enable_gqa, those before the heads do. Two dimensions (L, E) are one head.
+        query: (..., Hq, L, E). Dimensions before L and S broadcast; with enable_gqa, those before the heads do. Two
+            dimensions (L, E) are one head.
+        key: (..., H, S, E).
+        value: (..., H, S, Ev).
         attn_mask: broadcastable to (..., Hq, L, S); boolean, True = attend, or floating, added to the scores, with a
             gradient; or a torch.nn.attention.bias.CausalBias.
         dropout_p: in [0, 1]; applied in eval mode too, as in torch. With 1 the result is 0.
@@ -173,8 +198,10 @@ def scaled_dot_product_attention(
         and so is the result for 0 heads. With E = 0 all scores are 0.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: as `cupy_flash.attention`. Each is also a ValueError and a
-            RuntimeError, except where code that torch.compile has compiled raises it.
+        TypeError: as `cupy_flash.attention`. This and the errors below are each also a ValueError and a RuntimeError,
+            except where code that torch.compile has compiled raises them.
+        ValueError: likewise.
+        UnsupportedError: likewise.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
@@ -236,8 +263,10 @@ def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) ->
 
 @torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
 def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> Any:
-    """`scaled_dot_product_attention` of jagged nested tensors: ragged in S (packed sequences), or ragged in dimension 1
-    with dense sequences."""
+    """`scaled_dot_product_attention` of jagged nested tensors.
+
+    They are ragged in S (packed sequences), or ragged in dimension 1 with dense sequences.
+    """
     tensors = (query, key, value)
     if any(not isinstance(x, torch.Tensor) or x.layout != torch.jagged or x.lengths() is not None for x in tensors):
         raise TypeError(
@@ -391,10 +420,10 @@ def _inside_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputing_as_recorded(record: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of torch.utils.checkpoint that records a function, so that a function recorded inside `sdpa` is
-    recomputed inside it.
+    """Wrap a method of torch.utils.checkpoint that records a function.
 
-    In the backward the forward's modes are off, and it may run in another thread; torch restores only its device mode.
+    A function recorded inside `sdpa` is then recomputed inside it: in the backward the forward's modes are off, and it
+    may run in another thread; torch restores only its device mode.
     """
 
     @functools.wraps(record)
@@ -446,11 +475,24 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_func of flash-attn 2: q (B, Sq, Hq, D), k, v (B, Sk, Hk, D), causal bottom-right.
+    """flash_attn.flash_attn_func of flash-attn 2, causal bottom-right.
 
-    Returns out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
-    `cupy_flash.attention`; flash-attn's third result, the probabilities, is never computed. Here and below, softcap 0.0
-    means no softcap.
+    Args:
+        q: (B, Sq, Hq, D).
+        k: (B, Sk, Hk, D).
+        v: (B, Sk, Hk, D).
+        dropout_p: dropout probability.
+        softmax_scale: default 1 / sqrt(D).
+        causal: hide the keys after a query; the last query sees all keys.
+        window_size: (left, right), -1 unbounded, as `window` of `cupy_flash.attention`.
+        softcap: 0.0 means no softcap.
+        alibi_slopes: float32 (Hq,) or (B, Hq).
+        deterministic: gradients bitwise equal from run to run.
+        return_attn_probs: also return softmax_lse and None.
+
+    Returns:
+        out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
+        `cupy_flash.attention`; flash-attn's third result, the probabilities, is never computed.
     """
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _flash_attn((q, k, v), options, return_attn_probs)
@@ -474,10 +516,28 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_func of flash-attn 2: q (Tq, Hq, D), k, v (Tk, Hk, D), cu_seqlens int32 (B + 1,).
+    """flash_attn.flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`.
 
-    As `flash_attn_func`, with softmax_lse (Hq, Tq). Here and in the varlen functions below, cu_seqlens may be int64 in
-    host memory; they are cast. A block_table (paged keys and values) raises UnsupportedError.
+    Args:
+        q: (Tq, Hq, D).
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, D).
+        cu_seqlens_q: int32 (B + 1,), here and in the varlen functions below; int64 in host memory is cast.
+        cu_seqlens_k: likewise for the keys.
+        max_seqlen_q: at least the longest sequence of queries.
+        max_seqlen_k: at least the longest sequence of keys.
+        dropout_p: as in `flash_attn_func`.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: as in `flash_attn_func`.
+        block_table: paged keys and values, which raise UnsupportedError.
+
+    Returns:
+        out (Tq, Hq, D), or (out, softmax_lse, None) with softmax_lse (Hq, Tq).
     """
     if block_table is not None:
         raise UnsupportedError(
@@ -500,9 +560,22 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_kvpacked_func of flash-attn 2: q (B, Sq, Hq, D), kv (B, Sk, 2, Hk, D).
+    """flash_attn.flash_attn_kvpacked_func of flash-attn 2, as `flash_attn_func`.
 
-    As `flash_attn_func`.
+    Args:
+        q: (B, Sq, Hq, D).
+        kv: (B, Sk, 2, Hk, D).
+        dropout_p: as in `flash_attn_func`.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
     """
     k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "(B, Sk, 2, Hk, D)")
     return flash_attn_func(
@@ -527,9 +600,26 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2: q (Tq, Hq, D), kv (Tk, 2, Hk, D).
+    """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
 
-    As `flash_attn_varlen_func`.
+    Args:
+        q: (Tq, Hq, D).
+        kv: (Tk, 2, Hk, D).
+        cu_seqlens_q: as in `flash_attn_varlen_func`.
+        cu_seqlens_k: as in `flash_attn_varlen_func`.
+        max_seqlen_q: as in `flash_attn_varlen_func`.
+        max_seqlen_k: as in `flash_attn_varlen_func`.
+        dropout_p: as in `flash_attn_func`.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
     """
     k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "(Tk, 2, Hk, D)")
     return flash_attn_varlen_func(
@@ -549,7 +639,22 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_qkvpacked_func of flash-attn 2: qkv (B, S, 3, H, D), the rest as `flash_attn_func`."""
+    """flash_attn.flash_attn_qkvpacked_func of flash-attn 2, as `flash_attn_func`.
+
+    Args:
+        qkv: (B, S, 3, H, D).
+        dropout_p: as in `flash_attn_func`.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+    """
     q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "(B, S, 3, H, D)")
     return flash_attn_func(
         q, k, v,
@@ -570,9 +675,23 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2: qkv (T, 3, H, D), cu_seqlens (B + 1,).
+    """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
 
-    As `flash_attn_varlen_func`, with one cu_seqlens and max_seqlen for queries and keys.
+    Args:
+        qkv: (T, 3, H, D).
+        cu_seqlens: (B + 1,), of queries and keys.
+        max_seqlen: at least the longest sequence.
+        dropout_p: as in `flash_attn_func`.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
     """
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
     cu_seqlens = _as_int32(cu_seqlens)

@@ -1,5 +1,8 @@
-"""Dynamic fp8 quantization of q, k and v: e4m3 with one scale per sequence and key/value head, from the largest
-magnitude. The query heads of a GQA group share a scale."""
+"""Dynamic fp8 quantization of q, k and v to e4m3.
+
+There is one scale per sequence and key/value head, from the largest magnitude. The query heads of a GQA group share a
+scale.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def rounded(call: Any) -> Any:
 
 
 def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[Any, Any]:
-    """x (B, S, H, D) or (B, H, S, D), with heads in dimension `heads`, in fp8; and descales (B, Hk).
+    """Round x (B, S, H, D) or (B, H, S, D), with heads in dimension `heads`, to fp8; and return descales (B, Hk).
 
     Rows past a length do not count.
     """
@@ -55,7 +58,10 @@ def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[An
 
 
 def _rounded_packed(x: Any, kv_heads: int, cu_seqlens: Any) -> tuple[Any, Any]:
-    """x (T, H, D) in fp8, and descales (B, Hk). Rows past the last sequence form one more, whose scale is dropped."""
+    """Round x (T, H, D) to fp8, and return descales (B, Hk).
+
+    Rows past the last sequence form one more, whose scale is dropped.
+    """
     sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(len(x), device=x.device), right=True)
     of_rows = x.abs().amax(2).unflatten(1, (kv_heads, -1)).amax(2).float()
     largest = of_rows.new_full((len(cu_seqlens), kv_heads), SMALLEST)

@@ -14,17 +14,21 @@ from .drop_in import attention
 class CausalSelfAttention(torch.nn.Module):
     """Multi-head causal self-attention, (B, S, embed_dim) -> (B, S, embed_dim).
 
+    The submodule `qkv` projects to the queries, keys and values of all heads, in this order; `proj` is the output
+    projection.
+
     Args:
         embed_dim: a positive multiple of num_heads; each head has embed_dim // num_heads dimensions.
         num_heads: query heads.
         num_kv_heads: key/value heads, a divisor of num_heads (GQA). None: num_heads.
         dropout: dropout probability of the attention probabilities, in [0, 1), in training mode.
         bias: whether both projections have a bias.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
 
-    Submodules: `qkv` projects to the queries, keys and values of all heads, in this order; `proj` is the output
-    projection. Raises ValueError for sizes that do not divide or a dropout out of range, TypeError for sizes and a
-    dropout that are not numbers.
+    Raises:
+        ValueError: sizes do not divide, or dropout is out of range.
+        TypeError: sizes or dropout are not numbers.
     """
 
     def __init__(
@@ -63,7 +67,14 @@ class CausalSelfAttention(torch.nn.Module):
         self.proj = torch.nn.Linear(embed_dim, embed_dim, bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, embed_dim) -> (B, S, embed_dim)."""
+        """Attend within each sequence.
+
+        Args:
+            x: (B, S, embed_dim).
+
+        Returns:
+            (B, S, embed_dim).
+        """
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), self.head_dim))
         q, k, v = qkv.split(self.heads, dim=-2)  # (B, S, H, D) each, views
         out = attention(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
@@ -71,7 +82,7 @@ class CausalSelfAttention(torch.nn.Module):
 
 
 def _whole(name: str, value: Any) -> int:
-    """value as an int; TypeError unless it is a whole number."""
+    """Return value as an int; TypeError unless it is a whole number."""
     try:
         return operator.index(value)
     except Exception as error:  # foreign objects may raise anything

@@ -1,7 +1,8 @@
 """Attention as torch operators: cupy_flash::attention_forward, differentiable, and cupy_flash::attention_backward.
 
-torch sees two functional operators with shapes it can compute without running them (compile, export, checkpoint,
-FSDP2), and runs them as everything else: problem -> plan -> backend. `forward` leads to them from a caller's words.
+Both are functional and have fake kernels, so that compile, export, checkpoint and FSDP2 know the shapes of results
+without running them. They run as any other call: problem -> plan -> backend. `forward` calls them with a caller's
+arguments.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
+from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, MODS, NUMBERS, record
 from ...pose import pose
-from ...problem import Options, Packed, Saved
+from ...problem import Options, Packed, Saved, UnsupportedError
 from .fp8 import require_roundable, rounded
 
-CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' word: the caller's
+CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' argument: the caller's
 
 
-# The options in the order of the operators' arguments: tensors, then by kind those that are none. Names and flags
-# alone, as torch.compile guards what it reads of them.
+# The options in the order of the operators' arguments: tensors, then the others by kind. Tuples of names instead of
+# features, as torch.compile guards every object that it reads.
 ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # with whether None is legal
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
+MOD_NAMES = tuple(feature.name for feature in MODS)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
 TENSORS = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "seed")
@@ -45,7 +47,13 @@ OTHERS = {
     **dict.fromkeys(FLAG_NAMES, "bool"),
     "fp8": "bool",  # of a forward: q, k and v are rounded to fp8 first
 }
-UNCHANGED = (*ARRAY_NAMES, "seed", *dict(NUMBER_NAMES), *dict(CHOICE_NAMES), *FLAG_NAMES)  # the option and the argument
+UNCHANGED = (
+    *ARRAY_NAMES,
+    "seed",
+    *dict(NUMBER_NAMES),
+    *dict(CHOICE_NAMES),
+    *FLAG_NAMES,
+)  # arguments that are the option itself
 _unchanged = operator.attrgetter(*UNCHANGED)
 
 _Call: Any = record(*TENSORS, *OTHERS)
@@ -58,10 +66,12 @@ class Call(_Call):
 
     @property
     def is_packed(self) -> bool:
+        """Whether the batch is packed: (T, H, D) with cu_seqlens."""
         return self.cu_seqlens_q is not None
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
+        """The shape of lse: (B, Hq, Sq), or (Hq, Tq) of a packed batch."""
         if self.is_packed:
             tokens, heads, _ = self.q.shape
             return (heads, tokens)
@@ -102,20 +112,23 @@ def forward(
 ) -> Any:
     """Return the result of `cupy_flash.<function>`, recorded for autograd.
 
-    What is wrong with the call is found by `pose`, in the operator; here only what the operator's schema cannot carry.
+    The operator checks the call with `pose`; checked here is only what the operator's schema cannot express.
     """
     try:
         arguments = _arguments(arrays, options, packed, fp8)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
-            pose(function, arrays, options, packed)  # the same complaint, among all others
+            pose(function, arrays, options, packed)  # raises the same reason together with all others
         raise
     out, lse = attention_forward(*arguments)
     return (out, lse) if options.return_lse else out
 
 
 def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
-    """A caller's words as the operator's arguments (`Call`); TypeError or ValueError for one that has no such form."""
+    """The operator's arguments (`Call`) for a caller's; TypeError or ValueError for what its schema cannot express."""
+    given = [name for name in MOD_NAMES if getattr(options, name) is not None]
+    if given:
+        raise UnsupportedError(f"{' and '.join(given)}: torch's operators have no mods yet; NumPy arrays do")
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
     features = [getattr(options, name) for name in ARRAY_NAMES]
@@ -123,7 +136,7 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
     for array in (*required, *(feature for feature in features if feature is not None)):
         if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
-        # Below the operator a tangent is lost without a word: torch.func.jvp would give zeros.
+        # The operator would drop a tangent silently: torch.func.jvp would return zeros.
         if forward_ad.unpack_dual(array).tangent is not None:
             raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
     flags = {name: getattr(options, name) for name in FLAG_NAMES}
@@ -159,7 +172,7 @@ def _sides(window: Any) -> tuple[Any, Any]:
         return None, None
     try:
         left, right = window
-    except Exception as error:  # objects of others raise what they like
+    except Exception as error:  # foreign objects may raise anything
         raise TypeError("window must be None or (left, right)") from error
     return left, right
 
@@ -179,14 +192,14 @@ def _number(value: Any, optional: bool = False) -> float | None:
         raise TypeError(f"{value!r} is not a number")
     try:
         return float(value)
-    except Exception as error:  # objects of others raise what they like
+    except Exception as error:  # foreign objects may raise anything
         raise TypeError("an option is not a number") from error
 
 
 def _index(value: Any) -> int:
     try:
         index = operator.index(value)
-    except Exception as error:  # objects of others raise what they like
+    except Exception as error:  # foreign objects may raise anything
         raise TypeError("an option is not a whole number") from error
     if not -(2**63) <= index < 2**63:
         raise ValueError(f"{index} does not fit into 64 bits")
@@ -194,12 +207,12 @@ def _index(value: Any) -> int:
 
 
 def _length(value: Any) -> Any:
-    """A whole number; one that tracing leaves open stays so."""
+    """A length as an int; one that is symbolic under tracing stays symbolic."""
     return value if isinstance(value, torch.SymInt) else _index(value)
 
 
 def _seed(seed: Any, dropout: Any, device: Any) -> Any:
-    """A seed as the operator takes it: a tensor that CUDA graphs, checkpointing and the backward see."""
+    """The seed as a tensor, which CUDA graphs, checkpointing and the backward can read; None without dropout."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     if isinstance(seed, torch.Tensor) and not seed.is_nested:
@@ -212,7 +225,7 @@ def _seed(seed: Any, dropout: Any, device: Any) -> Any:
 
 
 def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
-    """q, k and v as autocast wants them; like torch's own operators it leaves float64 alone."""
+    """q, k and v in the dtype of autocast; float64 stays, as in torch's own operators."""
     kind = arrays[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return arrays
@@ -221,7 +234,10 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """torch gives a Python operator no device guard; what it launches and allocates belongs on its arrays' device."""
+    """Context in which kernels are launched, and memory is allocated, on the device of a tensor.
+
+    Operators written in Python get no device guard from torch.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -243,7 +259,8 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
     with _on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
-    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in gradients)
+    returned = gradients[: len(DIFFERENTIATED)]
+    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in returned)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
@@ -252,11 +269,12 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
 
 
 def _absent(call: Call) -> Any:
-    """An operator returns tensors, always as many; one without elements is a gradient that was not asked for."""
+    """A tensor without elements, for a gradient that was not requested: operators always return as many tensors."""
     return call.q.new_empty((0,))
 
 
-# For every device and kind of tensor: what no engine serves gets the reasons from `pose`, not torch's "no kernel".
+# Registered for every device and kind of tensor, so that a call that no engine serves raises the reasons of `pose`
+# instead of torch's "no kernel".
 library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 
@@ -294,7 +312,7 @@ def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    """Tensors go through save_for_backward alone: one that hangs on ctx lives as long as anything holds the graph."""
+    """Save tensors by save_for_backward alone: an attribute of ctx lives as long as anything refers to the graph."""
     ctx.set_materialize_grads(False)
     call = Call(*inputs)
     arguments = tuple(call._replace(seed=call.seed if call.dropout else None))
@@ -323,8 +341,8 @@ torch.library.register_autograd("cupy_flash::attention_forward", _differentiate,
 torch.library.register_autograd("cupy_flash::attention_backward", _refuse_second_gradient, lib=library)
 
 
-# torch's convention for attention, so that counts compare with those of its own operators: two products of every query
-# with every key forward, five backward, whatever a mask hides.
+# torch's convention for attention, so that counts are comparable with those of its own operators: two matmuls over all
+# (query, key) pairs forward and five backward, masked pairs included.
 
 
 def _score_products(call: Call) -> int:
@@ -337,7 +355,7 @@ def _score_products(call: Call) -> int:
 
 
 def _lengths(cu_seqlens: Any, longest: int | None) -> list[Any]:
-    """The sequences' lengths; the longest for each where tensors have no contents (traced, meta)."""
+    """The lengths of the sequences; `longest` for each if the tensor has no contents (traced, meta)."""
     if type(cu_seqlens) is torch.Tensor and not cu_seqlens.is_meta:
         return cu_seqlens.diff().tolist()
     return [longest] * (cu_seqlens.shape[0] - 1)

@@ -33,6 +33,7 @@ class Activation:
                 self.libraries.append(library)
 
     def remove(self) -> None:
+        """Give the operators back to torch."""
         self.libraries.clear()  # destroying a Library unregisters its kernels
 
 

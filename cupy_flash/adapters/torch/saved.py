@@ -110,7 +110,7 @@ def find_retained(loss: Any) -> list[Retained]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """root and the nodes that it depends on, breadth first."""
+    """Yield root and the nodes that it depends on, breadth first."""
     frontier, seen = [root], set()
     while frontier:
         level, frontier = frontier, []

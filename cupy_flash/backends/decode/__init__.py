@@ -70,8 +70,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         call = _Call(problem, operands)
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
-            """The chunks [first, last) of a piece that starts at `first`, of which keys from `start` on are seen. With
-            split_size they are whole chunks of the piece."""
+            """The chunks of a piece [first, last) of which the keys from `start` on are seen.
+
+            With split_size they are whole chunks of the piece.
+            """
             skipped = max(start - first, 0) // plan.block_kv * plan.block_kv
             grid = range(first + skipped, last, plan.block_kv)
             if call.padded:

@@ -15,7 +15,7 @@ _CLASSES = {
     "mufu": {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"},
     "mma": {"mma", "wgmma"},
     "memory": {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp", "prefetch"},
-    "control": {"bra", "brx", "ret", "exit", "trap"},
+    "control": {"bra", "brx", "ret", "exit", "trap", "pmevent"},
     "sync": {"bar", "barrier", "membar", "fence", "mbarrier", "nanosleep", "setmaxnreg"},
     "warp": {"shfl", "vote", "match", "redux", "elect", "activemask"},
     "convert": {"cvt"},

@@ -15,7 +15,7 @@ from ...launch import Launch
 from ...params import Workspace
 from ...problem import FP8, Problem
 from ..fragments import fragment_refusals
-from ..shared import grid_refusals
+from ..shared import grid_refusals, mod_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
@@ -31,7 +31,11 @@ def step(problem: Problem) -> ModuleType:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    """Refused are other GPUs than sm_90a and rows that TMA cannot load.
+
+    Until it is measured, fp16 and bf16 also need engine="wgmma".
+    """
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + mod_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if problem.engine != "wgmma" and not fp8:  # no other engine serves fp8
         reasons.append('not measured on a GPU yet, so it runs only on request: engine="wgmma"')
@@ -59,25 +63,30 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> Sequence[Any]:
+    """The tiles of the forward, the backward or the fp8 forward."""
     return step(problem).tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+    """The cost by the model of the forward, the backward or the fp8 forward."""
     return step(problem).seconds(problem, pairs, device, tile)
 
 
 def alike(tile: Any) -> object:
-    # The cost model gives ping-pong and multicast pairs no benefit at any length.
+    """The tile without ping-pong and multicast: the cost model gives them no benefit at any length."""
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 
 def threads(device: Device, tile: Any, cost: float) -> int:
+    """The threads of all warpgroups, producer included."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The workspaces of the forward, the backward or the fp8 forward."""
     return step(problem).workspaces(problem, tile, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+    """The launches of the forward, the backward or the fp8 forward."""
     return step(problem).launches(problem, device, tile)

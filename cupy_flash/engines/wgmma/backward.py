@@ -38,6 +38,8 @@ LANES = 128
 
 
 class Tile(NamedTuple):
+    """Keys of a block, and the queries of a mainloop step."""
+
     block_q: int
     block_kv: int
     stages: int
@@ -55,12 +57,15 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """Threads of a block: the consumers and the producer warpgroup."""
         return 128 * (WARPGROUPS + 1)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory. block_kv 64, where warpgroups share keys at a loss, only if 128 is
-    not legal."""
+    """Tiles that fit registers and shared memory.
+
+    block_kv 64, where warpgroups share keys at a loss, only if 128 is not legal.
+    """
     for block_kv in (128, 64):
         legal = [
             tile
@@ -100,10 +105,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The delta and lse2 of rows, the sums of dQ, and for a deterministic backward the turns of blocks."""
     return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The row kernels around the backward, and the dbias kernel of mma."""
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -124,7 +131,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cu."""
+    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cuh."""
     k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
     return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
 
@@ -145,8 +152,11 @@ def _live(problem: Problem, tile: Tile) -> int:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory: K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two
-    buffers of lse and delta, and a full/empty mbarrier pair per slot."""
+    """Bytes of shared memory.
+
+    K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and delta,
+    and a full/empty mbarrier pair per slot.
+    """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
     scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)

@@ -37,10 +37,15 @@ from .hopper import (
 LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
 # Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
 RELOAD_ABOVE = {2: 180, 3: 100}
+# The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
+# shortens the step of one warpgroup by 2 to 16 %, but lengthens it at D 64.
+EXPONENTIALS_FIRST = True
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
 class Tile(NamedTuple):
+    """Queries of a block, keys of a mainloop step, and how blocks and warpgroups work together."""
+
     block_q: int
     block_kv: int
     stages: int
@@ -55,6 +60,7 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """Threads of a block: the consumers and the producer warpgroup."""
         return 128 * (self.warpgroups + 1)
 
 
@@ -102,10 +108,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """The counter from which the blocks of a persistent grid draw tiles."""
     return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * tile.persistent
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The forward, after the kernel that clears the counter of a persistent grid."""
     # A bucket of lengths shares its tile, and not all of them have an even number of query tiles.
     multicasts = tile.paired and _visit_alike(problem, tile.block_q)
     constants: dict[str, Constant] = fragment_constants(problem) | {
@@ -116,6 +124,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "PERSISTENT": tile.persistent,
         "PINGPONG": tile.takes_turns,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
+        "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST and not needs_registers(problem) and columns(problem.head_dim_v) > 64,
         "KV_MULTICAST": multicasts,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
@@ -155,13 +164,18 @@ def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
-    """Whether O is stored with TMA: not for packed batches, where a box would overwrite the next sequence, nor for rows
-    that are not 16-byte aligned."""
+    """Whether O is stored with TMA.
+
+    Not for packed batches, where a box would overwrite the next sequence, nor for rows that are not 16-byte aligned.
+    """
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) -> int:
-    """Bytes of shared memory: Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for
-    Q and for each K and V, and the tile record."""
+    """Bytes of shared memory.
+
+    Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for Q and for each K and V,
+    and the tile record.
+    """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES

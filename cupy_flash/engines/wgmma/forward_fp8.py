@@ -41,6 +41,8 @@ LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
 
 
 class Tile(NamedTuple):
+    """Queries of a block, keys of a mainloop step, and the columns of O that are summed apart."""
+
     block_q: int
     block_kv: int
     stages: int
@@ -53,6 +55,7 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """Threads of a block: the consumers and the producer warpgroup."""
         return 128 * (self.warpgroups + 1)
 
 
@@ -102,8 +105,11 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """V^T: whole tiles of keys along its rows. Each sequence of a packed batch begins with a tile of its own (vt.cuh).
-    In bytes, as not every library has a dtype of 8-bit floats."""
+    """V^T, with whole tiles of keys along its rows.
+
+    Each sequence of a packed batch begins with a tile of its own (vt.cuh). The dtype is uint8, as not every library has
+    8-bit floats.
+    """
     packed = problem.layout == "thd"
     tiles = kv_rows // tile.block_kv + problem.batch if packed else -(-kv_rows // tile.block_kv)
     keys, dims = tiles * tile.block_kv, problem.head_dim_v
@@ -113,6 +119,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The transpose of V, then the forward."""
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -147,8 +154,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory: Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), and a full/empty
-    mbarrier pair for Q and for each K and V^T."""
+    """Bytes of shared memory.
+
+    Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), and a full/empty mbarrier pair for Q and for
+    each K and V^T.
+    """
     qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
     out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
     keys = tile.block_kv * (qk + columns(problem.head_dim_v))

@@ -32,8 +32,11 @@ class Barriers(Unit):
     def arrive(
         self, group: Group, number: int, barrier: int, count: int, instruction: Instruction, *, waits: bool, votes: Any
     ) -> None:
-        """The group's warps arrive. `count`: expected threads, -1 for all of the block; `votes`: the lanes' predicates
-        of bar.red."""
+        """The group's warps arrive.
+
+        `count` is the number of expected threads, -1 for all of the block; `votes` are the lanes' predicates of
+        bar.red.
+        """
         context = self.context
         if not 0 <= barrier < BARRIERS:
             raise BarrierMisuse(f"barrier {barrier} is not in 0..{BARRIERS - 1}: {instruction.where}")
@@ -80,8 +83,10 @@ class Barriers(Unit):
             )
 
     def release(self) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Complete every barrier with all its arrivals; return (instruction number, released rows, votes of each
-        row's block) per instruction that warps wait at."""
+        """Complete every barrier that has all its arrivals.
+
+        Returns (instruction number, released rows, votes of each row's block) per instruction that warps wait at.
+        """
         context, released = self.context, []
         live_warps = np.zeros(context.blocks, np.int64)
         np.add.at(live_warps, context.block_of_row, context.live.any(1))

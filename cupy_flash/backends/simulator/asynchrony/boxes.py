@@ -54,8 +54,10 @@ def range_pieces(
 def box_pieces(
     shared: Indices, tensor: TensorMap, coordinates: Indices, instruction: Instruction, context: Context
 ) -> Pieces:
-    """The pieces of a tensor map's box at coordinates (n, dimensions), innermost dimension first
-    (cp.async.bulk.tensor). The box is dense in shared memory except for the swizzle."""
+    """The pieces of a tensor map's box (cp.async.bulk.tensor), dense in shared memory except for the swizzle.
+
+    Coordinates are (n, dimensions), innermost dimension first.
+    """
     item, row_bytes = tensor.item_bytes, tensor.row_bytes
     if (shared % 128).any():
         raise Misaligned(f"the shared address of a box is not a multiple of 128 bytes: {instruction.where}")

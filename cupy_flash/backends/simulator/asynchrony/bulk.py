@@ -97,7 +97,9 @@ class BulkCopies(Unit):
 
     def land(self, wanted: set[tuple[int, int]] | None = None) -> bool:
         """Complete one load: the youngest that signals one of these mbarriers (offset, block), or any if None.
-        Returns False if there is none."""
+
+        Returns False if there is none.
+        """
         if not self.loads or wanted is not None and not wanted:
             return False
         random = self.context.random
@@ -158,7 +160,7 @@ class BulkCopies(Unit):
         return [(("bulk", w, lane), (warps == w) & (lanes == lane)) for w, lane in pairs]
 
     def commit(self, group: Group) -> None:
-        """cp.async.bulk.commit_group"""
+        """Execute cp.async.bulk.commit_group."""
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int, *, read: bool) -> None:
@@ -329,7 +331,10 @@ def _within(pieces: Pieces, target: SharedAddresses, instruction: Instruction, c
 
 
 def _load(instruction: Instruction, context: Context) -> Step:
-    """cp.async.bulk{.tensor}... [shared], [global or tensor map], {size,} [mbarrier]{, mask}{, cache policy}"""
+    """Compile a bulk load.
+
+    cp.async.bulk{.tensor}... [shared], [global or tensor map], {size,} [mbarrier]{, mask}{, cache policy}
+    """
     target, source, *rest = instruction.operands
     size = None if isinstance(source, TensorAddress) else rest.pop(0)
     assert isinstance(target, Address)
@@ -373,7 +378,10 @@ def _load(instruction: Instruction, context: Context) -> Step:
 
 
 def _store(instruction: Instruction, context: Context) -> Step:
-    """cp{.reduce}.async.bulk{.tensor}... [global or tensor map], [shared]{, size}{, cache policy}"""
+    """Compile a bulk store or reduction.
+
+    cp{.reduce}.async.bulk{.tensor}... [global or tensor map], [shared]{, size}{, cache policy}
+    """
     modifiers = instruction.modifiers
     target, source, *rest = instruction.operands
     operation = next((m for m in modifiers if m in ATOMIC), "") if modifiers[0] == "reduce" else ""

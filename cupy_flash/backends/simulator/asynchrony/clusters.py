@@ -27,6 +27,7 @@ class ClusterBarrier(Unit):
         self.waited = np.zeros(context.warps, np.int64)
 
     def arrive(self, rows: npt.NDArray[np.int64], instruction: Instruction, *, release: bool) -> None:
+        """Execute barrier.cluster.arrive; a second arrival without a wait between is an error."""
         context = self.context
         again = self.arrivals[rows] != self.waited[rows]
         if again.any():
@@ -52,6 +53,7 @@ class ClusterBarrier(Unit):
         return slowest[context.cluster_of_row[rows]] >= self.arrivals[rows]
 
     def wait(self, rows: npt.NDArray[np.int64], instruction: Instruction) -> None:
+        """Execute barrier.cluster.wait, once `passed`; a wait without an arrival is an error."""
         context = self.context
         never = self.arrivals[rows] == self.waited[rows]
         if never.any():
@@ -84,7 +86,7 @@ def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]
 
 
 def _barrier(instruction: Instruction, context: Context) -> Step:
-    """barrier.cluster.arrive{.release|.relaxed}{.aligned}, barrier.cluster.wait{.acquire}{.aligned}"""
+    """Compile barrier.cluster.arrive{.release|.relaxed}{.aligned} and barrier.cluster.wait{.acquire}{.aligned}."""
     barrier = context.unit(ClusterBarrier)
     if instruction.modifiers[1] == "wait":
         return lambda group: barrier.wait(group.rows, instruction)

@@ -64,7 +64,7 @@ class Copies(Unit):
             copy.landed = True
 
     def commit(self, group: Group) -> None:
-        """cp.async.commit_group"""
+        """Execute cp.async.commit_group."""
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int | None) -> None:
@@ -142,7 +142,7 @@ def _copy(instruction: Instruction, context: Context) -> Step:
 
 
 def _issue(instruction: Instruction, context: Context) -> Step:
-    """cp.async.{ca,cg}.shared.global [dst], [src], cp-size{, src-size}{, ignore-src}"""
+    """Compile cp.async.{ca,cg}.shared.global [dst], [src], cp-size{, src-size}{, ignore-src}."""
     target, source, width, *options = instruction.operands
     if not isinstance(width, Immediate) or width.bits not in (4, 8, 16):
         raise unsupported(instruction)

@@ -1,5 +1,8 @@
-"""fence and membar. Memory is sequentially consistent here: fences only update the checks (what the async proxy may
-see, checks.py; release and acquire in global memory, grid_order.py)."""
+"""The instructions fence and membar.
+
+Memory is sequentially consistent here: fences only update the checks (what the async proxy may see, checks.py; release
+and acquire in global memory, grid_order.py).
+"""
 
 from __future__ import annotations
 

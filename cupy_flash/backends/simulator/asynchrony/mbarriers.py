@@ -83,7 +83,7 @@ class Mbarriers(Unit):
     # ---- operations
 
     def initialise(self, group: Group, targets: SharedAddresses, counts: Indices, instruction: Instruction) -> None:
-        """mbarrier.init"""
+        """Execute mbarrier.init."""
         context = self.context
         for offset in np.unique(targets.offsets):
             self.number.setdefault(int(offset), len(self.number))
@@ -220,7 +220,7 @@ class Mbarriers(Unit):
 
 
 def _mbarrier(instruction: Instruction, context: Context) -> Step:
-    """mbarrier.init, .arrive, .expect_tx, .test_wait and .try_wait"""
+    """Compile mbarrier.init, .arrive, .expect_tx, .test_wait and .try_wait."""
     modifiers = instruction.modifiers
     if not any(m.split("::")[0] == "shared" for m in modifiers) or modifiers[-1] != "b64":
         raise unsupported(instruction)
@@ -250,7 +250,7 @@ def _init(instruction: Instruction, context: Context) -> Step:
 
 
 def _arrive(instruction: Instruction, context: Context) -> Step:
-    """mbarrier.arrive{.expect_tx} state, [address]{, count | bytes}; mbarrier.expect_tx [address], bytes"""
+    """Compile mbarrier.arrive{.expect_tx} state, [address]{, count | bytes}; mbarrier.expect_tx [address], bytes."""
     modifiers, operands = instruction.modifiers, list(instruction.operands)
     arrives = modifiers[0] == "arrive"
     state = context.destination(operands.pop(0), "b64", instruction) if arrives else None

@@ -145,7 +145,7 @@ class WgmmaQueue(Unit):
         return next(p.form.instruction.where for p in self.in_flight if row in p.rows[p.unwaited])
 
     def fence(self, rows: Indices) -> None:
-        """wgmma.fence"""
+        """Execute wgmma.fence."""
         self.fences[rows] += 1
 
     def issue(self, form: _Form, rows: Indices, a: Indices | None, b: Indices, scale_d: Mask) -> None:
@@ -196,7 +196,7 @@ class WgmmaQueue(Unit):
             checks.async_read(issue, pieces[mine], ("wgmma", int(q)))
 
     def commit(self, rows: Indices) -> None:
-        """wgmma.commit_group"""
+        """Execute wgmma.commit_group."""
         self.committed[np.unique(self.context.warpgroup_of_row[rows])] += 1
 
     def wait(self, rows: Indices, pending: int) -> None:
@@ -296,13 +296,7 @@ _FRACTION = 13  # bits
 
 
 def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt.NDArray[np.float32]:
-    """total + a b^T, (n, 64, columns), with Hopper's accumulation of fp8 products.
-
-    NVIDIA does not document it. Measurements say that the accumulator has a sign, 8 exponent and 13 fraction bits and
-    truncates the rest (SageAttention2, arXiv 2411.10958), and that an instruction's products are aligned to their
-    largest exponent before addition, with 14 bits each (DeepSeek-V3, arXiv 2412.19437, 3.5.2). Hence: truncate every
-    product and the old sum 13 bits below the largest exponent among them, add exactly, and truncate again.
-    """
+    """Return total + a b^T, (n, 64, columns), with Hopper's accumulation of fp8 products."""
     # A product's exponent is the sum of its factors' exponents, not normalised: its fraction may reach 4.
     exponents = [np.where(x == 0, -63, np.frexp(x)[1] - 1).astype(np.int16) for x in (a, b)]
     factors = [x.astype(np.float32) for x in (a, b)]
@@ -330,7 +324,7 @@ def _narrow(words: Array, type_: str) -> Array:
 
 
 def _wgmma(instruction: Instruction, context: Context) -> Step:
-    """wgmma.fence, .commit_group, .wait_group and .mma_async"""
+    """Compile wgmma.fence, .commit_group, .wait_group and .mma_async."""
     wgmma = context.unit(WgmmaQueue)
     kind = instruction.modifiers[0]
     if kind == "fence":
@@ -347,7 +341,10 @@ def _wgmma(instruction: Instruction, context: Context) -> Step:
 
 
 def _form(instruction: Instruction, context: Context) -> _Form:
-    """wgmma.mma_async.sync.aligned.shape.f32.a-type.b-type d, a, b, scale-d, scale-a, scale-b{, trans-a}{, trans-b}"""
+    """Parse one wgmma.mma_async instruction.
+
+    wgmma.mma_async.sync.aligned.shape.f32.a-type.b-type d, a, b, scale-d, scale-a, scale-b{, trans-a}{, trans-b}
+    """
     shape, d_type, a_type, b_type = instruction.modifiers[3:]
     d, a, _, _, *immediates = instruction.operands
     size = re.fullmatch(r"m64n(\d+)k(\d+)", shape)

@@ -434,8 +434,10 @@ def _serialised(
     *,
     in_place: bool,
 ) -> Any:
-    """Apply an atomic lane by lane in the given order, and return the old value that each lane read. Step i handles
-    the i-th lane at every address, so lanes at distinct addresses take one step."""
+    """Apply an atomic lane by lane in the given order, and return the old value that each lane read.
+
+    Step i handles the i-th lane at every address, so lanes at distinct addresses take one step.
+    """
     if order is not None:
         position, operands = position[order], [operand[order] for operand in operands]
     if in_place:

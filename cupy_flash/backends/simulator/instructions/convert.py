@@ -24,6 +24,7 @@ class Format:
 
     @property
     def smallest_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
         return 2 - (1 << (self.exponent_bits - 1))
 
 
@@ -167,7 +168,7 @@ def two_sum(a: Float64, b: Float64) -> tuple[Float64, Float64]:
 
 
 def sum_to_odd(a: Float64, b: Float64) -> Float64:
-    """a + b rounded to odd; infinities and NaN as in a + b."""
+    """Return a + b rounded to odd; infinities and NaN as in a + b."""
     s, error = two_sum(a, b)
     return _to_odd(s, np.where(np.isfinite(error), error, 0))
 
@@ -242,11 +243,14 @@ def flush_subnormal_bits(bits: Array, name: str) -> Array:
 
 
 def add_flushed(a: Array, b: Array) -> Array:
-    """a + b in float32 with subnormal terms and sums flushed to zero."""
+    """Return a + b in float32 with subnormal terms and sums flushed to zero."""
     return flush_subnormals(flush_subnormals(a) + flush_subnormals(b))
 
 
 def may_flush(*values: Array) -> bool:
-    """Whether add_flushed may differ from a plain sum of these float32 numbers. It cannot if all are 0 or at least
-    2**-102: they are then multiples of 2**-125, and so are their sums, so that none is subnormal."""
+    """Whether add_flushed may differ from a plain sum of these float32 numbers.
+
+    It cannot if all are 0 or at least 2**-102: they are then multiples of 2**-125, and so are their sums, so that none
+    is subnormal.
+    """
     return any(((value != 0) & (np.abs(value) < _NO_SUM_IS_SUBNORMAL)).any() for value in values)

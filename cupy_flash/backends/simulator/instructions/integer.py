@@ -48,7 +48,9 @@ def integer_product(instruction: Instruction, context: Context) -> Step:
 def integer_mad(instruction: Instruction, context: Context) -> Step:
     """mad.{lo,hi,wide} of integers."""
     type_, part = operand_type(instruction), instruction.modifiers[0]
-    if "cc" in instruction.modifiers or "sat" in instruction.modifiers:
+    if "cc" in instruction.modifiers:
+        return with_carry(instruction, context)
+    if "sat" in instruction.modifiers:
         raise unsupported(instruction)
     a, b = (context.source(operand, type_, instruction) for operand in instruction.operands[1:3])
     wide = f"{type_[0]}{16 * TYPE_BYTES[type_]}" if part == "wide" else type_
@@ -76,20 +78,28 @@ def _short_product(instruction: Instruction, context: Context) -> Step:
     return computed(result, product, *sources)
 
 
-@compiles("addc", "subc")
+@compiles("addc", "subc", "madc")
 def with_carry(instruction: Instruction, context: Context) -> Step:
-    """add.cc, addc, sub.cc, subc: the carry flag CC.CF is kept as a hidden predicate register."""
+    """add, sub and mad with .cc, addc, subc, madc: the carry flag CC.CF is kept as a hidden predicate register."""
     type_ = operand_type(instruction)
     unsigned = f"u{8 * TYPE_BYTES[type_]}"
     result = context.destination(instruction.operands[0], unsigned, instruction)
-    a, b = typed_sources(instruction, context, unsigned)
+    *factors, a, b = typed_sources(instruction, context, unsigned)
     carry = context.arrays.setdefault(("carry", 0), np.zeros((context.warps, 32), bool))
-    reads, writes = instruction.opcode in ("addc", "subc"), "cc" in instruction.modifiers
+    reads, writes = instruction.opcode in ("addc", "subc", "madc"), "cc" in instruction.modifiers
     subtracts = instruction.opcode.startswith("sub")
     dtype = DTYPES[unsigned]
 
+    def product(x: Any, y: Any) -> Any:
+        return _high_product(x, y, type_).astype(dtype) if "hi" in instruction.modifiers else x * y
+
+    if factors and type_[0] == "s":
+        raise unsupported(instruction)
+
     def step(group: Group) -> None:
         x, y = group.read(a), group.read(b)
+        if factors:  # (x, y, addend) of mad are (factor, a, b) here
+            x = product(group.read(factors[0]), x)
         incoming = group.read(carry).astype(dtype) if reads else dtype(0)
         if subtracts:
             total = x - y - incoming

@@ -121,8 +121,10 @@ def _row_access(instruction: Instruction, context: Context, *, writes: bool) -> 
 
 
 def _rows(instruction: Instruction, context: Context, operand: Operand, count: int) -> Callable[[Group], Any]:
-    """A function from a group to (lanes, row addresses): lane l addresses row l % 8 of matrix l / 8 (9.7.14.5.15);
-    the addresses of lanes from 8 * count on are unused."""
+    """A function from a group to (lanes, row addresses): lane l addresses row l % 8 of matrix l / 8 (9.7.14.5.15).
+
+    The addresses of lanes from 8 * count on are unused.
+    """
     address_of = addresses(operand, context, instruction)
     used = np.arange(32) < 8 * count
 
@@ -189,7 +191,7 @@ def _store_matrix(instruction: Instruction, context: Context) -> Step:
 
 
 def _transpose(instruction: Instruction, context: Context) -> Step:
-    """movmatrix.sync.aligned.m8n8.trans.b16"""
+    """Compile movmatrix.sync.aligned.m8n8.trans.b16."""
     result = context.destination(instruction.operands[0], "b32", instruction)
     source = context.source(instruction.operands[1], "b32", instruction)
 

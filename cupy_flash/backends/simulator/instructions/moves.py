@@ -200,7 +200,7 @@ def _rounded_keeping_sign(value: Array, mode: str) -> Array:
 
 
 def _convert_pair(instruction: Instruction, context: Context, result: Array, to: str, origin: str) -> Step:
-    """cvt to a packed type (x2): the first source operand goes to the upper half."""
+    """Compile cvt to a packed type (x2): the first source operand goes to the upper half."""
     modifiers = instruction.modifiers
     single, mode, satfinite = to[:-2], rounding(instruction), "satfinite" in modifiers
     kind = result.dtype.type
@@ -239,7 +239,7 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
     return step
 
 
-@compiles("nanosleep", "prefetch", "prefetchu", "griddepcontrol")
+@compiles("nanosleep", "pmevent", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
     """Hints, and ordering that the simulator provides anyway."""
     return lambda group: None

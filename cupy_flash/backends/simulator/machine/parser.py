@@ -180,7 +180,7 @@ class _Parser:
             raise self.error(f"unknown directive {text!r}")
 
     def variable_declaration(self) -> list[Variable]:
-        """.space [.align n] [.v2|.v4] .type name[n][m] [= initialiser] {, name ...} ;"""
+        """Parse `.space [.align n] [.v2|.v4] .type name[n][m] [= initialiser] {, name ...} ;`."""
         space, align, count = self.take()[1:], 0, 1
         while self.token in (".align", ".v2", ".v4", ".ptr", ".global", ".shared", ".const", ".local"):
             attribute = self.take()

@@ -32,6 +32,7 @@ _WITHOUT_RESULT = JUMPS | {
     "cp",
     "prefetch",
     "nanosleep",
+    "pmevent",
     "membar",
     "fence",
     "bar",
@@ -53,7 +54,7 @@ def is_warp_barrier(instruction: Instruction) -> bool:
 
 
 def is_cluster_barrier(instruction: Instruction) -> bool:
-    """barrier.cluster.arrive and .wait"""
+    """barrier.cluster.arrive and .wait."""
     return instruction.opcode == "barrier" and instruction.modifiers[:1] == ("cluster",)
 
 
@@ -79,8 +80,11 @@ def ends_block(instruction: Instruction) -> bool:
 
 
 def _synchronises(instruction: Instruction) -> bool:
-    """Whether blocks may synchronise through this instruction: an acquire, release or strong access of global memory,
-    or a fence at gpu scope or wider. A plain (relaxed) atomic alone orders nothing."""
+    """Whether blocks may synchronise through this instruction.
+
+    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
+    atomic alone orders nothing.
+    """
     modifiers = set(instruction.modifiers)
     if instruction.opcode == "membar":
         return bool(modifiers & {"gl", "sys"})
@@ -98,8 +102,11 @@ def _synchronises(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Instructions [start, stop). A collective or a wait is always the first, a jump the last, and a block barrier is
-    alone: waiting lanes re-enter the block, and must not repeat earlier instructions."""
+    """Instructions [start, stop) that a group executes without a jump or a wait between.
+
+    A collective or a wait is always the first, a jump the last, and a block barrier is alone: waiting lanes re-enter
+    the block, and must not repeat earlier instructions.
+    """
 
     start: int
     stop: int

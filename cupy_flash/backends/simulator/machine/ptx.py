@@ -45,7 +45,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """[base + offset]"""
+    """The operand [base + offset]."""
 
     base: Register | Symbol | Immediate
     offset: int
@@ -76,7 +76,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """!p"""
+    """The operand !p."""
 
     register: Register
 

@@ -388,8 +388,10 @@ class Scheduler:
         return True
 
     def _pick(self, turn: int) -> Group:
-        """The ready group at the lowest block. In short turns or random order sometimes another, so that a spinning
-        group does not starve the rest."""
+        """Take a ready group to execute: that of the lowest block.
+
+        In short turns or random order it is sometimes another, so that a spinning group does not starve the rest.
+        """
         places = sorted(self.ready)
         if self.context.random is not None:
             place = places[int(self.context.random.integers(len(places)))]

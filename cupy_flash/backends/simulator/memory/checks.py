@@ -61,8 +61,11 @@ class Checks(Unit):
     """The last accesses to every word of shared memory, for one set of resident blocks."""
 
     def __init__(self, context: Context, unit: int, order: GridOrder | None = None):
-        """`unit`: bytes per tracked word, the smallest shared-memory access of the kernel (at most 4). `order`: the
-        checks of global memory, if the kernel's blocks synchronise there."""
+        """Start with nothing recorded.
+
+        `unit` is the number of bytes per tracked word, the smallest shared-memory access of the kernel (at most 4).
+        `order` are the checks of global memory, if the kernel's blocks synchronise there.
+        """
         super().__init__(context)
         self.unit = unit
         self.code = context.program.function.instructions
@@ -104,8 +107,10 @@ class Checks(Unit):
         self.clocks.tick(rows)
 
     def fence_proxy(self, group: Group) -> None:
-        """fence.proxy.async: makes the executing lanes' writes, and all that happen before, visible to the async
-        proxy."""
+        """Execute fence.proxy.async.
+
+        The executing lanes' writes, and all that happen before, become visible to the async proxy.
+        """
         rows, lanes = group.rows, group.lanes()
         own = self.clocks.own(rows)
         self._unfenced[rows] &= ~lanes
@@ -118,8 +123,10 @@ class Checks(Unit):
         self.converge(rows)
 
     def publishable(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-        """(2, n): the warps' own clocks that these lanes (n, 32) may publish, for shared and for global memory: the
-        clock at the last convergence if other lanes have used that memory since."""
+        """The warps' own clocks that these lanes (n, 32) may publish, (2, n), for shared and for global memory.
+
+        It is the clock at the last convergence if other lanes have used that memory since.
+        """
         used = [self._used_since] if self.order is None else [self._used_since, self.order.written]
         own = self.clocks.own(rows)
         return np.array([np.where((since[rows] & ~lanes).any(1), self.converged_at[rows], own) for since in used])
@@ -202,8 +209,11 @@ class Checks(Unit):
         )
 
     def _used(self, group: Group, *, writes: bool) -> None:
-        """Record lanes that use shared memory: not ordered with the other lanes of their warp until it converges, nor
-        visible to the async proxy until a fence."""
+        """Record lanes that use shared memory.
+
+        Their accesses are not ordered with the other lanes of their warp until it converges, nor visible to the async
+        proxy until a fence.
+        """
         lanes = group.lanes()
         self._used_since[group.rows] |= lanes
         if writes and self.context.program.asynchronous:
@@ -293,8 +303,10 @@ class Checks(Unit):
     def async_read(
         self, issue: Issue, index: Indices, reader: Agent, used: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """wgmma instructions or bulk copies begin to read 16-byte pieces at index (n, pieces). `reader`: their agent
-        without its rank; `used`: the pieces whose values matter (None: all)."""
+        """Record that wgmma instructions or bulk copies begin to read 16-byte pieces at index (n, pieces).
+
+        `reader` is their agent without its rank; `used` are the pieces whose values matter (None: all).
+        """
         units = self._pieces(index)
         self._async_not_pending(issue, units)
         if self.written:

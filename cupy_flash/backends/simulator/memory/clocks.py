@@ -148,8 +148,10 @@ class Clocks:
             self.converge(leading[~(self.context.live[leading] & ~self._leaders[leading]).any(1)])
 
     def fence(self, rows: Rows, lanes: Mask, up_to: Clock) -> None:
-        """fence.proxy.async by these lanes (n, 32): their clocks become visible to the async proxy, with the own
-        components of their warps limited to `up_to`."""
+        """Execute fence.proxy.async for these lanes (n, 32).
+
+        Their clocks become visible to the async proxy, with the own components of their warps limited to `up_to`.
+        """
         cluster, warp = self._place(rows)
         seen = self._state[0][self._leading(rows, lanes), cluster, warp]
         seen[np.arange(len(rows)), warp] = up_to
@@ -163,8 +165,10 @@ class Clocks:
         return np.asarray((self._leaders[rows] & lanes).any(1), np.int64)
 
     def snapshot(self, rows: Rows, lanes: Mask | None = None, up_to: Clock | None = None) -> Clock:
-        """(planes, n, agents): the clocks that lanes of these warps may publish, with the warps' own components limited
-        to `up_to` (2, n), for shared and for global memory."""
+        """The clocks that lanes of these warps may publish, (planes, n, agents), for shared and for global memory.
+
+        The warps' own components are limited to `up_to` (2, n).
+        """
         cluster, warp = self._place(rows)
         known = self._state[:, self._leading(rows, lanes), cluster, warp]
         if up_to is not None:
@@ -209,8 +213,11 @@ class Clocks:
         self._join(rows, lanes, np.asarray(clocks, np.uint64)[None], slice(0, 1), agent)
 
     def acquire_snapshot(self, row: int, lane: int, clock: Clock, *, same_cluster: bool) -> None:
-        """A thread joins a snapshot (planes, agents) released in global memory; from another cluster, only its
-        components for global memory, as shared memory is not reachable from there."""
+        """A thread joins a snapshot (planes, agents) released in global memory.
+
+        From another cluster it joins only the components for global memory, as shared memory is not reachable from
+        there.
+        """
         lanes = np.arange(32)[None] == lane
         agents = slice(None) if same_cluster else slice(AGENTS, None)
         self._join(np.array([row]), lanes, clock[:, None, agents], agents=agents)

@@ -65,8 +65,11 @@ class _Release:
 
 
 class _Tracked:
-    """Tags of the last plain write and of the last strong one (atomics included) to each unit of an allocation, and the
-    number of the releases visible there (a key into GridOrder._releases)."""
+    """What the checks know of every unit of an allocation.
+
+    Tags of the last plain write and of the last strong one (atomics included), and the number of the releases visible
+    there (a key into GridOrder._releases).
+    """
 
     def __init__(self, units: int):
         self.writers, self.atomics = np.zeros(units, np.uint64), np.zeros(units, np.uint64)
@@ -101,8 +104,10 @@ class GridOrder:
         self._count = 0
 
     def resident(self, context: Context, clocks: Clocks, converged_at: Clock) -> GridOrder:
-        """Attach the next set of resident blocks and return self. `converged_at`: each warp's clock when it last
-        converged."""
+        """Attach the next set of resident blocks and return self.
+
+        `converged_at` is each warp's clock when it last converged.
+        """
         self.context, self.clocks, self.converged_at = context, clocks, converged_at
         self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since then
         self._read = np.zeros((context.warps, 32), np.int64)  # release number and kind of each lane's last read
@@ -120,8 +125,10 @@ class GridOrder:
         self, instruction: Instruction, group: Group, store: Store, index: Indices, width: int,
         selection: Indices | None, name: str,
     ) -> None:  # fmt: skip
-        """Check and record a load, store or atomic at byte indices of a store. `selection`: positions among the active
-        lanes, None for all."""
+        """Check and record a load, store or atomic at byte indices of a store.
+
+        `selection` holds positions among the active lanes, None for all.
+        """
         form = self._form(instruction)
         if id(store) not in self._tracked:
             if not form.writes:
@@ -154,8 +161,10 @@ class GridOrder:
             self._acquire(form, tracked, rows, lanes, units[:, 0])
 
     def fence(self, instruction: Instruction) -> Step:
-        """A step for fence and membar: acquires the releases seen by earlier strong reads, and makes the next strong
-        write a release."""
+        """Return a step for fence and membar.
+
+        It acquires the releases seen by earlier strong reads, and makes the next strong write a release.
+        """
         kind = instruction.modifiers[0]
         scope = _LEVELS[kind] if instruction.opcode == "membar" else _scope(instruction.modifiers)
 

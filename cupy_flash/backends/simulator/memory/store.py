@@ -26,8 +26,10 @@ _WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4
 
 
 def swizzled(address: Indices, span: int) -> Indices:
-    """The addresses of 16-byte pieces after swizzling over `span` bytes (128, 64, 32; 16 is none), as TMA and wgmma do:
-    the index of the 128-byte row is XORed into the index of the piece."""
+    """The addresses of 16-byte pieces after swizzling over `span` bytes (128, 64, 32; 16 is none), as TMA and wgmma do.
+
+    The index of the 128-byte row is XORed into the index of the piece.
+    """
     return address ^ ((address >> 7 & (span // 16 - 1)) << 4)
 
 

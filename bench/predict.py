@@ -1,0 +1,162 @@
+"""python -m bench predict: the speed of the Hopper engine in the regimes that have a mark, predicted without a GPU.
+
+A step of the mainloop takes at least the time that each resource of an SM needs for it: the tensor cores, shared
+memory, the MUFU, and the warp scheduler. `bench.cycles` executes the kernel's own SASS and adds the waits between them.
+Two predictions bound what a GPU does: consumer warpgroups that overlap each other perfectly, and warpgroups that do not
+overlap at all, each of which runs its step alone. FlashAttention-3's published speeds are those of its SASS without
+overlap; a card that throttles its clock explains them as well. A GPU decides (bench/gpu_queue.md).
+
+A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
+nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
+to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Not modelled are the clock
+under load, which lowers predictions near 1, and the backward's traffic to dQ: its rows are upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from cupy_flash import device, nvrtc
+from cupy_flash.plan import plan
+from cupy_flash.problem import FP8
+from cupy_flash.source import assemble
+
+from . import cycles, sass
+from .costs import problem_of
+from .gpu import Regime
+from .marks import MARKS
+from .report import NOTHING, Table
+from .run import Progress
+
+# An H200 as it runs torch.matmul: the tensor cores' multiply-adds per SM and clock, its boost clock, and the TFLOP/s of
+# a bf16 matmul of 8192^3. Changing one of them changes every prediction: rerun the command in the same commit.
+MULTIPLY_ADDS, CLOCK, MATMUL_TFLOPS = 2048, 1.98e9, 790.0
+TILE_OVERHEAD = 1.5  # steps
+ARCH = "sm_90a"
+DTYPES = ("float16", "bfloat16", FP8)
+KERNELS = ("forward", "forward_fp8", "backward")
+
+
+class Step(NamedTuple):
+    """One iteration of a mainloop: clocks that each resource of an SM needs, and clocks by the cycle model."""
+
+    resources: dict[str, float]
+    overlapping: float  # all consumer warpgroups together
+    alone: float  # one consumer warpgroup after the other
+
+
+def step(loop: list[str], warpgroups: int, loaded_bytes: int) -> Step:
+    """Model a step: the SASS of one warpgroup, the number of them, and the bytes that TMA writes to shared memory."""
+    opcodes = list(map(sass.opcode, loop))
+    exps = sum(opcode in sass.CLASSES["exp"] for opcode in opcodes)
+    resources = {
+        "tensor cores": float(warpgroups * cycles.tensor_clocks(loop)),
+        "shared memory": (loaded_bytes + warpgroups * sum(map(cycles.shared_bytes, loop))) / cycles.SHARED_BYTES,
+        "MUFU": float(warpgroups * exps * cycles.UNITS["MUFU"][1]),
+        "issue": float(warpgroups * len(loop)),
+    }
+    overlapping = cycles.clocks_of_iteration(loop, warpgroups)
+    return Step(resources, overlapping, warpgroups * cycles.clocks_of_iteration(loop, 1))
+
+
+class Prediction(NamedTuple):
+    """A regime with a mark, the tile that the plan chooses, and what the model says of it."""
+
+    regime: str
+    kernel: str
+    tile: tuple[int, int, int]
+    goal: float | None  # TFLOP/s over torch.matmul, as R_mm
+    r_mm: tuple[float, float]  # without overlap of warpgroups, and with
+    binding: tuple[str, str]  # what takes longest in a step, without and with
+    tensor_clocks: float  # of a step
+    shared: float  # clocks of shared memory over those of the tensor cores
+    mufu: float
+    waits: list[sass.Wait]
+    exps: int
+    instructions: tuple[int, int]  # of the steady path and of the longest
+
+
+def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
+    """Compile the kernel of every regime and predict its speed."""
+    predictions = []
+    for regime in regimes:
+        progress(regime.name)
+        problem = problem_of(regime, "wgmma")
+        launch = next(each for each in plan(problem, device.named(ARCH, "cuda")).launches if each.function in KERNELS)
+        assert launch.tile is not None
+        block_q, block_kv, threads = launch.tile
+        mainloop = sass.mainloop(
+            nvrtc.compile(assemble(launch.kernel, dict(launch.constants)), launch.kernel, ARCH).code
+        )
+        dims = regime.head_dim + (regime.head_dim_v or regime.head_dim)
+        loaded = (block_q if regime.backward else block_kv) * dims * problem.dtype.itemsize
+        modelled = step(mainloop.steady, threads // 128 - 1, loaded)
+        tensor = modelled.resources["tensor cores"]
+        # Of equal clocks the resource binds, not the waits that it causes.
+        clocks = modelled.resources | {"waits": modelled.overlapping}
+        together = max(clocks, key=clocks.__getitem__)
+        without = "one warpgroup's chain" if modelled.alone > clocks[together] else together
+        count = steps(regime, block_q, block_kv)
+        predictions.append(
+            Prediction(
+                regime.name,
+                launch.kernel,
+                launch.tile,
+                MARKS[regime].goal.get("mm") if regime in MARKS else None,
+                (r_mm(regime, count * max(modelled.alone, *clocks.values())), r_mm(regime, count * clocks[together])),
+                (without, together),
+                tensor,
+                modelled.resources["shared memory"] / tensor,
+                modelled.resources["MUFU"] / tensor,
+                mainloop.waits(),
+                mainloop.counts()["exp"],
+                (len(mainloop.steady), len(mainloop.longest)),
+            )
+        )
+    return predictions
+
+
+def steps(regime: Regime, block_q: int, block_kv: int) -> float:
+    """Return the mainloop steps of all work tiles of a regime, their overhead included."""
+    fixed, visited = (block_kv, block_q) if regime.backward else (block_q, block_kv)
+    per_head = 0.0
+    for start in range(0, regime.seqlen, fixed):
+        # A query tile sees the keys up to its last query; a key tile is seen by the queries from its first key on.
+        positions = regime.seqlen
+        if regime.causal:
+            positions = regime.seqlen - start // visited * visited if regime.backward else start + fixed
+        per_head += -(-min(positions, regime.seqlen) // visited) + TILE_OVERHEAD
+    return regime.batch * regime.heads * per_head
+
+
+def r_mm(regime: Regime, clocks: float) -> float:
+    """Return the speed over torch.matmul of a regime that takes so many clocks of an SM in all."""
+    seconds = clocks / (device.named(ARCH, "cuda").units * CLOCK)
+    return regime.flops / seconds / (MATMUL_TFLOPS * 1e12)
+
+
+def table(predictions: list[dict[str, Any]]) -> Table:
+    """Return the table of predictions."""
+    rows = []
+    for each in predictions:
+        low, high = each["r_mm"]
+        rows.append(
+            [
+                each["regime"],
+                f"{each['tile'][0]}x{each['tile'][1]}",
+                f"{low:.2f} to {high:.2f}",
+                NOTHING if each["goal"] is None else f"{each['goal']:.2f}",
+                " / ".join(each["binding"]),
+                f"{each['tensor_clocks']:.0f}",
+                f"{each['shared']:.0%}",
+                f"{each['mufu']:.0%}",
+                ", ".join(f"{wait[2]}" for wait in each["waits"] if "WARPGROUP" in wait[0]) + f" of {each['exps']}",
+                " to ".join(map(str, each["instructions"])),
+            ]
+        )
+    columns = [
+        "regime", "tile", "R_mm", "goal", "bound by", "tensor clocks", "shared memory", "MUFU", "exps before waits",
+        "instructions",
+    ]  # fmt: skip
+    return Table("Predicted speed over torch.matmul, without and with overlap of consumer warpgroups", columns, rows)

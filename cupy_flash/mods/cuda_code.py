@@ -1,0 +1,461 @@
+"""The CUDA text of a Program: `struct Captured`, its arrays and numbers as kernels get them, and `struct Mod`.
+
+    Mod mod(p, batch);                         once per sequence
+    Mod::Query q = mod.query(head, i);         once per query and head
+    Mod::Key k = mod.key(j);                   once per key
+    s = mod.score(s, q, k, slope);             for every score; slope is the derivative of the new score by the old
+    seen = mod.sees(q, k);                     for every score of a cut tile
+    Truth seen = mod.tile(heads, queries, keys);    once per tile: may any be seen, may any be hidden
+
+Every value is computed in the earliest of these stages that knows its inputs. Positions past the end of a sequence must
+be replaced by the last by the caller, so that captured arrays are read without a branch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .derive import derivative, may_be_infinite
+from .intervals import Abstraction
+from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
+from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
+
+TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
+NUMBER_TYPES = {INT: "int", LONG: "long long", REAL: "double"}
+STORED = {
+    "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
+    "uint16": "unsigned short", "int32": "int", "uint32": "unsigned int", "int64": "long long", "float16": "half16",
+    "bfloat16": "bfloat16", "float32": "float", "float64": "double",
+}  # fmt: skip
+
+# Positions, heads and sequences are below it. The text of a longer call has LARGE, which takes more 64-bit arithmetic.
+SMALL, LARGE = 2**24, 2**31
+
+INFIX = {
+    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+ARITHMETIC = {"add": "+", "sub": "-", "mul": "*"}
+CALLS = {
+    "expm1": "expm1", "log": "log", "log2": "log2", "log1p": "log1p", "sqrt": "sqrt", "sin": "sin", "cos": "cos",
+    "erf": "erf", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint", "pow": "pow",
+    # functions of mod.cuh
+    "exp": "mod_exp", "exp2": "mod_exp2", "tanh": "mod_tanh", "div": "mod_divide", "min": "mod_min", "max": "mod_max",
+    "sign": "mod_sign", "floordiv": "mod_floor_divide", "mod": "mod_remainder",
+    "shl": "mod_shl", "shr": "mod_shr",
+}  # fmt: skip
+
+BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
+
+
+def stage(node: Node) -> str:
+    """The earliest stage that knows the inputs of a node."""
+    of_query, of_key = bool(node.inputs & {"h", "q"}), "kv" in node.inputs
+    if "score" in node.inputs or (of_query and of_key):
+        return SCORE
+    return QUERY if of_query else KEY if of_key else BATCH
+
+
+@lru_cache(maxsize=256)
+def captured_struct(program: Program) -> str:
+    """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
+
+    An array whose bounds the mask may ask for by chunks has its table in `chunks`.
+    """
+    tables, lines = chunked(program), []
+    for slot, element in enumerate(program.arrays):
+        lines.append(f"  void* array{slot};")
+        if slot in tables:
+            lines.append(f"  void* chunks{slot};")
+        lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
+        lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
+    lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
+    # An empty struct would have a byte in C++, and none in NumPy.
+    return "\n".join(["struct Captured {", *(lines or ["  int nothing;"]), "};", ""])
+
+
+def captured_numbers(
+    program: Program,
+    arrays: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    chunks: Mapping[int, int],
+    numbers: Sequence[int | float],
+) -> tuple[int | float, ...]:
+    """The members of `struct Captured` in their order. `arrays`: address, shape and strides in elements of each;
+    `chunks`: the address of the table of each chunked slot."""
+    members: list[int | float] = []
+    for slot, (address, shape, strides) in enumerate(arrays):
+        members += [address, *([chunks[slot]] if slot in chunks else []), *shape, *strides]
+    return (*members, *numbers) or (0,)
+
+
+@lru_cache(maxsize=256)
+def chunked(program: Program) -> tuple[int, ...]:
+    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need: those that the mask
+    reads at positions or heads, along the last axis."""
+    if program.mask is None:
+        return ()
+    loads = (node for node in order((program.mask,)) if node.op == "load" and node.kind != REAL and node.args)
+    return tuple(sorted({load.value for load in loads if load.args[-1].inputs & {"h", "q", "kv"}}))
+
+
+def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+    """(shape, dtype) of the table of a chunked array: (rows, chunks, least and greatest)."""
+    kind = _Value("", _limits(program.arrays[slot].dtype)).type
+    dtype = np.dtype(np.int32 if kind == "int" else np.int64)
+    return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
+
+
+def headers(mods: str, backward: bool, longest: int) -> tuple[tuple[str, str], ...]:
+    """The generated headers of a kernel, (name, text), from the text of a Program.
+
+    `longest` is at least the number of sequences, of heads, of queries and of keys.
+    """
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE)
+
+
+@lru_cache(maxsize=256)
+def _headers(mods: str, backward: bool, largest: int) -> tuple[tuple[str, str], ...]:
+    program = parse(mods)
+    slope = derivative(program.score).slope if backward and program.score is not None else None
+    return ("captured.cuh", captured_struct(program)), ("traced.cuh", mod_struct(program, slope, largest))
+
+
+def mod_struct(program: Program, slope: Node | None = None, largest: int = SMALL) -> str:
+    """`struct Mod`. `slope` is the derivative of program.score by the score; `largest` exceeds all positions."""
+    return "\n".join([*_Writer(program, slope, largest).struct(), ""])
+
+
+class _Writer:
+    """Writes the struct of one program."""
+
+    def __init__(self, program: Program, slope: Node | None, largest: int) -> None:
+        self.program, self.largest = program, largest
+        self.slope = slope
+        self.roots = [root for root in (program.score, slope, program.mask) if root is not None]
+        inline = ("const", "score", "b", "h", "q", "kv")
+        self.nodes = [node for node in order(self.roots) if node.op not in inline]
+        self.number = {node: number for number, node in enumerate(self.nodes)}
+        self.bounds = Abstraction(_Bounds(program, largest))
+        self.at = BATCH
+
+    def struct(self) -> list[str]:
+        infinite = self.slope is not None and may_be_infinite(self.slope)
+        lines = [
+            "struct Mod {",
+            f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
+            "  const Params& p;",
+            "  int batch;",
+        ]
+        lines += [f"  {member};" for member in self._members(BATCH)]
+        for name, head in ((QUERY, " int head;"), (KEY, "")):
+            members = "".join(f" {member};" for member in self._members(name))
+            lines.append(f"  struct {name.title()} {{{head} int position;{members} }};")
+        lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
+        # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
+        lines.append("    if (batch >= p.batch) return;")
+        lines += self._body(BATCH, self.roots, declare=False)
+        lines.append("  }")
+        for name, arguments, start in (
+            (QUERY, "int head, int position", "head, position"),
+            (KEY, "int position", "position"),
+        ):
+            lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
+            lines += self._body(name, self.roots)
+            values = "".join(f", v{self.number[node]}" for node in self._kept(name))
+            lines += [f"    return {{{start}{values}}};", "  }"]
+        return [*lines, *self._score(), *self._sees(), *self._tile(), *self._fill_tables(), "};"]
+
+    def _score(self) -> list[str]:
+        lines = ["  __device__ real score(real s, const Query& q, const Key& k, real& slope) const {"]
+        if self.program.score is None:
+            return [*lines, "    slope = 1;", "    return s;", "  }"]
+        targets = [root for root in (self.program.score, self.slope) if root is not None]
+        lines += self._body(SCORE, targets)
+        if self.slope is not None:
+            lines.append(f"    slope = {self._name(self.slope)};")
+        return [*lines, f"    return {self._name(self.program.score)};", "  }"]
+
+    def _sees(self) -> list[str]:
+        lines = ["  __device__ bool sees(const Query& q, const Key& k) const {"]
+        if self.program.mask is None:
+            return [*lines, "    return true;", "  }"]
+        return [*lines, *self._body(SCORE, [self.program.mask]), f"    return {self._name(self.program.mask)};", "  }"]
+
+    def _tile(self) -> list[str]:
+        head = "  __device__ Truth tile(Interval<int> heads, Interval<int> queries, Interval<int> keys) const {"
+        if self.program.mask is None:
+            return [head, "    return always();", "  }"]
+        text = _TileText(self.program, self.largest)
+        result = Abstraction(text).mask(self.program.mask)
+        return [head, *text.body(result), "  }"]
+
+    def _fill_tables(self) -> list[str]:
+        lines = ["  static __device__ void fill_tables(const Params& p, int warp, int warps) {"]
+        for slot in chunked(self.program):
+            data, table, sizes, strides = _array_text(self.program, slot)
+            lines.append(f"    fill_chunks({table}, {data}, {sizes}, {strides}, warp, warps);")
+        return [*lines, "  }"]
+
+    # ---- values
+
+    def _kept(self, name: str) -> list[Node]:
+        """The values of a stage that later ones read."""
+        later = set(self.roots)
+        for node in self.nodes:
+            later |= {arg for arg in node.args if stage(arg) != stage(node)}
+        return [node for node in self.nodes if stage(node) == name and node in later]
+
+    def _members(self, name: str) -> list[str]:
+        return [f"{TYPES[node.kind]} v{self.number[node]}" for node in self._kept(name)]
+
+    def _body(self, name: str, targets: Sequence[Node], declare: bool = True) -> list[str]:
+        """The values of a stage that `targets` need. Members of Mod itself are assigned, not declared."""
+        self.at = name
+        kept = set() if declare else set(self._kept(name))
+        lines = []
+        for node in order(targets):
+            if node in self.number and stage(node) == name:
+                declared = "" if node in kept else f"{TYPES[node.kind]} "
+                lines.append(f"    {declared}v{self.number[node]} = {self._expression(node)};")
+        return lines
+
+    def _name(self, node: Node) -> str:
+        """A value as the current stage reads it."""
+        own, here = stage(node), self.at
+        prefix = "" if own in (here, BATCH) else f"{'q' if own == QUERY else 'k'}."
+        if node.op == "const":
+            return _literal(node)
+        if node.op == "score":
+            return "s"
+        if node.op == "b":
+            return "batch"
+        if node.op == "h":
+            return f"{prefix}head"
+        if node.op in ("q", "kv"):
+            return f"{prefix}position"
+        return f"{prefix}v{self.number[node]}"
+
+    def _expression(self, node: Node) -> str:
+        op, kind = node.op, node.kind
+        if op == "argument":
+            return f"({TYPES[kind]})p.captured.number{node.value}"
+        if op == "load":
+            return self._load(node)
+        x = [self._name(arg) for arg in node.args]
+        if op in ARITHMETIC:
+            if kind == REAL or not self._may_wrap(node):
+                return f"{x[0]} {ARITHMETIC[op]} {x[1]}"
+            return f"wrapping_{op}({x[0]}, {x[1]})"
+        if op == "neg":
+            return f"wrapping_sub(({TYPES[kind]})0, {x[0]})" if kind != REAL and self._may_wrap(node) else f"-{x[0]}"
+        if op in INFIX:
+            return f"{x[0]} {INFIX[op]} {x[1]}"
+        if op == "not":
+            return f"!{x[0]}" if kind == BOOL else f"~{x[0]}"
+        if op == "abs":
+            return f"fabs({x[0]})" if kind == REAL else f"abs({x[0]})"
+        if op == "where":
+            return f"{x[0]} ? {x[1]} : {x[2]}"
+        if op in TYPES:
+            return f"({TYPES[op]}){x[0]}"
+        if op == "stop":
+            return x[0]
+        if op in ("floordiv", "mod") and kind != REAL and self._is_natural(*node.args):
+            unsigned = "unsigned int" if kind == INT else "unsigned long long"
+            sign = "/" if op == "floordiv" else "%"
+            return f"({TYPES[kind]})(({unsigned}){x[0]} {sign} ({unsigned}){x[1]})"
+        if op in ("min", "max") and kind != REAL:
+            return f"{op}({x[0]}, {x[1]})"
+        return f"{CALLS[op]}({', '.join(x)})"
+
+    def _load(self, node: Node) -> str:
+        dtype = self.program.arrays[node.value].dtype
+        terms = []
+        for axis, index in enumerate(node.args):
+            text = self._name(index)
+            # The host compares the extent of an input with the size of the axis that it indexes.
+            if index.op not in ("b", "h", "q", "kv"):
+                clamp = "below" if self._lowest(index) >= 0 else "clamped"
+                text = f"{clamp}({text}, p.captured.size{node.value}_{axis})"
+            terms.append(f"(long long){text} * p.captured.stride{node.value}_{axis}")
+        element = f"((const {STORED[dtype]}*)p.captured.array{node.value})[{' + '.join(terms) or '0'}]"
+        if node.kind == BOOL:
+            return f"{element} != 0"
+        return f"(real)to_real({element})" if node.kind == REAL else element
+
+    def _lowest(self, node: Node) -> int:
+        return int(self.bounds.interval(node).lo)
+
+    def _is_natural(self, x: Node, y: Node) -> bool:
+        """Whether x is never negative and y is positive."""
+        return self._lowest(x) >= 0 and self._lowest(y) > 0
+
+    def _may_wrap(self, node: Node) -> bool:
+        """Whether an integer operation on its operands may leave its kind, which C++ leaves undefined."""
+        operands = [self.bounds.interval(arg) for arg in node.args]
+        if not all(self.bounds.domain.fits(operand, node.kind) for operand in operands):
+            return True
+        if node.op == "mul":
+            result = FUNCTIONS["multiply"](*operands)
+        elif node.op == "neg":
+            result = FUNCTIONS["scale"](operands[0], -1)
+        else:
+            result = FUNCTIONS["add"](
+                operands[0], operands[1] if node.op == "add" else FUNCTIONS["scale"](operands[1], -1)
+            )
+        return not self.bounds.domain.fits(result, node.kind)
+
+
+def _literal(node: Node) -> str:
+    value = node.value
+    if node.kind == BOOL:
+        return "true" if value else "false"
+    if node.kind == REAL:
+        if math.isnan(value):
+            return "(infinity() - infinity())"
+        if math.isinf(value):
+            return "infinity()" if value > 0 else "(-infinity())"
+        return f"(real){value!r}" if value >= 0 else f"((real){value!r})"
+    return _integer(value, TYPES[node.kind])
+
+
+def _integer(value: int, kind: str) -> str:
+    """A literal of type int or long long; the least of each is no literal in C++."""
+    suffix, least = ("", -(2**31)) if kind == "int" else ("ll", -(2**63))
+    if value == least:
+        return f"({value + 1}{suffix} - 1)"
+    return f"({value}{suffix})" if value < 0 else f"{value}{suffix}"
+
+
+# -------------------------------------------------------------------------------------------------- classes of tiles
+
+
+class _Bounds(TileDomain):
+    """The domain of what is known of any call: positions and numbers below `largest`, elements of their dtype."""
+
+    def __init__(self, program: Program, largest: int) -> None:
+        whole = Interval(np.int64(0), np.int64(largest - 1))
+        super().__init__(dict.fromkeys(("b", "h", "q", "kv"), whole), (), {})
+        self.program = program
+
+    def argument(self, node: Node) -> Interval:
+        return self.call("any_int" if node.kind == INT else "any_long")
+
+    def load(self, node: Node, indices: Sequence[Interval]) -> Interval:
+        return _limits(self.program.arrays[node.value].dtype)
+
+    def call(self, function: str, *operands: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return FUNCTIONS[function](*operands)
+
+
+def _limits(dtype: str) -> Interval:
+    """What the elements of a bool or integer array may be."""
+    if dtype == "bool":
+        return Interval(np.int64(0), np.int64(1))
+    limits = np.iinfo(dtype)
+    return Interval(np.int64(limits.min), np.int64(limits.max))
+
+
+class _Value:
+    """A variable of Mod::tile, and what is known of it in any call."""
+
+    def __init__(self, text: str, known: Any) -> None:
+        self.text, self.known = text, known
+
+    @property
+    def type(self) -> str:
+        """The C++ type of its numbers."""
+        return "int" if all(-(2**31) <= int(bound) < 2**31 for bound in self.known) else "long long"
+
+
+class _TileText:
+    """The domain of intervals.py that writes the body of Mod::tile."""
+
+    def __init__(self, program: Program, largest: int) -> None:
+        self.program, self.bounds = program, _Bounds(program, largest)
+        self.variables: list[tuple[str, str]] = []  # names and definitions
+
+    def body(self, result: _Value) -> list[str]:
+        """The lines that the result needs, and its return."""
+        needed, lines = _variables(result.text), [f"    return {result.text};"]
+        for name, definition in self.variables[::-1]:
+            if name in needed:
+                needed |= _variables(definition)
+                lines.append(f"    {definition}")
+        return lines[::-1]
+
+    def constant(self, value: int) -> _Value:
+        known = self.bounds.constant(value)
+        kind = _Value("", known).type
+        return _Value(f"point({_integer(value, kind)})", known)
+
+    def input(self, name: str) -> _Value:
+        text = {"b": "point(batch)", "h": "heads", "q": "queries", "kv": "keys"}[name]
+        return _Value(text, self.bounds.input(name))
+
+    def argument(self, node: Node) -> _Value:
+        return _Value(f"point(p.captured.number{node.value})", self.bounds.argument(node))
+
+    def load(self, node: Node, indices: Sequence[_Value]) -> _Value:
+        slot = node.value
+        known = self.bounds.load(node, [])
+        kind = _Value("", known).type
+        data, table, sizes, strides = _array_text(self.program, slot)
+        if not indices:
+            return self._variable(f"Interval<{kind}>", f"point<{kind}>(*({data}))", known)
+        table = table if slot in chunked(self.program) else "nullptr"
+        # A long index is clamped before it becomes an int.
+        box = _list(index.text if index.type == "int" else f"narrowed({index.text})" for index in indices)
+        limits = _list(_integer(int(bound), kind) for bound in known)
+        arguments = ", ".join((data, table, sizes, strides, box, limits))
+        return self._variable(f"Interval<{kind}>", f"elements<{kind}>({arguments})", known)
+
+    def call(self, function: str, *operands: Any) -> _Value:
+        values = [operand for operand in operands if isinstance(operand, _Value)]
+        known = self.bounds.call(function, *(o.known if isinstance(o, _Value) else o for o in operands))
+        numbers = [value for value in values if not isinstance(value.known, Truth)]
+        result = _Value("", known)
+        truth = isinstance(known, Truth)
+        # int only if neither operands nor the result need more.
+        kinds = {value.type for value in numbers} | (set() if truth else {result.type})
+        kind = "long long" if "long long" in kinds else "int"
+        arguments = ", ".join(o.text if isinstance(o, _Value) else _integer(o, kind) for o in operands)
+        template = f"<{kind}>" if numbers else ""
+        declared = "Truth" if truth else f"{type(known).__name__}<{result.type}>"
+        return self._variable(declared, f"{function}{template}({arguments})", known)
+
+    def fits(self, value: _Value, kind: str) -> bool:
+        return self.bounds.fits(value.known, kind)
+
+    def _variable(self, declared: str, expression: str, known: Any) -> _Value:
+        name = f"x{len(self.variables)}"
+        self.variables.append((name, f"{declared} {name} = {expression};"))
+        return _Value(name, known)
+
+
+def _array_text(program: Program, slot: int) -> tuple[str, str, str, str]:
+    """The text of a captured array of bools or integers: its data, its table, its sizes and strides."""
+    dtype, rank = program.arrays[slot]
+    kind = _Value("", _limits(dtype)).type
+    sizes, strides = (_list(f"p.captured.{name}{slot}_{axis}" for axis in range(rank)) for name in ("size", "stride"))
+    return (
+        f"(const {STORED[dtype]}*)p.captured.array{slot}",
+        f"(Interval<{kind}>*)p.captured.chunks{slot}",
+        sizes,
+        strides,
+    )
+
+
+def _list(texts: Iterable[str]) -> str:
+    return f"{{{', '.join(texts)}}}"
+
+
+def _variables(text: str) -> set[str]:
+    """The names of variables in a line."""
+    return set(re.findall(r"\bx\d+\b", text))

@@ -1,0 +1,190 @@
+"""Derivatives of a score_mod as expressions, by reverse accumulation over its graph.
+
+At kinks the derivative is torch's: min and max share it between equal operands, abs, sign and roundings give 0, clip
+and relu are choices. The derivative of a choice goes to the branch that is taken before anything is multiplied, and 0
+times a factor that may not be finite is 0, so that no NaN comes from a branch that is not taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .ir import REAL, Graph, Node, order
+
+# These may not be finite where their operands are.
+UNBOUNDED = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "floordiv")
+
+
+class Derivative(NamedTuple):
+    """Derivatives of one expression; those that are not listed are 0."""
+
+    slope: Node  # by the score
+    loads: tuple[tuple[Node, Node], ...]  # (an element that is read from a floating array, the derivative by it)
+
+
+def may_be_infinite(node: Node) -> bool:
+    """Whether the expression may be infinite or NaN for finite inputs."""
+    return any(one.op in UNBOUNDED for one in order((node,)))
+
+
+def derivative(root: Node) -> Derivative:
+    """The derivative of a real expression by the score and by every real element that it loads."""
+    nodes = order((root,))
+    adjoints = _Adjoints(root.graph, nodes)
+    adjoints.add(root, root.graph.const(1.0))
+    for node in reversed(nodes):
+        adjoint = adjoints.of.get(node)
+        rule = RULES.get(node.op)
+        if adjoint is not None and rule is not None:
+            rule(adjoints, node, adjoint)
+    zero = root.graph.const(0.0)
+    slope = next((adjoints.of.get(node, zero) for node in nodes if node.op == "score"), zero)
+    return Derivative(
+        slope, tuple((node, adjoints.of[node]) for node in nodes if node.op == "load" and node in adjoints.of)
+    )
+
+
+class _Adjoints:
+    """Derivatives of the root by its nodes, summed over the uses of a node."""
+
+    def __init__(self, graph: Graph, nodes: list[Node]) -> None:
+        self.graph = graph
+        self.zero, self.one = graph.const(0.0), graph.const(1.0)
+        self.of: dict[Node, Node] = {}
+        self.varying: set[Node] = set()  # the nodes that a derivative passes through
+        for node in nodes:
+            is_input = node.op in ("score", "load")
+            if node.kind == REAL and (is_input or (node.op in RULES and self.varying.intersection(node.args))):
+                self.varying.add(node)
+
+    def add(self, node: Node, adjoint: Node) -> None:
+        if node in self.varying and adjoint is not self.zero:
+            before = self.of.get(node)
+            self.of[node] = adjoint if before is None else self.sum(before, adjoint)
+
+    def sum(self, x: Node, y: Node) -> Node:
+        """x + y; of the two halves of one choice, the choice."""
+        if x.op == y.op == "where" and x.args[0] is y.args[0]:
+            (condition, *first), (_, *second) = x.args, y.args
+            halves = [
+                b if a is self.zero else a if b is self.zero else None for a, b in zip(first, second, strict=True)
+            ]
+            if None not in halves:
+                return self.make("where", condition, *halves)
+        return self.make("add", x, y)
+
+    def make(self, op: str, *args: Node | float | None) -> Node:
+        return self.graph.make(op, *(arg if isinstance(arg, Node) else self.graph.const(arg) for arg in args))
+
+    def times(self, adjoint: Node, factor: Node | float) -> Node:
+        """adjoint * factor, where 0 * factor is 0 whatever the factor is."""
+        if not isinstance(factor, Node):
+            factor = self.graph.const(float(factor))
+        if adjoint is self.zero or factor is self.zero:
+            return self.zero
+        if adjoint.op == "where" and self.zero in adjoint.args[1:]:
+            condition, x, y = adjoint.args
+            return self.make("where", condition, self.times(x, factor), self.times(y, factor))
+        product = self.make("mul", adjoint, factor)
+        if adjoint.op == "const" or not may_be_infinite(factor):
+            return product
+        return self.make("where", self.make("eq", adjoint, self.zero), self.zero, product)
+
+
+Rule = Callable[[_Adjoints, Node, Node], None]
+
+
+def _elementary(factor: Callable[[_Adjoints, Node, Node], Node | float]) -> Rule:
+    """The rule of a function of one operand x with value y, from its derivative factor(adjoints, x, y)."""
+
+    def rule(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+        adjoints.add(node.args[0], adjoints.times(adjoint, factor(adjoints, node.args[0], node)))
+
+    return rule
+
+
+def _add(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    for operand in node.args:
+        adjoints.add(operand, adjoint)
+
+
+def _sub(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    adjoints.add(node.args[0], adjoint)
+    adjoints.add(node.args[1], adjoints.make("neg", adjoint))
+
+
+def _mul(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    x, y = node.args
+    adjoints.add(x, adjoints.times(adjoint, y))
+    adjoints.add(y, adjoints.times(adjoint, x))
+
+
+def _div(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    x, y = node.args
+    adjoints.add(x, adjoints.times(adjoint, adjoints.make("div", 1.0, y)))
+    adjoints.add(y, adjoints.times(adjoint, adjoints.make("neg", adjoints.make("div", node, y))))
+
+
+def _mod(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    x, y = node.args
+    adjoints.add(x, adjoint)
+    adjoints.add(y, adjoints.times(adjoint, adjoints.make("neg", adjoints.make("floordiv", x, y))))
+
+
+def _pow(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    x, y = node.args
+    power = adjoints.make("pow", x, adjoints.make("sub", y, 1.0))
+    adjoints.add(x, adjoints.times(adjoint, adjoints.times(y, power)))
+    # x ** y is differentiable by y for x > 0 alone.
+    logarithm = adjoints.make("where", adjoints.make("lt", 0.0, x), adjoints.make("log", x), 0.0)
+    adjoints.add(y, adjoints.times(adjoint, adjoints.times(logarithm, node)))
+
+
+def _extremum(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    x, y = node.args
+    shared = adjoints.make("where", adjoints.make("eq", x, y), 0.5, 0.0)
+    for operand, other in ((x, y), (y, x)):
+        smaller, larger = (other, operand) if node.op == "max" else (operand, other)
+        chosen = adjoints.make("where", adjoints.make("lt", smaller, larger), 1.0, shared)
+        adjoints.add(operand, adjoints.times(adjoint, chosen))
+
+
+def _where(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
+    condition, x, y = node.args
+    adjoints.add(x, adjoints.make("where", condition, adjoint, 0.0))
+    adjoints.add(y, adjoints.make("where", condition, 0.0, adjoint))
+
+
+def _bell(adjoints: _Adjoints, x: Node) -> Node:
+    """The derivative of erf."""
+    return adjoints.make(
+        "mul", adjoints.make("exp", adjoints.make("neg", adjoints.make("mul", x, x))), 2 / math.sqrt(math.pi)
+    )
+
+
+RULES: dict[str, Rule] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "mod": _mod,
+    "pow": _pow,
+    "min": _extremum,
+    "max": _extremum,
+    "where": _where,
+    "neg": _elementary(lambda adjoints, x, y: -1.0),
+    "abs": _elementary(lambda adjoints, x, y: adjoints.make("sign", x)),
+    "exp": _elementary(lambda adjoints, x, y: y),
+    "exp2": _elementary(lambda adjoints, x, y: adjoints.make("mul", y, math.log(2))),
+    "expm1": _elementary(lambda adjoints, x, y: adjoints.make("add", y, 1.0)),
+    "log": _elementary(lambda adjoints, x, y: adjoints.make("div", 1.0, x)),
+    "log2": _elementary(lambda adjoints, x, y: adjoints.make("div", 1 / math.log(2), x)),
+    "log1p": _elementary(lambda adjoints, x, y: adjoints.make("div", 1.0, adjoints.make("add", x, 1.0))),
+    "sqrt": _elementary(lambda adjoints, x, y: adjoints.make("div", 0.5, y)),
+    "sin": _elementary(lambda adjoints, x, y: adjoints.make("cos", x)),
+    "cos": _elementary(lambda adjoints, x, y: adjoints.make("neg", adjoints.make("sin", x))),
+    "tanh": _elementary(lambda adjoints, x, y: adjoints.make("sub", 1.0, adjoints.make("mul", y, y))),
+    "erf": _elementary(lambda adjoints, x, y: _bell(adjoints, x)),
+}

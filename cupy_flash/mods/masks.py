@@ -1,0 +1,53 @@
+"""Combinations of mask_mods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import and_, or_
+from typing import Any
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
+    """The mask_mod that hides nothing."""
+    return True
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask_mod that is true where all are: every key, for none of them.
+
+    >>> import numpy as np, cupy_flash
+    >>> ids = np.array([0, 0, 1, 1, 1])
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> def document(b, h, q_idx, kv_idx):
+    ...     return ids[q_idx] == ids[kv_idx]
+    >>> q = k = v = np.ones((1, 5, 2, 8), np.float32)
+    >>> cupy_flash.attention(q, k, v, mask_mod=cupy_flash.and_masks(causal, document)).shape
+    (1, 5, 2, 8)
+    """
+
+    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return reduce(and_, (mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods), True)
+
+    return and_mask
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The mask_mod that is true where any is: no key, for none of them."""
+
+    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return reduce(or_, (mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods), False)
+
+    return or_mask
+
+
+def not_mask(mask_mod: MaskMod) -> MaskMod:
+    """The mask_mod that is true where another is false."""
+
+    def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b, h, q_idx, kv_idx) ^ True
+
+    return inverted

@@ -1,0 +1,133 @@
+"""A mod as NumPy functions of a tile, generated from its text.
+
+Queries are a column (rows, 1) of int32, keys a row (1, columns), b and h int32 numbers: what depends on queries alone,
+or on keys alone, is computed in one dimension by broadcasting. Reals are of the dtype of the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .derive import derivative
+from .ir import INPUTS, Node, order, parse
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "lt": "<", "le": "<=", "eq": "==",
+    "ne": "!=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
+CALLS = {
+    "exp": "np.exp", "exp2": "np.exp2", "expm1": "np.expm1", "log": "np.log", "log2": "np.log2", "log1p": "np.log1p",
+    "sqrt": "np.sqrt", "sin": "np.sin", "cos": "np.cos", "tanh": "np.tanh", "erf": "erf", "pow": "np.power",
+    "floor": "np.floor", "ceil": "np.ceil", "trunc": "np.trunc", "round": "np.rint", "sign": "np.sign",
+    "abs": "np.abs", "neg": "np.negative", "not": "np.invert", "min": "np.minimum", "max": "np.maximum",
+    "where": "np.where", "stop": "",
+}  # fmt: skip
+DTYPES = {"bool": "np.bool_", "int": "np.int32", "long": "np.int64", "real": "real"}
+
+# (score, b, h, q, kv, arrays, numbers, real) -> a tuple of results; real is the scalar type of reals
+Function = Callable[..., tuple[Any, ...]]
+
+
+def erf(x: Any) -> Any:
+    """The error function, in the dtype of x."""
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
+
+
+def function_of(roots: tuple[Node, ...]) -> Function:
+    """The generated function that computes the roots."""
+    lines, names = ["def mod(score, b, h, q, kv, arrays, numbers, real):"], dict[Node, str]()
+    for node in order(roots):
+        if node.op in INPUTS:
+            names[node] = node.op
+            continue
+        names[node] = f"t{len(names)}"
+        lines.append(f"    {names[node]} = {_expression(node, [names[arg] for arg in node.args])}")
+    lines.append(f"    return {''.join(f'{names[root]}, ' for root in roots)}")
+    namespace = {"np": np, "erf": erf}
+    exec(compile("\n".join(lines), "<a mod in NumPy>", "exec"), namespace)
+    function: Function = namespace["mod"]  # type: ignore[assignment]
+    return function
+
+
+def _expression(node: Node, args: list[str]) -> str:
+    op, dtype = node.op, DTYPES[node.kind]
+    if op == "const":
+        value = (
+            repr(node.value) if not isinstance(node.value, float) or math.isfinite(node.value) else f"'{node.value}'"
+        )
+        return f"{dtype}({value})"
+    if op == "argument":
+        return f"{dtype}(numbers[{node.value}])"
+    if op == "load":
+        array = f"arrays[{node.value}]"
+        indices = [
+            _index(index, name, f"{array}.shape[{axis}]")
+            for axis, (index, name) in enumerate(zip(node.args, args, strict=True))
+        ]
+        return f"{array}[{', '.join(indices) or '()'}].astype({dtype}, copy=False)"
+    if op in DTYPES:
+        return f"{args[0]}.astype({dtype})"
+    if op in INFIX:
+        return f"{args[0]} {INFIX[op]} {args[1]}"
+    return f"{CALLS[op]}({', '.join(args)})"
+
+
+def _index(index: Node, name: str, extent: str) -> str:
+    """The index clamped to its dimension; an input of the mod is inside it (requirements.py)."""
+    return name if index.op in INPUTS else f"np.minimum(np.maximum({name}, 0), {extent} - 1)"
+
+
+@lru_cache(maxsize=256)
+def score_function(text: str) -> Function:
+    """The modified score, a tuple of one."""
+    program = parse(text)
+    assert program.score is not None
+    return function_of((program.score,))
+
+
+@lru_cache(maxsize=256)
+def mask_function(text: str) -> Function:
+    """The truth of mask_mod, a tuple of one that broadcasts to the tile."""
+    program = parse(text)
+    assert program.mask is not None
+    return function_of((program.mask,))
+
+
+class Slope:
+    """The modified score and its derivatives on a tile."""
+
+    def __init__(self, text: str, wanted: tuple[bool, ...]) -> None:
+        program = parse(text)
+        assert program.score is not None
+        by = derivative(program.score)
+        loads = [(load, d) for load, d in by.loads if wanted[load.value]]
+        self._loads = [load for load, _ in loads]
+        roots = [program.score, by.slope]
+        for load, d in loads:
+            roots += (d, *load.args)
+        self._function = function_of(tuple(roots))
+
+    def indexed_by(self, name: str) -> bool:
+        """Whether every element that gets a gradient is of one sequence ("b"), or of one head ("h")."""
+        return all(any(index.op == name for index in load.args) for load in self._loads)
+
+    def evaluate(self, *inputs: Any) -> tuple[Any, Any, list[tuple[int, Any, tuple[Any, ...]]]]:
+        """(score, slope, [(slot, derivative by the element, its indices before clamping)]) of a Function's inputs."""
+        score, slope, *others = self._function(*inputs)
+        reads, start = [], 0
+        for load in self._loads:
+            slot, rank = load.value, len(load.args)
+            reads.append((slot, others[start], tuple(others[start + 1 : start + 1 + rank])))
+            start += 1 + rank
+        return score, slope, reads
+
+
+@lru_cache(maxsize=256)
+def slope_of(text: str, wanted: tuple[bool, ...]) -> Slope:
+    """The derivatives of a mod; `wanted` chooses, by slot, the captured arrays that get a gradient."""
+    return Slope(text, wanted)

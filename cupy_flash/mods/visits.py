@@ -1,0 +1,134 @@
+"""The tiles of scores that the CPU engine visits under a mask_mod: those that the classes of tiles leave."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from ..mask import Band
+from ..score import Positions
+from .tiles import CUT, EMPTY, FULL, TileClasses
+
+GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
+MOST_GRAINS = 256  # of one axis, for an estimate
+AT_ONCE = 2**18  # classes computed at a time: their intervals take dozens of arrays
+
+
+class Visit(NamedTuple):
+    """A range of keys that a query tile visits, or of queries that visit a key tile."""
+
+    start: int
+    stop: int
+    cut: bool  # whether the mask_mod may hide any of its scores
+
+
+class Visits:
+    """The visited tiles of a call, found once for all heads and sequences that share them. Threads may share it."""
+
+    def __init__(self, classes: TileClasses, block_q: int, block_kv: int) -> None:
+        self.classes, self.block_q, self.block_kv = classes, block_q, block_kv
+        self._found: dict[object, list[list[Visit]]] = {}
+        self._lock = threading.Lock()
+
+    def kv_tiles(self, batch: int, head: int, band: Band, positions: Positions, q_start: int) -> list[Visit]:
+        """The key tiles that the query tile from q_start on visits, last first, as Band.kv_tiles."""
+        rows = self._rows(batch, head, band, positions, by_query=True)
+        q_stop = min(q_start + self.block_q, band.q_len)
+        return _clipped(rows[q_start // self.block_q], *band.kv_range(q_start, q_stop))[::-1]
+
+    def q_tiles(self, batch: int, head: int, band: Band, positions: Positions, kv_start: int) -> list[Visit]:
+        """The query tiles that visit the key tile from kv_start on, first to last, as Band.q_tiles."""
+        rows = self._rows(batch, head, band, positions, by_query=False)
+        kv_stop = min(kv_start + self.block_kv, band.kv_len)
+        return _clipped(rows[kv_start // self.block_kv], *band.q_range(kv_start, kv_stop))
+
+    def _rows(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
+        read = self.classes.mask.inputs
+        key = (by_query, batch if "b" in read else 0, head if "h" in read else 0, band.q_len, band.kv_len, positions)
+        with self._lock:
+            if key not in self._found:
+                block = self.block_kv if by_query else self.block_q
+                grain = GRAIN if block % GRAIN == 0 else block
+                blocks = (self.block_q, grain) if by_query else (grain, self.block_kv)
+                classes = classes_of(self.classes, batch, head, band, positions, *blocks)
+                self._found[key] = runs(classes if by_query else classes.T, grain, block)
+            return self._found[key]
+
+
+def classes_of(
+    classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
+) -> np.ndarray:
+    """The classes of all tiles of a sequence, (query tiles, key tiles)."""
+    queries = _places(positions.q_first, positions.step, band.q_len, block_q)
+    keys = _places(positions.kv_first, positions.step, band.kv_len, block_kv)
+    found = np.empty((len(queries[0]), len(keys[0])), np.uint8)
+    at_once = max(AT_ONCE // max(len(keys[0]), 1), 1)
+    for n in range(0, len(found), at_once):
+        rows = slice(n, n + at_once)
+        found[rows] = classes.of(batch, head, (queries[0][rows, None], queries[1][rows, None]), keys)
+    return found
+
+
+def _places(first: int, step: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the first and the last row of each tile."""
+    starts = np.arange(0, length, block)
+    return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
+
+
+class VisitedPairs:
+    """Estimates how many (query, key) pairs of a sequence are computed under a mask_mod, for tiles of any size."""
+
+    def __init__(self, classes: TileClasses, batch: int, head: int, band: Band, positions: Positions) -> None:
+        longest = max(band.q_len, band.kv_len)
+        self.grain = GRAIN * max(1, -(-longest // (GRAIN * MOST_GRAINS)))
+        found = classes_of(classes, batch, head, band, positions, self.grain, self.grain)
+        i, j = (self.grain * np.arange(count) for count in found.shape)
+        last = self.grain - 1
+        in_band = (j + last >= i[:, None] + band.low) & (j <= i[:, None] + last + band.high)
+        self.seen, self.cut = (found != EMPTY) & in_band, (found == CUT) & in_band
+
+    def count(self, block_q: int, block_kv: int, by_query: bool) -> tuple[int, int]:
+        """(visited pairs, those in tiles that the mask_mod cuts): of the key tiles that query tiles visit or, unless
+        by_query, of the query tiles that visit key tiles."""
+        blocks, axes = [max(block // self.grain, 1) for block in (block_q, block_kv)], (0, 1) if by_query else (1, 0)
+
+        def any_of(grains: np.ndarray, axis: int) -> np.ndarray:
+            return np.logical_or.reduceat(grains, np.arange(0, grains.shape[axis], blocks[axis]), axis=axis)
+
+        if not self.seen.size:
+            return 0, 0
+        visited = any_of(self.seen, axes[0])
+        cut = np.repeat(any_of(any_of(self.cut, 0), 1), blocks[axes[1]], axis=axes[1])
+        cut = cut[: visited.shape[0], : visited.shape[1]] & visited
+        size = blocks[axes[0]] * self.grain**2
+        return int(visited.sum()) * size, int(cut.sum()) * size
+
+
+def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Visit]]:
+    """The tiles that each row of classes visits: ranges without an EMPTY class, split at multiples of `block`.
+
+    Column n of classes covers [n grain, (n + 1) grain).
+    """
+    seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
+    column = np.arange(classes.shape[1])
+    per_block = block // grain
+    rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
+    last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
+    not_full = np.pad((classes != FULL).cumsum(axis=1), ((0, 0), (1, 0)))
+    cut = not_full[rows, last + 1] > not_full[rows, first]
+    visits: list[list[Visit]] = [[] for _ in classes]
+    columns = ((first * grain).tolist(), ((last + 1) * grain).tolist(), cut.tolist())
+    for row, *visit in zip(rows.tolist(), *columns, strict=True):
+        visits[row].append(Visit(*visit))
+    return visits
+
+
+def _clipped(visits: list[Visit], start: int, stop: int) -> list[Visit]:
+    """The visits inside [start, stop)."""
+    return [
+        Visit(max(visit.start, start), min(visit.stop, stop), visit.cut)
+        for visit in visits
+        if visit.start < stop and visit.stop > start
+    ]

@@ -1,0 +1,123 @@
+// Loads from global to shared memory:
+//
+//   Loader, load_tile   rows of a tensor -> a tile, asynchronously, zeros for rows outside the range
+//   load_numbers        numbers of a per-row array
+//   Pipeline            ring of slots that are loaded ahead
+#pragma once
+#include "../walk.cuh"
+#include "tile.cuh"
+
+// Loads a chunk of an unaligned row number by number, synchronously.
+template <int DIM>
+__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool valid) {
+  unsigned int words[4] = {};
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+    if (valid && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
+  st_shared_v4(to, words);
+}
+
+// Loads tiles of ROWS rows of a tensor into shared memory; rows that are not requested become zeros and are not read.
+// If every thread has the same share of every tile (REGULAR), its addresses are computed once.
+template <int ROWS, int DIM>
+struct Loader {
+  using T = Tile<DIM>;
+  static constexpr int STEP = THREADS / T::CHUNKS;  // rows that all threads load at once
+  static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
+
+  // REGULAR: offsets of this thread's chunk in the tile's first rows: in the tensor, and in shared memory.
+  long long from;
+  unsigned int to;
+
+  __device__ Loader(const Operand& x) {
+    int row = threadIdx.x / T::CHUNKS;
+    from = row * x.row + (bytes(chunk()) ? 8 * chunk() : 0);
+    to = T::at(row, chunk());
+  }
+  __device__ Loader kept() const {
+    Loader loader = *this;
+    loader.from = keep(from), loader.to = keep(to);
+    return loader;
+  }
+  __device__ static int chunk() { return threadIdx.x % T::CHUNKS; }
+  // Valid bytes of a chunk: 16 except at the end of a row.
+  __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
+
+  // Loads rows of the tile whose position is with `read(position)`; `whole`: all of them.
+  template <typename Rows, typename Read>
+  __device__ void load(unsigned int tile, const Rows& rows, bool whole, Read read) const {
+    if (rows.aligned < 8) {
+#pragma unroll 1
+      for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
+        int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
+        load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows(row), chunk, read(rows.first + row));
+      }
+    } else if constexpr (REGULAR) {
+      const element* next = rows(0) + from;
+      if (whole) {
+#pragma unroll
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride)
+          cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
+      } else {
+#pragma unroll 1
+        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride) {
+          bool valid = read(rows.first + threadIdx.x / T::CHUNKS + n * STEP);
+          cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows.data, valid ? bytes(chunk()) : 0);
+        }
+      }
+    } else {
+      for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
+        int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
+        int size = read(rows.first + row) ? bytes(chunk) : 0;
+        cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + 8 * chunk : rows.data, size);
+      }
+    }
+  }
+  template <typename Rows>
+  __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
+    load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end, range);
+  }
+};
+
+template <int ROWS, int DIM, typename Rows>
+__device__ void load_tile(unsigned int tile, const Rows& rows, const Operand& x, Range range) {
+  Loader<ROWS, DIM>(x).load(tile, rows, range);
+}
+
+// Multistage cp.async pipeline: a ring of STAGES slots, of which STAGES - 1 are in flight while one is used. With one
+// slot, every load is waited for.
+template <int STAGES, int BYTES>
+struct Pipeline {
+  unsigned int start;
+  unsigned int loading;  // byte offset of the slot to load next
+  unsigned int used;     // and of the slot to use next
+
+  __device__ Pipeline(unsigned int start) : start(start), loading(0), used(0) {}
+  __device__ static unsigned int after(unsigned int slot) {
+    return STAGES == 1 ? 0 : STAGES == 2 ? slot ^ BYTES : slot == (STAGES - 1) * BYTES ? 0 : slot + BYTES;
+  }
+  __device__ unsigned int next() const { return start + loading; }
+  // Commits the loads of one slot; called without loads after the last tile, to keep the group count.
+  __device__ void commit() {
+    cp_async_commit_group();
+    loading = after(loading);
+  }
+  // Waits for the next slot. Its barrier also means that all warps have finished with the previous slot.
+  __device__ unsigned int wait() {
+    cp_async_wait_group<(STAGES > 1 ? STAGES - 2 : 0)>();
+    __syncthreads();
+    unsigned int slot = start + used;
+    used = after(used);
+    return slot;
+  }
+};
+
+// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros for those without `read(row)`.
+template <int COUNT, typename Read>
+__device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
+  static_assert(COUNT <= THREADS, "one each");
+  int n = threadIdx.x;
+  if (n >= COUNT) return;
+  bool valid = read(first + n);
+  cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
+}

@@ -1,0 +1,12 @@
+// The score_mod and the mask_mod of a call. traced.cuh is written by cupy_flash/mods/cuda_code.py.
+#pragma once
+#include "number.cuh"
+#include "params.cuh"
+#if MODS
+#include "mod_functions.cuh"
+#include "traced.cuh"
+#else
+struct Mod {
+  __device__ Mod(const Params& p, int batch) {}
+};
+#endif

@@ -1,0 +1,122 @@
+// The score_mod and the mask_mod of a call: struct Mod of traced.cuh, which cupy_flash/mods/cuda_code.py writes, and
+// the functions that it calls. Included under `#if MODS` alone.
+#pragma once
+#include "number.cuh"
+#include "params.cuh"
+#include "range.cuh"
+
+// Integers wrap as in NumPy; signed overflow is undefined in C++.
+template <typename T>
+struct UnsignedOf;
+template <>
+struct UnsignedOf<int> {
+  using type = unsigned int;
+};
+template <>
+struct UnsignedOf<long long> {
+  using type = unsigned long long;
+};
+template <typename T>
+__device__ T wrapping_add(T a, T b) {
+  using U = typename UnsignedOf<T>::type;
+  return (T)((U)a + (U)b);
+}
+template <typename T>
+__device__ T wrapping_sub(T a, T b) {
+  using U = typename UnsignedOf<T>::type;
+  return (T)((U)a - (U)b);
+}
+template <typename T>
+__device__ T wrapping_mul(T a, T b) {
+  using U = typename UnsignedOf<T>::type;
+  return (T)((U)a * (U)b);
+}
+// Bits that leave the number are lost.
+template <typename T, typename Count>
+__device__ T mod_shl(T a, Count b) {
+  using U = typename UnsignedOf<T>::type;
+  return b < 8 * sizeof(T) ? (T)((U)a << b) : 0;
+}
+template <typename T, typename Count>
+__device__ T mod_shr(T a, Count b) {
+  return a >> (b < 8 * sizeof(T) ? b : 8 * sizeof(T) - 1);
+}
+
+// Division rounds down as in Python; by zero it gives 0 of integers.
+template <typename T>
+__device__ T mod_floor_divide(T a, T b) {
+  if (b == 0) return 0;
+  if (b == -1) return wrapping_sub<T>(0, a);
+  T q = a / b;
+  return q * b != a && (a < 0) != (b < 0) ? q - 1 : q;
+}
+template <typename T>
+__device__ T mod_remainder(T a, T b) {
+  if (b == 0 || b == -1) return 0;
+  T rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+template <>
+__device__ inline real mod_remainder<real>(real a, real b) {
+  real rest = fmod(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+template <>
+__device__ inline real mod_floor_divide<real>(real a, real b) {
+  if (b == 0) return a / b;
+  return rint((a - mod_remainder(a, b)) / b);
+}
+
+// A NaN stays one, as in NumPy and torch.
+__device__ inline real mod_min(real x, real y) {
+  return x < y || x != x ? x : y;
+}
+__device__ inline real mod_max(real x, real y) {
+  return x > y || x != x ? x : y;
+}
+__device__ inline real mod_sign(real x) {
+  return x != x ? x : (real)((x > 0) - (x < 0));
+}
+__device__ inline int mod_sign(int x) {
+  return (x > 0) - (x < 0);
+}
+__device__ inline long long mod_sign(long long x) {
+  return (x > 0) - (x < 0);
+}
+
+// With FAST_MATH, which engines of 16-bit products set, functions are a few units of 2^-23 off, without a branch.
+__device__ inline float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline real mod_exp2(real x) {
+  return FAST_MATH ? (real)ex2_approx_ftz((float)x) : exp2(x);
+}
+__device__ inline real mod_exp(real x) {
+  return FAST_MATH ? mod_exp2(x * (real)1.4426950408889634) : exp(x);
+}
+__device__ inline real mod_tanh(real x) {
+  return FAST_MATH ? 1 - 2 * (real)rcp_approx((float)(1 + mod_exp2(x * (real)2.8853900817779268))) : tanh(x);
+}
+__device__ inline real mod_divide(real x, real y) {
+  return FAST_MATH ? x * (real)rcp_approx((float)y) : x / y;
+}
+
+// Indices of captured arrays are clamped, as on every backend.
+template <typename T>
+__device__ int clamped(T i, int size) {
+  return (int)min(max(i, (T)0), (T)(size - 1));
+}
+template <typename T>
+__device__ int below(T i, int size) {
+  return (int)min(i, (T)(size - 1));
+}
+__device__ inline Interval<int> narrowed(Interval<long long> x) {
+  return {(int)min(max(x.lo, 0ll), 2147483647ll), (int)min(max(x.hi, 0ll), 2147483647ll)};
+}

@@ -1,0 +1,128 @@
+"""The cycle model of a mainloop on loops whose clocks are known, and the prediction of speeds from it."""
+
+from statistics import median
+
+import pytest
+
+from bench import cycles, predict, sass
+from bench.gpu import Regime
+from bench.published import FLASH_ATTENTION_3, LENGTHS
+
+LOOP = "BRA `(.L_x_1)"
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EXP = [f"MUFU.EX2 R{n}, R{n}" for n in range(100, 132)]
+
+
+@pytest.mark.parametrize(
+    ("loop", "clocks"),
+    [
+        # Each waits for the result of the one before.
+        pytest.param(["FADD R1, R1, R2"] * 100, 4 * 100, id="latency-of-fma"),
+        pytest.param([f"FADD R{n}, R{n}, R2" for n in range(3, 103)], 100, id="one-issue-a-clock"),
+        pytest.param([f"FMNMX R{n}, R{n}, R2, !PT" for n in range(3, 103)], 2 * 100, id="integer-lanes"),
+        pytest.param(EXP, 8 * len(EXP), id="exponentials"),
+        pytest.param([PRODUCT] * 8, 8 * 64, id="products"),
+        pytest.param([PRODUCT, WAIT, *EXP], 64 + 8 * len(EXP), id="products-before-exponentials"),
+        pytest.param([PRODUCT, *EXP, WAIT], 8 * len(EXP), id="products-under-exponentials"),
+    ],
+)
+def test_one_warpgroup(loop, clocks):
+    """Within the waits and the branch, 40 clocks at most."""
+    assert clocks <= cycles.clocks_of_iteration([*loop, LOOP], 1) <= clocks + 40
+
+
+def test_warpgroups_overlap():
+    """The products of one warpgroup run under the exponentials of the other; a named barrier prevents it."""
+    loop = [*[PRODUCT] * 4, WAIT, *EXP]  # 256 clocks of products, then 256 of exponentials
+    alone = cycles.clocks_of_iteration([*loop, LOOP], 1)
+    together = cycles.clocks_of_iteration([*loop, LOOP], 2, stagger=300)
+    assert 2 * 256 <= together < 1.15 * alone < 1.15 * 560
+    barrier = "BAR.SYNC.DEFER_BLOCKING 0x1, 0x100"
+    assert cycles.clocks_of_iteration([barrier, *loop, LOOP], 2) > 1.3 * together
+
+
+def test_ping_pong_alternates():
+    """BAR.SYNC waits for the turn and BAR.ARV passes it: products of two warpgroups never overlap."""
+    loop = ["BAR.SYNC.DEFER_BLOCKING R1, 0x100", PRODUCT, WAIT, "BAR.ARV R2, 0x100", LOOP]
+    assert cycles.clocks_of_iteration(loop, 2) > 2 * 64
+
+
+def test_operands_from_shared_memory_limit_a_product():
+    """64 x 32 x 16 with both operands in shared memory reads 192 bytes a clock of its 16; shared memory has 128."""
+    from_shared = "HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, gsb0"
+    from_registers = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR4], R24, gsb0"
+    assert [cycles.decode(text).product for text in (from_shared, from_registers)] == [24, 16]
+    assert cycles.tensor_clocks([from_shared]) == 16
+    assert cycles.shared_bytes("STSM.16.M88.4 [R10], R216") == 4 * 4 * 128
+
+
+def test_resources_of_a_step():
+    step = predict.step([*[PRODUCT] * 4, *EXP, WAIT, LOOP], 2, 128 * 100)
+    assert step.resources == {
+        "tensor cores": 2 * 4 * 64,
+        "shared memory": 100 + 2 * 4 * 128 * 32 / 128,
+        "MUFU": 2 * 8 * len(EXP),
+        "issue": 2 * 38,
+    }
+    assert max(step.resources.values()) <= step.overlapping <= step.alone
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_steps_are_the_visited_tiles(causal):
+    """Query tiles of 128 in the forward, key tiles of 128 in the backward, each with its overhead."""
+    work = range(8)
+    visited = sum(2 * (i + 1) for i in work) if causal else 8 * 16
+    for backward, tile in ((False, (128, 64)), (True, (64, 128))):
+        regime = Regime("bfloat16", 128, 1024, causal, backward, tokens=1024)
+        assert predict.steps(regime, *tile) == 16 * (visited + 8 * predict.TILE_OVERHEAD)
+
+
+def test_overhead_is_that_of_published_speeds():
+    """One speed of a step and the overhead of a work tile give every published length."""
+    speeds = {
+        Regime("bfloat16", 128, seqlen, causal): published
+        for causal in (False, True)
+        for seqlen, published in zip(LENGTHS, FLASH_ATTENTION_3[False, 128, causal], strict=True)
+    }
+    per_step = {regime: regime.flops / predict.steps(regime, 128, 128) for regime in speeds}
+    scale = median(published / per_step[regime] for regime, published in speeds.items())
+    errors = [abs(scale * per_step[regime] / published - 1) for regime, published in speeds.items()]
+    assert median(errors) < 0.04 and max(errors) < 0.15
+
+
+LISTING = [
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3",
+    "QGMMA.64x96x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0",
+    "MUFU.EX2 R1, R1",
+    "@P0 BRA `(.L_x_2)",
+    "REDG.E.ADD.F32x4 [R6.64], R152",
+    WAIT,
+    "@P2 BRA `(.L_x_1)",
+]
+
+
+def test_the_steady_path_reduces_and_waits():
+    """A branch around additions to global memory is not the steady path; waits say what was issued before them."""
+    labels = {".L_x_1": 0, ".L_x_2": 5}
+    steady, longest = (round_(LISTING, labels, 0, 6) for round_ in (sass.shortest_round, sass.longest_round))
+    assert steady == longest == LISTING
+    mainloop = sass.Mainloop(steady, longest)
+    assert [wait[1:] for wait in mainloop.waits()] == [(0, 0), (1, 1)]
+    assert mainloop.counts() == dict(
+        products=1, ldmatrix=0, copies=0, reductions=1, exp=1, float=0, convert=0, shared=0, rest=4
+    )
+
+
+def test_a_regime_is_predicted():
+    """The forward at D 128: between the two hypotheses, bound by the tensor cores at best."""
+    regime = Regime("bfloat16", 128, 16384, False)
+    (prediction,) = predict.predict([regime], lambda _: None)
+    low, high = prediction.r_mm
+    assert 0.7 < low < high < 1070 / predict.MATMUL_TFLOPS * 1.02
+    assert prediction.binding[0] == "one warpgroup's chain"
+    assert prediction.tensor_clocks == 2 * prediction.tile[0] * prediction.tile[1] * 128 / predict.MULTIPLY_ADDS
+    # The exponentials of a tile overlap PV of the previous one: they precede the wait for it.
+    assert [wait.exps for wait in prediction.waits if "WARPGROUP" in wait.instruction] == [0, prediction.exps]
+    (row,) = predict.table([prediction._asdict()]).rows
+    assert row[0] == regime.name and row[3] == "0.92"

@@ -1,0 +1,75 @@
+"""Mods for the tests of attention, each over NumPy or torch and over arrays of either."""
+
+import numpy as np
+
+
+def arrays_of(case):
+    """The arrays that the mods of a case capture, by name."""
+    rng = np.random.default_rng([case.seed, 2])
+    rows, batch, heads = max(case.q_len, case.kv_len), case.batch, case.heads
+    floating = {
+        "slopes": rng.uniform(0, 0.5, heads),
+        "table": rng.normal(size=(heads, 15)),
+        "plane": rng.normal(size=(batch, heads, case.q_len, case.kv_len)),
+        "row_bias": rng.normal(size=(batch, rows)),
+        "values": rng.normal(size=(6, 6)),
+        "number": rng.uniform(0.5, 1.5, ()),
+    }
+    whole = {
+        "ids": np.sort(rng.integers(0, 4, (batch, rows)), axis=1),
+        "buckets": rng.integers(0, 6, rows).astype(np.int32),
+        "blocks": rng.random((batch, 8, 8)) < 0.6,
+    }
+    # Contiguous, transposed and repeated, as callers have them.
+    strided = {"plane": np.ascontiguousarray(floating["plane"].swapaxes(2, 3)).swapaxes(2, 3)}
+    return (
+        {name: np.asarray(x, np.float32) for name, x in floating.items()}
+        | {name: x.astype(np.float32) for name, x in strided.items()}
+        | whole
+    )
+
+
+def relative(xp, a):
+    return lambda s, b, h, q, kv: s + a["table"][h, xp.clip(q - kv, -7, 7) + 7]
+
+
+def learned_twice(xp, a):
+    """One table read twice by other tables."""
+
+    def mod(s, b, h, q, kv):
+        first, second = a["buckets"][q], a["buckets"][kv]
+        return s * a["values"][first, second] + xp.tanh(a["values"][second, first] * s) * a["number"]
+
+    return mod
+
+
+SCORE_MODS = {
+    "alibi": lambda xp, a: lambda s, b, h, q, kv: s - a["slopes"][h] * abs(q - kv),
+    "softcap": lambda xp, a: lambda s, b, h, q, kv: 3 * xp.tanh(s / 3),
+    "relative": relative,
+    "dense": lambda xp, a: lambda s, b, h, q, kv: s + a["plane"][b, h, q, kv],
+    "row-bias": lambda xp, a: lambda s, b, h, q, kv: s * a["number"] + a["row_bias"][b, kv] - a["row_bias"][b, q],
+    "learned-twice": learned_twice,
+    "choice": lambda xp, a: lambda s, b, h, q, kv: xp.where(s > 0, xp.sqrt(s), xp.exp(s) - 1),
+    "hides": lambda xp, a: lambda s, b, h, q, kv: xp.where((q + kv) % 3 == 0, -np.inf, s * 1.5),
+    "hides-by-sum": lambda xp, a: lambda s, b, h, q, kv: s * a["number"] + xp.where((q + kv) % 3 == 0, -np.inf, 0.0),
+}
+MASK_MODS = {
+    "causal": lambda xp, a: lambda b, h, q, kv: q >= kv,
+    "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
+    "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
+    "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
+    "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # rows and heads that see nothing
+    "nothing": lambda xp, a: lambda b, h, q, kv: q < 0,
+}
+
+
+def mods_of(case, xp=np, arrays=None):
+    """The options score_mod and mask_mod of a case."""
+    arrays = arrays_of(case) if arrays is None else arrays
+    given = {}
+    if case.score_mod is not None:
+        given["score_mod"] = SCORE_MODS[case.score_mod](xp, arrays)
+    if case.mask_mod is not None:
+        given["mask_mod"] = MASK_MODS[case.mask_mod](xp, arrays)
+    return given

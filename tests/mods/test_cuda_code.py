@@ -1,0 +1,218 @@
+"""The CUDA struct of a mod compiles, and in the simulator it gives the scores, slopes, masks and classes of NumPy."""
+
+import re
+import struct
+
+import numpy as np
+import pytest
+from helpers.masks import LENGTH, MASKS, SCORES, random_mask
+from helpers.tiers import in_tiers
+
+from cupy_flash import nvrtc
+from cupy_flash.backends.simulator import Memory, SimulationError, launch
+from cupy_flash.mods import cuda_code
+from cupy_flash.mods.derive import derivative
+from cupy_flash.mods.numpy_code import function_of
+from cupy_flash.mods.tiles import EMPTY, FULL, Extremes, TileClasses
+from cupy_flash.mods.trace import Mod
+from cupy_flash.params import _filled
+from cupy_flash.source import CONFIG, Text, configure, kernel_folder
+
+PAIRS = """
+extern "C" __global__ void pairs(const __grid_constant__ Params p, const int* heads, const int* queries,
+                                 const int* keys, const real* products, real* scores, real* slopes,
+                                 unsigned char* seen) {
+  int n = blockIdx.x * 128 + threadIdx.x;
+  Mod mod(p, 0);
+  Mod::Query q = mod.query(heads[n], queries[n]);
+  Mod::Key k = mod.key(keys[n]);
+  scores[n] = mod.score(products[n], q, k, slopes[n]);
+  seen[n] = mod.sees(q, k);
+}
+"""
+TILES = """
+extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interval<int>* heads,
+                                 const Interval<int>* queries, const Interval<int>* keys, unsigned char* classes) {
+  int n = blockIdx.x * 128 + threadIdx.x;
+  Truth seen = Mod(p, 0).tile(heads[n], queries[n], keys[n]);
+  classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
+}
+"""
+EXTREMES = (kernel_folder() / "extremes.cu").read_text().partition('#include "mod.cuh"')[2]
+HEAD = 1
+
+
+def kernel_text(mod, kernel, constants=(), **options):
+    """The text of a kernel with the struct of a mod."""
+    program = mod.program
+    slope = None if program.score is None else derivative(program.score).slope
+    headers = {
+        "captured.cuh": cuda_code.captured_struct(program),
+        "traced.cuh": cuda_code.mod_struct(program, slope, **options),
+    }
+    folder = kernel_folder().resolve()
+    text = Text(folder, *configure((folder / CONFIG).read_text(), {"MODS": True, **dict(constants)}), headers)
+    text.inline("mod.cuh", ())
+    return "\n".join(text.lines) + kernel
+
+
+def table_of(array):
+    """The table of a captured array, (rows, chunks, 2)."""
+    bounds = Extremes(array).chunks
+    number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
+    return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
+
+
+def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
+    """Run a kernel of one thread per element of `inputs` in the simulator, filling `outputs`."""
+    name = re.search(r"(\w+)\(const __grid_constant__", kernel)[1]
+    text = kernel_text(mod, kernel, constants, **options)
+    assert plant[0] in text
+    ptx = nvrtc.compile(text.replace(*plant) if plant[0] else text, name, "compute_80").ptx
+    memory = Memory()
+    arrays, chunks = [], {}
+    for slot, array in enumerate(mod.arrays):
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        arrays.append((memory.add(array, f"array {slot}", writable=False), array.shape, strides))
+    tables = {slot: table_of(mod.arrays[slot]) for slot in cuda_code.chunked(mod.program)}
+    if kernel == EXTREMES:
+        tables = outputs = {slot: np.empty_like(table) for slot, table in tables.items()}
+    for slot, table in tables.items():
+        chunks[slot] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
+    captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
+    packed = _filled("Params", {"captured": captured, "batch": (1,)}, cuda_code.captured_struct(mod.program)).tobytes()
+    if kernel == EXTREMES:
+        launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
+        return outputs
+    pointers = [memory.add(array, f"input {n}", writable=False) for n, array in enumerate(inputs)]
+    pointers += [memory.add(array, f"output {n}", initialised=False) for n, array in enumerate(outputs)]
+    assert len(inputs[0]) % 128 == 0
+    grid = (len(inputs[0]) // 128, 1, 1)
+    launch(ptx, name, grid, (128, 1, 1), packed + struct.pack(f"{len(pointers)}Q", *pointers), memory=memory)
+    return outputs
+
+
+def pairs_of(mod, real, length=LENGTH, constants=(), **options):
+    """(scores, slopes, seen) of random pairs: those of the kernel, those of NumPy."""
+    rng = np.random.default_rng(0)
+    heads = rng.integers(0, 3, 512).astype(np.int32)
+    q, kv = (rng.integers(0, length, 512).astype(np.int32) for _ in range(2))
+    products = rng.normal(size=512).astype(real)
+    outputs = np.empty(512, real), np.empty(512, real), np.empty(512, np.bool_)
+    named = {"real": "double" if real == np.float64 else "float", **dict(constants)}
+    run(mod, PAIRS, (heads, q, kv, products), outputs, named, **options)
+    program = mod.program
+    roots = [] if program.score is None else [program.score, derivative(program.score).slope]
+    roots += [] if program.mask is None else [program.mask]
+    with np.errstate(all="ignore"):
+        found = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
+    found = [np.broadcast_to(x, 512) for x in found]
+    if program.score is None:
+        found = [products, np.ones(512, real), *found]
+    if program.mask is None:
+        found.append(np.ones(512, np.bool_))
+    return outputs, found
+
+
+def classes_of(mod, length, block, **options):
+    """(EMPTY, CUT or FULL of each tile from the kernel, those of NumPy)."""
+    starts = np.arange(0, length, block)
+    q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
+    inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
+    heads = np.full(inputs[0].shape, HEAD, np.int32)
+    (found,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
+    classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
+    tiles = len(starts) ** 2
+    return found[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
+
+
+@pytest.mark.parametrize("row", in_tiers(MASKS, ["sinks", "document window", "natten morton", "block map"]))
+def test_mask_equals_numpy(row):
+    mod = Mod(mask_mod=row[0])
+    (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32)
+    assert np.array_equal(seen, expected)
+    found, expected = classes_of(mod, LENGTH, 128)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+@pytest.mark.parametrize("score_mod", in_tiers(SCORES, ["alibi", "softcap", "relative", "everything"]))
+def test_score_and_slope_equal_numpy(score_mod, real):
+    (score, slope, _), (expected_score, expected_slope, _) = pairs_of(Mod(score_mod), real)
+    tolerance = 64 * np.finfo(real).eps
+    np.testing.assert_allclose(score, expected_score, tolerance, tolerance)
+    np.testing.assert_allclose(slope, expected_slope, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("score_mod", in_tiers(SCORES, ["softcap"]))
+def test_fast_functions_are_as_exact_as_16_bit_products_need(score_mod):
+    (score, slope, _), (expected_score, expected_slope, _) = pairs_of(
+        Mod(score_mod), np.float32, constants={"FAST_MATH": True}
+    )
+    np.testing.assert_allclose(score, expected_score, 2e-5, 2e-5)
+    np.testing.assert_allclose(slope, expected_slope, 2e-5, 2e-5)
+
+
+def test_tables_of_extremes_equal_numpy():
+    rng = np.random.default_rng(1)
+    ids, hidden = rng.integers(-(2**62), 2**62, (3, 2, 200)), rng.random(130) < 0.02
+    places = rng.integers(0, 99, (5, 300)).astype(np.uint8)[::2, ::3]
+    mod = Mod(mask_mod=lambda b, h, q, kv: (ids[h, b, q] < ids[h, b, kv]) & hidden[kv] & (places[h, q] < 9))
+    tables = run(mod, EXTREMES, [], [])
+    assert len(tables) == 3
+    for slot, table in tables.items():
+        assert np.array_equal(table, table_of(mod.arrays[slot])), slot
+
+
+@pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
+def test_random_masks_equal_numpy(seeds):
+    """Elements are NumPy's; a class proves no more than NumPy's, which also knows the numbers of the call."""
+    for seed in seeds:
+        mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
+        options = {"largest": cuda_code.LARGE} if seed % 2 else {}
+        (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
+        assert np.array_equal(seen, expected), seed
+        found, expected = classes_of(mod, 320, 20, **options)
+        assert np.array_equal(found == EMPTY, (expected == EMPTY) & (found == EMPTY)), seed
+        assert np.array_equal(found == FULL, (expected == FULL) & (found == FULL)), seed
+
+
+@pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
+@pytest.mark.parametrize("row", in_tiers(MASKS, ["document causal logical long"]))
+def test_struct_compiles_without_spills_and_warnings(row, target):
+    compiled = nvrtc.compile(kernel_text(Mod(mask_mod=row[0]), TILES), "tiles", target)
+    assert not compiled.warnings
+    assert compiled.resources["tiles"].spill_stores == 0
+
+
+PLACES = np.arange(320, dtype=np.int32)
+# Replaced text of range.cuh, and a mask of 320 tokens whose tiles of 40 x 40 are then of a wrong class.
+PLANTS = {
+    "less for less or equal": (
+        "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}", lambda b, h, q, kv: q // 40 <= kv // 40
+    ),
+    "first chunk": ("chunks[first]", "chunks[last]", lambda b, h, q, kv: kv <= PLACES[q] + 30),
+    "last chunk": ("n <= last", "n < last", lambda b, h, q, kv: kv <= PLACES[q] + 30),
+    "few elements": ("n < count; ++n", "n + 1 < count; ++n", lambda b, h, q, kv: PLACES[q // 8] != 4),
+    "rest": ("Interval<T>{0, y.hi - 1}", "Interval<T>{0, y.hi - 2}", lambda b, h, q, kv: kv % 21 != 20),
+    "both": ("x.may_not || y.may_not}", "x.may_not && y.may_not}", lambda b, h, q, kv: (q >= kv) & (q - kv < 90)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTS, ["last chunk", "less for less or equal"]))
+def test_wrong_interval_arithmetic_is_found(plant):
+    *texts, mask = plant
+    mod = Mod(mask_mod=mask)
+    i = np.arange(320, dtype=np.int32)
+    seen = np.broadcast_to(mask(0, 0, i[:, None], i[None]), (320, 320)).reshape(8, 40, 8, 40)
+    for is_planted, change in ((False, ("", "")), (True, tuple(texts))):
+        found = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
+        wrong = (seen.any((1, 3)) & (found == EMPTY)) | (~seen.all((1, 3)) & (found == FULL))
+        assert wrong.any() == is_planted
+
+
+def test_a_missing_clamp_is_found():
+    table = np.arange(8, dtype=np.int32)
+    mod = Mod(mask_mod=lambda b, h, q, kv: table[q - kv] < 4)
+    with pytest.raises(SimulationError, match="past the end|before"):
+        pairs_of(mod, np.float32, plant=("clamped(v", "(v"))

@@ -1,0 +1,75 @@
+"""The tiles that the CPU engine visits under a mask_mod: every visible pair is in one of them, and few others are."""
+
+import numpy as np
+import pytest
+from helpers.masks import MASKS, random_mask
+from helpers.tiers import in_tiers
+
+from cupy_flash.mask import Mask
+from cupy_flash.mods import tiles
+from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
+from cupy_flash.mods.trace import Mod
+from cupy_flash.mods.visits import GRAIN, Visits, runs
+from cupy_flash.score import Positions
+
+WHOLE = Positions(0, 0, 0, 1)
+
+
+def check_visits(mask_mod, mask, q_len, kv_len, block_q, block_kv, positions=WHOLE):
+    """Compare both lists of visits with the mask; the number of pairs that are visited in vain."""
+    mod = Mod(mask_mod=mask_mod)
+    visits = Visits(TileClasses(mod.program.mask, mod.arrays, mod.numbers), block_q, block_kv)
+    band = mask.band(q_len, kv_len, positions.offset, positions.step)
+    i = (positions.q_first + positions.step * np.arange(q_len)).astype(np.int32)[:, None]
+    j = (positions.kv_first + positions.step * np.arange(kv_len)).astype(np.int32)[None]
+    with np.errstate(all="ignore"):
+        seen = np.broadcast_to(mask_mod(np.zeros((1, 1), np.int32), np.ones((1, 1), np.int32), i, j), (q_len, kv_len))
+    in_band = band.visible(0, q_len, 0, kv_len)
+    for transposed in (False, True):
+        visited, unmasked = np.zeros((q_len, kv_len), int), np.zeros((q_len, kv_len), bool)
+        for start in range(0, kv_len if transposed else q_len, block_kv if transposed else block_q):
+            find = visits.q_tiles if transposed else visits.kv_tiles
+            for visit in find(0, 1, band, positions, start):
+                tile = slice(start, start + (block_kv if transposed else block_q)), slice(visit.start, visit.stop)
+                visited[tile[::-1] if transposed else tile] += 1
+                unmasked[tile[::-1] if transposed else tile] = not visit.cut
+        assert visited.max(initial=0) <= 1
+        assert (visited[seen & in_band] == 1).all()
+        assert seen[unmasked].all()
+    return int(visited.sum() - (seen & in_band).sum())
+
+
+BANDS = {"none": Mask(), "causal": Mask(right=0), "window": Mask(left=300, right=100)}
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+@pytest.mark.parametrize("row", in_tiers(MASKS, ["causal", "document window", "natten morton", "block map"]))
+def test_visits_of_known_masks(row, band):
+    check_visits(row[0], band, 1000, 1500, 128, 256)
+
+
+@pytest.mark.parametrize("seeds", in_tiers({"few": range(30), "many": range(30, 300)}, ["few"]))
+def test_visits_of_random_masks(seeds):
+    for seed in seeds:
+        mask_mod = random_mask(seed, 1 + seed % 4)
+        check_visits(mask_mod, BANDS["causal"], 301, 320, 64, 128)
+        check_visits(mask_mod, BANDS["none"], 150, 107, 50, 30, Positions(5, 90, 0, 2))
+
+
+def test_a_sliding_mask_visits_little_in_vain():
+    """A tile of 128 rows under a window of 512 visits 640 of the other axis, and at most a grain more."""
+    in_vain = check_visits(MASKS["sliding"][0], Mask(), 4096, 4096, 128, 128)
+    assert in_vain <= 4096 * (640 + GRAIN - 512)
+
+
+def test_runs_are_split_at_blocks_and_at_empty_classes():
+    classes = np.array([[FULL, FULL, CUT, FULL, FULL, EMPTY, FULL], [EMPTY] * 7], np.uint8)
+    first, second = runs(classes, 10, 20)
+    assert [tuple(visit) for visit in first] == [(0, 20, False), (20, 40, True), (40, 50, False), (60, 70, False)]
+    assert second == []
+
+
+def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
+    monkeypatch.setitem(tiles.FUNCTIONS, "less_equal", lambda x, y: tiles.Truth(x.lo <= y.hi, x.lo > y.hi))
+    with pytest.raises(AssertionError):
+        check_visits(MASKS["causal"][0], Mask(), 1000, 1000, 128, 256)

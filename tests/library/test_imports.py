@@ -120,6 +120,7 @@ FLOW = (
     "adapters.torch.op",
     "adapters.torch.cache",
     "adapters.torch.drop_in",
+    "adapters.torch.cache_drop_in",
     "adapters.torch.module",
     "adapters.torch.saved",
     "adapters.torch.registry",

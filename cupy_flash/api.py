@@ -449,15 +449,15 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     Raises:
         UnsupportedError: no engine serves the problem.
     """
-    asked = Options.of("explain", options)
-    problem, _ = pose("explain", (q, k, v), asked)
+    settings = Options.of("explain", options)
+    problem, _ = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
     if not problem.mods:
         return text
     from .mods import explain as mods
     from .mods.trace import mod_of
 
-    return f"{text}\n{mods.explain(mod_of(asked.score_mod, asked.mask_mod))}"
+    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
 
 
 def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:

@@ -117,7 +117,7 @@ SUM = "floating-point additions, whose sum depends on their order, of byte .* of
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
 WAITED = "while (ld_acquire(of(row, half)) != before) {}"
 TURNS_PLANTED = {
-    "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(i, dQ_share, before);", "", SCOPES),
+    "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);", "", SCOPES),
     "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
     "acquired relaxed": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", SCOPES),
     "acquired from the block": ("ld.acquire.gpu.global", "ld.acquire.cta.global", SCOPES),
@@ -210,15 +210,14 @@ PLANTED = {
     "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),
     "scores not waited for": (
-        "keys", "wgmma_wait_group<1>();\n      fence_operand(S_rmem)",
-        "wgmma_wait_group<2>();\n      fence_operand(S_rmem)",
+        "keys", "wgmma_wait_group<1>();\n  fence_operand(S)", "wgmma_wait_group<2>();\n  fence_operand(S)",
         errors.PendingRegister,
     ),
     "gradients not waited for": (
-        "keys", "wgmma_wait_group<0>();\n        fence_operand(dP", "fence_operand(dP", errors.PendingRegister,
+        "keys", "wgmma_wait_group<0>();\n  fence_operand(dP", "fence_operand(dP", errors.PendingRegister,
     ),
     "dQ not waited for": (
-        "keys", "wgmma_wait_group<1>();\n      fence_operand(dV", "wgmma_wait_group<2>();\n      fence_operand(dV",
+        "keys", "wgmma_wait_group<1>();\n  fence_operand(dV", "wgmma_wait_group<2>();\n  fence_operand(dV",
         errors.PendingRegister,
     ),
     "no fence of dS": (
@@ -236,26 +235,32 @@ PLANTED = {
     "one place for dS": ("keys", "dS_index % 2", "0", errors.PendingCopy),
     "one place for P": ("shared keys", "dS_index % 2", "0", errors.PendingCopy),
     "P not shared": (
-        "shared keys", "store_fragments<BLOCK_KV>(P_smem,", "if (share == 0) store_fragments<BLOCK_KV>(P_smem,",
+        "shared keys", "{\n    store();", "{\n    if (consumer.share == 0) store();",
         (errors.Uninitialised, AssertionError),
     ),
+    "P read before the other consumer has stored it": (
+        "shared keys",
+        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);\n      P.issue_stored(dV_rmem, dO_smem);",
+        "P.issue_stored(dV_rmem, dO_smem);\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        (errors.Race, errors.MissingFence, errors.Uninitialised),
+    ),
+    "gradients not fenced": ("keys", "P.fence(), dS.fence();\n  wgmma_fence();", "P.fence(), dS.fence();",
+                             errors.MissingFence),
     "columns of the other share": (
-        "shared keys", "dO_smem + share * (N_V / 8)", "dO_smem + (1 - share) * (N_V / 8)", AssertionError,
+        "shared keys", "consumer.share * (COLUMNS / 8)", "(1 - consumer.share) * (COLUMNS / 8)", AssertionError,
     ),
     "keys of the other share": (
-        "keys", "K_smem + keys * PANEL_ROW, Q_smem", "K_smem + (64 - keys) * PANEL_ROW, Q_smem", AssertionError,
+        "keys", "K_smem + keys, Q_smem", "K_smem + 64 * PANEL_ROW - keys, Q_smem", AssertionError,
     ),
     "Q released before dK": (
-        "keys",
-        "wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);\n      rings.Q.release();",
-        "rings.Q.release();\n      wgmma_wait_group<0>();\n      fence_operand(dK_rmem), fence_operand(dS_rmem);",
+        "keys", "wait_dK(dK_rmem, dS);\n      rings.Q.release();", "rings.Q.release();\n      wait_dK(dK_rmem, dS);",
         errors.PendingCopy,
     ),
     "dK leaves while K is read": (
-        "keys", "wgmmas have read K and V.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
-        "wgmmas have read K and V.", errors.PendingCopy,
+        "keys", "wgmmas have read them.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        "wgmmas have read them.", errors.PendingCopy,
     ),
-    "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, cleared))", "if (false)", AssertionError),
+    "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, unwanted))", "if (false)", AssertionError),
     "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "past the keys": ("keys", "i0 + QUERIES > unmasked_queries.end;", "false;", AssertionError),
     "dQ leaves over the last one": (

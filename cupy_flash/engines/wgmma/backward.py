@@ -131,7 +131,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cu."""
+    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cuh."""
     k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
     return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
 

@@ -1,0 +1,327 @@
+// Parts of backward.cu:
+//
+//   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
+//   Rings             shared memory
+//   QTiles            the tiles of queries that a tile of keys visits
+//   load_tiles        producer of K, V, Q and dO
+//   load_lse_delta    producer of lse2 and delta
+//   clear_keys        zeros in rows of K and V that belong to another sequence; clear_queries: of Q and dO
+//   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
+//   issue_S_dP ..     the asynchronous steps of the mainloop
+//   add_dQ            the block's part of dQ -> workspace
+//   store_dK_dV       epilogue: dK and dV -> the shared memory of K and V -> global memory
+#pragma once
+#include "../dq_sums.cuh"
+#include "../gradients.cuh"
+#include "tile.cuh"
+
+// Fragments, by columns, of one of `shares` consumers that split the columns of a tile: a share is whole panels.
+__device__ constexpr int fragments_of_share(int dim, int shares) {
+  return fragments_of(shares == 1 ? dim : round_up(dim, PANEL * shares) / shares);
+}
+
+constexpr int QUERIES = BLOCK_Q / SHARES;  // of S^T, per consumer
+constexpr int N = QUERIES / 8;             // score fragments, by columns
+// A consumer computes dQ of 64 queries; consumers with the same queries split its columns.
+constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
+// Columns of tiles: whole panels for every share.
+constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
+constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
+constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES);     // fragments of dK, by columns
+constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // of dV
+constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // of dQ
+
+// The part of a block's tiles that a consumer warpgroup computes: S^T and dP^T of `QUERIES` queries and 64 keys, its
+// share of the columns of dK and dV of these keys, and its share of the columns of dQ of 64 queries.
+struct Consumer {
+  int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
+  int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP % (WARPGROUP / WARP), 0);
+  int keys = warpgroup / SHARES * 64;  // first row of the tile of keys
+  int share = warpgroup % SHARES;
+  int queries = share * QUERIES;  // first row of the tile of queries, for S^T and dP^T
+  int dQ_rows = warpgroup / DQ_SHARES * 64;
+  int dQ_share = warpgroup % DQ_SHARES;
+  int row = keys + 16 * warp;  // first key of this warp
+};
+
+// Operand A of dV += P^T dO and of dK += dS^T Q: this consumer's 64 keys x BLOCK_Q queries. Each consumer rounds the
+// columns of its own queries, and may store them to a tile of all consumers.
+struct RoundedTile {
+  unsigned int rmem[1][N / 2][4];
+  unsigned int smem;
+  Consumer consumer;
+
+  __device__ RoundedTile(const float (&S)[1][N][4], unsigned int smem, const Consumer& consumer)
+      : smem(smem), consumer(consumer) {
+    round_fragments(rmem, S);
+  }
+  __device__ void store() const { store_fragments<BLOCK_KV>(smem, rmem, consumer.row, consumer.queries / 8); }
+};
+
+// If a consumer has its keys to itself, its own queries are all, and A is read from registers.
+struct FromRegisters : RoundedTile {
+  static constexpr bool IN_SMEM = false;
+  using RoundedTile::RoundedTile;
+
+  __device__ void fence() { fence_operand(rmem); }
+  // Issues C += A X, for tile X of queries.
+  template <int COLUMNS>
+  __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
+    accumulate(C, rmem, X_smem);
+  }
+  // The same in two steps, before and after the barrier at which consumers exchange tiles. The first is enough here.
+  template <int COLUMNS>
+  __device__ void issue_or_store(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
+    issue(C, X_smem);
+  }
+  template <int COLUMNS>
+  __device__ void issue_stored(float (&)[1][COLUMNS][4], unsigned int) const {}
+};
+
+// If consumers share keys, A is read from shared memory, and each consumer issues its share of the columns of X.
+struct FromShared : RoundedTile {
+  static constexpr bool IN_SMEM = true;
+  using RoundedTile::RoundedTile;
+
+  __device__ void fence() {}
+  template <int COLUMNS>
+  __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
+    unsigned long long a = smem_descriptor(smem + consumer.keys * PANEL_ROW, BLOCK_KV * PANEL_ROW),
+                       x = smem_descriptor(X_smem + consumer.share * (COLUMNS / 8) * BLOCK_Q * PANEL_ROW,
+                                           BLOCK_Q * PANEL_ROW);
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; ++k)
+      wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
+                                        x + k * NEXT_16_ROWS, true);
+    wgmma_commit_group();
+  }
+  template <int COLUMNS>
+  __device__ void issue_or_store(float (&)[1][COLUMNS][4], unsigned int) const {
+    store();
+  }
+  template <int COLUMNS>
+  __device__ void issue_stored(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
+    issue(C, X_smem);
+  }
+};
+
+using LeftOperand = Choice<SHARES == 1, FromRegisters, FromShared>::type;
+
+// Tensor maps; the box of each is one panel of a tile.
+struct Maps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap dout;
+};
+
+// lse2 and delta of a tile of queries.
+using RowRing = SlotRing<2, 2 * 4 * BLOCK_Q, WARP>;
+
+// Shared memory: K and V (reused to stage dK and dV); STAGES x Q; STAGES x dO; two buffers of dS^T and, if consumers
+// share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
+struct Rings {
+  static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = LeftOperand::IN_SMEM ? dS_BYTES : 0;
+  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * 8 * N_Q * DQ_SHARES : 0;
+
+  TileRing<1, BLOCK_KV, DIM> K;
+  TileRing<1, BLOCK_KV, DIM_V> V;
+  TileRing<STAGES, BLOCK_Q, DIM> Q;
+  TileRing<STAGES, BLOCK_Q, DIM_V> dO;
+  unsigned int dS;
+  unsigned int dQ;
+  RowRing rows;
+
+  __device__ Rings(unsigned int smem)
+      : K(smem, smem + MBARRIERS),
+        V(K.start + K.BYTES, K.mbarriers + K.MBARRIER_BYTES),
+        Q(V.start + V.BYTES, V.mbarriers + V.MBARRIER_BYTES),
+        dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
+        dS(dO.start + dO.BYTES),
+        dQ(dS + 2 * (dS_BYTES + P_BYTES)),
+        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES) {}
+  static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
+                                   2 * (dS_BYTES + P_BYTES) + dQ_BYTES + RowRing::BYTES;
+
+  __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
+};
+
+// Iterator over the tiles of queries that see a tile of keys, head after head of the GQA group.
+struct QTiles {
+  Range queries;
+  int head;
+  int head_end;
+  int q_start;
+
+  __device__ QTiles(const Params& p, const Sequence& sequence, const Band& band, int kv_head, int kv_start) {
+    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
+    queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
+    head = kv_head * p.group;
+    head_end = queries.begin < queries.end ? head + p.group : head;
+    q_start = first();
+  }
+  __device__ int first() const { return queries.begin / BLOCK_Q * BLOCK_Q; }
+  __device__ bool valid() const { return head < head_end; }
+  __device__ void advance() {
+    q_start += BLOCK_Q;
+    if (q_start >= queries.end) q_start = first(), ++head;
+  }
+};
+
+__device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band,
+                           int kv_head) {
+  int batch = PACKED ? 0 : sequence.batch;
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+    rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch);
+    rings.V.load(maps.v, sequence.kv_start + kv_start, kv_head, batch);
+    for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
+      rings.Q.load(maps.q, sequence.q_start + q_tiles.q_start, q_tiles.head, batch);
+      rings.dO.load(maps.dout, sequence.q_start + q_tiles.q_start, q_tiles.head, batch);
+    }
+  }
+}
+
+// Rows that see no key, or are outside the sequence, get lse2 +inf, so that their probabilities are 0.
+__device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
+                               const Band& band, int kv_head) {
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
+    for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
+      rings.rows.acquire();
+      float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
+      // One array after the other, because this warp has few registers.
+      auto load = [&](const Operand& x, float* to, float otherwise) {
+        const float* numbers = sequence.queries<float>(x, q_tiles.head);
+#pragma unroll 1
+        for (int n = lane_id(); n < BLOCK_Q; n += WARP) {
+          int i = q_tiles.q_start + n;
+          to[n] = q_tiles.queries(i) ? numbers[i] : otherwise;
+        }
+      };
+      load(p.lse2, to, infinity());
+      load(p.delta, to + BLOCK_Q, 0);
+      mbarrier_arrive(rings.rows.full());
+      ++rings.rows.index;
+    }
+}
+
+// Zeroes rows of K and V past the end of the sequence, which may hold another sequence's data.
+__device__ void clear_keys(const Sequence& sequence, int kv_start, unsigned int K_smem, unsigned int V_smem) {
+  if constexpr (PACKED || KV_LENGTHS)
+    if (kv_start + BLOCK_KV > sequence.kv_len) {
+      auto counts = [&](int row) { return kv_start + row < sequence.kv_len; };
+      clear_rows<BLOCK_KV, DIM>(K_smem, counts);
+      clear_rows<BLOCK_KV, DIM_V>(V_smem, counts);
+      sync_cleared_rows();
+    }
+}
+
+// Zeroes rows of Q and dO without `wanted(row)`, those without probabilities: a probability of 0 does not cancel a NaN
+// or infinity.
+template <typename Wanted>
+__device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int dO_smem) {
+  bool unwanted = false;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q; n += WARP) unwanted |= !wanted(n + lane_id());
+  if (__any_sync(0xFFFFFFFF, unwanted)) {
+    clear_rows<BLOCK_Q, DIM>(Q_smem, wanted);
+    clear_rows<BLOCK_Q, DIM_V>(dO_smem, wanted);
+    sync_cleared_rows();
+  }
+}
+
+// The asynchronous steps of the mainloop: each issues wgmma groups, or waits for the oldest ones in flight.
+__device__ void issue_S_dP(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned int K_smem, unsigned int V_smem,
+                           unsigned int Q_smem, unsigned int dO_smem, const Consumer& consumer) {
+  int keys = consumer.keys * PANEL_ROW, queries = consumer.queries * PANEL_ROW;
+  fence_operand(S), fence_operand(dP);
+  wgmma_fence();
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, K_smem + keys, Q_smem + queries);
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, V_smem + keys, dO_smem + queries);
+}
+__device__ void wait_S(float (&S)[1][N][4]) {
+  wgmma_wait_group<1>();
+  fence_operand(S);
+}
+__device__ void wait_dP(float (&dP)[1][N][4]) {
+  wgmma_wait_group<0>();
+  fence_operand(dP);
+}
+// Orders earlier accesses to the registers of dV, dQ and dK before their wgmmas. Nothing else accesses these registers
+// until the wgmmas have been waited for, so one fence serves all three.
+__device__ void fence_gradients(float (&dV)[1][N_V][4], float (&dQ)[1][N_Q][4], float (&dK)[1][N_K][4], LeftOperand& P,
+                                LeftOperand& dS) {
+  fence_operand(dV), fence_operand(dQ), fence_operand(dK), P.fence(), dS.fence();
+  wgmma_fence();
+}
+// Issues dQ = dS K for 64 queries of tile dS^T and this consumer's columns of K.
+__device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem, const Consumer& consumer) {
+  constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
+  unsigned long long dS = smem_descriptor(dS_smem + consumer.dQ_rows / 64 * PANEL_BYTES, PANEL_BYTES),
+                     K = smem_descriptor(K_smem + consumer.dQ_share * (N_Q / 8) * PANEL_BYTES, PANEL_BYTES);
+#pragma unroll
+  for (int k = 0; k < BLOCK_KV / 16; ++k)
+    wgmma<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);
+  wgmma_commit_group();
+}
+__device__ void wait_dV_dQ(float (&dV)[1][N_V][4], LeftOperand& P, float (&dQ)[1][N_Q][4]) {
+  wgmma_wait_group<1>();
+  fence_operand(dV), P.fence(), fence_operand(dQ);
+}
+__device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
+  wgmma_wait_group<0>();
+  fence_operand(dK), dS.fence();
+}
+
+// Adds this warp's 16 rows of dQ, from column `column`, to the workspace.
+__device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
+  if constexpr (DQ_IN_BULK) {
+    // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
+    int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
+    if (lane_id() == 0) bulk_wait_group_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < N_Q; ++n)
+      *(float4*)(dQ_smem + 512 * n + 16 * lane_id()) = make_float4(dQ[0][n][0], dQ[0][n][1], dQ[0][n][2], dQ[0][n][3]);
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_id() == 0 && bytes > 0) {
+      bulk_reduce_add(sums.block_row(row) + 16 * column, smem_address(dQ_smem), bytes);
+      bulk_commit_group();
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N_Q; ++n)
+      if (column + 8 * n < DqSums::COLUMNS) sums.add(row, column + n / 2 * 16, n % 2, dQ[0][n]);
+  }
+}
+
+// Adds this warp's 16 rows of dQ to the workspace; deterministic: after the blocks of lower keys.
+__device__ void add_dQ_in_turn(const Params& p, const Sequence& sequence, const Band& band,
+                               const float (&dQ)[1][N_Q][4], int head, int q_start, int kv_start,
+                               const Consumer& consumer, unsigned char* dQ_smem) {
+  int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
+  if (row >= sequence.q_len) return;
+  // The first block of a query tile is the one of the first key that the tile's first query sees.
+  unsigned int before = DQ_IN_ORDER ? kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV : 0;
+  DqTurns turns(p, sequence, head);
+  if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);
+  add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
+  if constexpr (DQ_IN_ORDER) turns.pass(row, consumer.dQ_share, before);
+}
+
+// Epilogue: scales dK, rounds dK and dV, and stores this warp's 16 rows through K_smem and V_smem.
+__device__ void store_dK_dV(float (&dK)[1][N_K][4], const float (&dV)[1][N_V][4], const Params& p,
+                            const Sequence& sequence, unsigned char* K_smem, unsigned char* V_smem, int kv_head,
+                            int kv_start, const Consumer& consumer) {
+  const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
+  rescale(dK, scales);
+  unsigned int dK_rounded[1][N_K / 2][4], dV_rounded[1][N_V / 2][4];
+  round_fragments(dK_rounded, dK);
+  round_fragments(dV_rounded, dV);
+  element *dk = sequence.keys<element>(p.dk, kv_head), *dv = sequence.keys<element>(p.dv, kv_head);
+  int row = consumer.row, share = consumer.share, first = kv_start + row;
+  store_rows<BLOCK_KV, HEAD_DIM>(dk, p.dk, K_smem, dK_rounded, row, share * N_K, first, sequence.kv_rows);
+  store_rows<BLOCK_KV, HEAD_DIM_V>(dv, p.dv, V_smem, dV_rounded, row, share * N_V, first, sequence.kv_rows);
+  fence_proxy_async();
+  __syncwarp();
+}

@@ -24,6 +24,8 @@ from ..problem import Gradients, Operands
 from ..source import assemble
 
 if TYPE_CHECKING:
+    from ..mods.captured import Captured
+
     pass
 
 Results = dict[str, Array | None]

@@ -11,8 +11,8 @@ def planted(monkeypatch, *changes):
     """Compile the kernels with replaced texts; each replaced text occurs once in all kernels."""
     places = {good: set() for good, _ in changes}
 
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
+    def assemble_planted(kernel, constants, headers):
+        text = assemble(kernel, constants, headers)
         for good, bad in changes:
             places[good].update((kernel, n) for n in range(text.count(good)))
             text = text.replace(good, bad)

@@ -96,7 +96,7 @@ def pack(
             members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
-        if array is not None and not (captured is not None and name in captured.tables):
+        if array is not None and not (captured is not None and name in captured.workspaces):
             members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
     for feature in BATCH_STRIDED:
         array = getattr(operands, feature.name)

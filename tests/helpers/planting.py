@@ -16,8 +16,8 @@ def planted(monkeypatch, *changes, in_header=False):
     includes the header with it."""
     places = {good: set() for good, _ in changes}
 
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
+    def assemble_planted(kernel, constants, headers):
+        text = assemble(kernel, constants, headers)
         for good, bad in changes:
             places[good].update((kernel, n) for n in range(text.count(good)))
             text = text.replace(good, bad)

@@ -10,6 +10,7 @@ from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .simt import captured_launches
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -154,7 +155,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
         backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
-    return fragment_backward(problem, backward + bias_launches(problem, tile.bias_tile), add_dq=kv_tile.add_dq)
+    backward += bias_launches(problem, tile.bias_tile) + captured_launches(problem, device)
+    return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
 
 def bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:

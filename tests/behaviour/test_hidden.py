@@ -44,7 +44,7 @@ def differs(x):
     ],
     ids=["simt", "mma", "wgmma", "fp8"],
 )
-def test_what_is_hidden_stays_in_its_tile(engine, dtype, arch, q_len, kv_len, head_dim, poisoned_memory):
+def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv_len, head_dim, poisoned_memory):
     """A window and lengths hide keys; in the second entry of the batch a mask and a bias of -inf also hide them from
     some rows, in the third from all rows. Heads differ only in the poisoned array; the last head is the reference."""
     of_forward = FP8 if dtype == "float8_e4m3fn" else FORWARD

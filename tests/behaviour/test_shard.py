@@ -110,7 +110,7 @@ def put(whole, rows, axis, part):
 
 
 @by_backend("case,parts", cpu=ROWS, simulator=SIMULATED)
-def test_parts_are_the_whole(backend, case, parts):
+def test_shards_give_the_result_of_the_whole(backend, case, parts):
     check(case, run_parts(case, backend, *PARTS[parts]))
 
 
@@ -130,7 +130,7 @@ def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
         np.testing.assert_array_equal(part, whole[:, :, half])
 
 
-def test_what_is_wrong_with_starts_is_found():
+def test_bad_starts_are_refused():
     q, k, v, *_ = Case().call()
     with pytest.raises(ValueError, match=r"starts must be int32 \(B, 3\) = \(2, 3\), not int32 \(3, 3\)"):
         pose("shard", (q, k, v), Options(), shard=Shard(np.zeros((3, 3), np.int32)))

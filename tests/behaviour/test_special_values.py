@@ -122,7 +122,7 @@ def test_float64_has_a_range_of_its_own():
 
 @pytest.mark.parametrize(("q", "k", "scale"), [(3e38, 1.2e-38, 1.5), (-3e38, 1.2e-38, -1.5), (1e38, 1e-38, 10.0)])
 def test_a_scale_overflows_where_the_scores_do(q, k, scale):
-    """Where q times the scale is beyond the range, but no score is."""
+    """q times the scale exceeds the range, but no score does."""
     rng = np.random.default_rng(0)
     shape = (1, 40, 2, 1)
     q, k = (x * rng.uniform(0.9, 1, shape).astype(np.float32) for x in (np.float32(q), np.float32(k)))

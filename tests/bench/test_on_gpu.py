@@ -101,7 +101,7 @@ def test_every_part_runs_once(machine):
     assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]
 
 
-def test_a_failed_step_is_told_and_run_again(machine):
+def test_a_failed_step_is_reported_and_run_again(machine):
     done, _, steps = machine("1", failing="overhead")
     assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0]
     done, calls, steps = machine("1")
@@ -291,7 +291,7 @@ def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     assert set(table.rows[0][3:]) == {"-", "265"}  # as published
 
 
-def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):
+def test_a_lost_gpu_is_distinguished_from_a_refusal(monkeypatch):
     """After a refusal the other kinds continue; after a fault, which every later CUDA call repeats, the process is lost
     in the step of the faulty call."""
     faulty, steps = [False], []

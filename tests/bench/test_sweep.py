@@ -93,7 +93,7 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
+def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypatch, backward):
     """If the first tile is wrong, only it is left out."""
 
     def with_first_wrong(chosen, engine):
@@ -129,7 +129,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
 
 
-def test_what_has_no_mark_waits_for_no_compiler(simulated, monkeypatch):
+def test_regimes_without_a_mark_do_not_wait_for_a_compiler(simulated, monkeypatch):
     flex = {"FlexAttention": lambda: None}
     monkeypatch.setattr(sweep, "peers", lambda *of: dict(flex))
     assert "takes seconds to compile" in measured(tiny(backward=False))["left_out"]["FlexAttention"]

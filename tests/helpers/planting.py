@@ -16,8 +16,8 @@ def planted(monkeypatch, *changes, in_header=False):
     includes the header with it."""
     places = {good: set() for good, _ in changes}
 
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
+    def assemble_planted(kernel, constants, headers):
+        text = assemble(kernel, constants, headers)
         for good, bad in changes:
             places[good].update((kernel, n) for n in range(text.count(good)))
             text = text.replace(good, bad)
@@ -27,7 +27,7 @@ def planted(monkeypatch, *changes, in_header=False):
         patch.setattr(kernels, "assemble", assemble_planted)
         try:
             yield
-        finally:  # also when no error was raised, which a text that is there no more explains
+        finally:  # if the expected error was not raised, a text that no longer exists is the likely reason
             for found in places.values():
                 assert found and len(found) == (len({kernel for kernel, _ in found}) if in_header else 1), places
 

@@ -106,7 +106,7 @@ def test_bytes_and_conflicts(watch):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_turned_values(packed):
+def test_transposed_values(packed):
     """V^T of each tile of keys: in groups of 16, the keys of a wgmma lane side by side; zeros past the last key."""
     lengths = (150, 30, 0)
     case = Case(

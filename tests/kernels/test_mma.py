@@ -144,7 +144,7 @@ def test_any_tiles(tile):
 
 
 @pytest.mark.parametrize("tile", in_tiers(TILES, default=["one-stage", "four-columns-of-warps"]))
-def test_any_tiles_add_up_dq(tile):
+def test_any_tiles_accumulate_dq(tile):
     case = replace(EVERYTHING, head_dim=40)
     check(case, run_mma(case, "sm_90", tile=fragments(tile, dq="added")))
 
@@ -298,7 +298,7 @@ def test_bitwise_equal_in_any_order(orders):
         assert_bitwise_equal(run_mma(case, "sm_90", start=in_order, **how), first, case)
 
 
-def test_added_up_in_any_order():
+def test_dq_is_added_in_any_order():
     """Only the rounding of dQ depends on the order."""
     tile = fragments(SMALL_FRAGMENTS, "added")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
@@ -416,7 +416,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
     assert {"forward", "delta", "backward_kv"} <= watch.counters.keys()
 
 
-def test_a_planted_slip_of_the_twist_has_bank_conflicts(monkeypatch, watch):
+def test_a_planted_error_of_the_swizzle_has_bank_conflicts(monkeypatch, watch):
     """Reads and writes use the same wrong swizzle, so every value is right."""
     case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
     good, bad = "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;"

@@ -269,7 +269,7 @@ def test_the_largest_tiles_compile_without_spills(words):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_what_a_plan_may_choose(dims):
+def test_switches_of_the_tiles(dims):
     """Every head dimension has tiles with and without each switch; KV multicast only if neighbours visit the same keys,
     a persistent grid if there are many unequal tiles."""
     problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)

@@ -131,7 +131,7 @@ def test_planted_bug_of_turns_is_found(bug, monkeypatch):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_added_up_in_any_order(tile):
+def test_dq_is_added_in_any_order(tile):
     """Only the rounding of dQ depends on the order."""
     case = replace(LENGTHS, heads=1)
     first = run(case, TILES[tile])

@@ -689,7 +689,7 @@ def test_turns_count_on_blocks_that_start_in_order():
         launched("turns", order="random", resident_lanes=32 * 32, most_basic_blocks=2000)
 
 
-def test_a_turn_passed_before_all_lanes_have_added():
+def test_a_turn_that_is_passed_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
     with pytest.raises(errors.Race, match="release without a __syncwarp after the write of lane 1"):

@@ -253,3 +253,57 @@ def test_jit_for_a_gpu_is_refused():
     traced = jax.jit(lambda q: attention(q, q, q)).trace(ZEROS)
     with pytest.raises(NotImplementedError, match="platform cuda"):
         traced.lower(lowering_platforms=("cuda",))
+
+
+# ---------------------------------------------------------------------------------------------------------------- mods
+
+TABLE, IDS = jnp.asarray(normal(11, H, 9), jnp.float32), jnp.asarray(np.arange(64) // 3)
+
+
+def modified(q, k, v, table):
+    """Attention with a learned bias of positions inside documents."""
+
+    def bias(score, b, h, i, j):
+        return 2 * jnp.tanh(score) + table[h, jnp.clip(i - j, -4, 4) + 4]
+
+    def same(b, h, i, j):
+        return (IDS[i] == IDS[j]) | (j == 0)
+
+    return attention(q, k, v, score_mod=bias, mask_mod=same)
+
+
+def modified_in_jax(q, k, v, table):
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    h = jnp.arange(q.shape[2])[:, None, None]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[3] ** 0.5
+    scores = 2 * jnp.tanh(scores) + table[h, jnp.clip(i - j, -4, 4) + 4]
+    scores = jnp.where((IDS[i] == IDS[j]) | (j == 0), scores, -jnp.inf)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, -1), v)
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+def test_mods_and_their_captured_gradients(transform):
+    q, k, v = (jnp.asarray(normal(n, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
+
+    def loss(function):
+        return jax.value_and_grad(lambda *arrays: (function(*arrays) ** 2).sum(), argnums=(0, 1, 2, 3))
+
+    actual, expected = transform(loss(modified))(q, k, v, TABLE), loss(modified_in_jax)(q, k, v, TABLE)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_mods_under_vmap():
+    q, k, v = (jnp.asarray(normal(n, 3, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
+    tables = jnp.stack([TABLE, 2 * TABLE, -TABLE])
+    actual = jax.vmap(modified)(q, k, v, tables)
+    expected = jax.vmap(modified_in_jax)(q, k, v, tables)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mods_of_other_arrays_are_refused():
+    q = jnp.ones((1, 5, H, 8))
+    table = np.ones(5)
+    with pytest.raises(TypeError, match="mods capture jax arrays here, not ndarray"):
+        attention(q, q, q, score_mod=lambda s, b, h, i, j: s + table[j])

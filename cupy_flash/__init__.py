@@ -14,6 +14,7 @@ from .api import (
     explain,
     merge,
 )
+from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
 from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,13 +29,16 @@ __all__ = [
     "Mod",
     "UnsupportedError",
     "and_masks",
+    "append_to_kv_cache",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "attention_with_kv_cache",
     "compile",
     "explain",
+    "explain_with_kv_cache",
     "memory",
     "merge",
     "noop_mask",

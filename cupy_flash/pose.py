@@ -267,10 +267,11 @@ def _state(facts: Facts) -> Stated:
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
+            cache=None,
             bias_gradient=facts.bias_gradient,
             **mods,
             **numbers,
-            **_array_facts(arrays),
+            **array_facts(arrays),
         )
     return Stated(problem, sizes, bool(numbers["dropout"]), longest, unmet, requirements.about_type)
 
@@ -314,7 +315,7 @@ def _check_mods(
     )
 
 
-def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
+def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
     """The fields of a Problem for the arrays among the options."""
     facts: dict[str, Any] = {}
     for feature in ARRAYS:

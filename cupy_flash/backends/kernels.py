@@ -133,7 +133,7 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
     captured = None
-    if problem.mods:
+    if any(launch.headers for launch in plan.launches):
         from ..mods.captured import Captured  # imported by the first call that has a mod
 
         captured = Captured(problem, operands)

@@ -74,9 +74,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     loads = 4 * dims * (1 / tile.block_q + 1 / tile.block_kv)
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     waves = -(-blocks // device.units)
-    scores = (
-        tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
-    )  # max(): a problem without pairs ranks tiles as any other
+    # At least one pair: tiles of a problem without pairs are ranked as those of any other.
+    scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     return waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
 
 

@@ -25,7 +25,7 @@ Q_LENGTHS = np.linspace(0, SQ, B).astype(np.int32)
 KV_LENGTHS = np.linspace(SK, 13, B).astype(np.int32)
 WEIGHTS = normal(5, B, SQ, H, D)
 
-# Floating-point operands, our other options, and jax's options.
+# (floating-point operands, other options of ours, options of jax.nn.dot_product_attention)
 CALLS = {
     "plain": (dict(q=Q, k=K, v=V), {}, {}),
     "causal": (dict(q=Q, k=K, v=V), dict(causal="top_left"), dict(is_causal=True)),
@@ -112,7 +112,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", FEATURES)
-def test_what_jax_has_not_is_what_numpy_gets(case, transform):
+def test_options_that_jax_lacks_give_the_results_of_numpy(case, transform):
     options = FEATURES[case]
     operands = {name: x.astype(np.float32) for name, x in dict(q=Q, k=K, v=V).items()}
     if case == "bhsd":
@@ -233,7 +233,7 @@ def test_refused(case, transform):
     assert type(caught.value) is error  # our error, not one of jax
 
 
-def test_every_traced_word_is_named():
+def test_every_traced_option_is_named():
     def function(q, causal, left, flag):
         return attention(q, q, q, causal=causal, window=(left, 0), return_lse=flag)
 

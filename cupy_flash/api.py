@@ -445,7 +445,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod the expressions, the
+        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod their expressions, the
         slope of the score, and what they capture.
 
     Raises:

@@ -124,8 +124,9 @@ def attention_with_kv_cache(
         0, their lse -inf (for the former the sink with one).
 
     Raises:
-        TypeError, ValueError: as `cupy_flash.attention`, one error with every reason. Contents of arrays are checked in
-            host memory; on a GPU wrong ones never fault and spoil only their own sequence.
+        TypeError: as `cupy_flash.attention`, one error with every reason.
+        ValueError: likewise. Contents of arrays are checked in host memory; on a GPU wrong ones never fault and spoil
+            only their own sequence.
         UnsupportedError: no engine of this version serves the call.
 
     Equivalent NumPy, for one sequence of a contiguous cache and one head:
@@ -157,15 +158,16 @@ def attention_with_kv_cache(
 def explain_with_kv_cache(
     q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
 ) -> str:
-    """Return how `attention_with_kv_cache` would run, as text: engine, tiles, why, and why not the other engines.
-
-    Nothing is computed or written.
+    """How `attention_with_kv_cache` with these arguments would run, as text; nothing is computed or written.
 
     Args:
-        q: as for `attention_with_kv_cache`.
-        k_cache: likewise.
-        v_cache: likewise.
-        **options: those of `attention_with_kv_cache`. With split_size the text has the predicted time with and without.
+        q: as in `attention_with_kv_cache`.
+        k_cache: as in `attention_with_kv_cache`.
+        v_cache: as in `attention_with_kv_cache`.
+        **options: those of `attention_with_kv_cache`.
+
+    Returns:
+        Engine and tiles, why these, and why not the other engines; with split_size also what that costs.
 
     Raises:
         UnsupportedError: no engine serves the call.
@@ -201,7 +203,7 @@ def append_to_kv_cache(
         k: (B, S, Hk, D), or packed (T, Hk, D) with cu_seqlens or slots.
         v: (B, S, Hk, Dv) or (T, Hk, Dv).
         k_cache: as in `attention_with_kv_cache`.
-        v_cache: likewise.
+        v_cache: as in `attention_with_kv_cache`.
         cache_seqlens: n_b, int32 (B,) or an int: the keys of each sequence before its rows.
         slots: int64, one per row, in place of cache_seqlens. Beside slots, cache_seqlens is given only with rotary
             tables and without positions: the keys of each sequence, of which its rows are the last.
@@ -217,7 +219,9 @@ def append_to_kv_cache(
         layout: of k, v and the caches.
 
     Raises:
-        As `attention_with_kv_cache`. Two rows for one place are an error in host memory.
+        TypeError: as `attention_with_kv_cache`.
+        ValueError: as `attention_with_kv_cache`. Two rows for one place are an error in host memory.
+        UnsupportedError: as `attention_with_kv_cache`.
     """
     from .pose_cache import CacheOptions, pose_append
 

@@ -373,6 +373,7 @@ class _QueryRows:
         # A row that sees no key has lse -inf; lse = inf instead makes its P = exp(S - lse) = 0.
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
+        self.undefined = bool(np.isnan(self.lse).any())
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
@@ -395,7 +396,9 @@ class _QueryRows:
         self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
+            hidden = np.isneginf(S) if self.undefined else False  # by a bias or score_mod; -inf - NaN is NaN
             S -= self.lse[rows, None]
+            np.copyto(S, -np.inf, where=hidden)
         self.call.hide(S, self.band, tile)
         P = np.exp(S, out=S)
         dP = np.matmul(self.dO[rows], V.T, out=_tile_of(self.dP_buffer, tile))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
-from ..mods import cuda_code
-from ..mods.ir import parse
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
@@ -98,24 +96,34 @@ def captured_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    if any(problem.captured_gradient):
-        reasons.append("the gradient of an array that score_mod captures: this engine's kernels compute none yet")
+    if any(problem.captured_gradient) and problem.deterministic:
+        reasons.append("a deterministic gradient of an array that score_mod captures: kernels add to it in any order")
     return reasons
 
 
-TABLE_BLOCKS = 128  # of extremes.cu, which loops over any number of chunks
+CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
-    """The launches with the generated headers of the call's mods; first that of the tables which its mask_mod needs."""
+    """The launches with the generated headers of the call's mods, between the kernels for what these capture."""
     if not problem.mods:
         return launches
+    from ..mods import cuda_code  # imported by the first call that has a mod
+    from ..mods.ir import parse
+
     longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    headers = cuda_code.headers(problem.mods, problem.backward, longest)
+    wanted = problem.captured_gradient
+    headers = cuda_code.headers(problem.mods, problem.backward, longest, wanted)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) else x for x in launches]
-    if cuda_code.chunked(parse(problem.mods)):
-        constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
-        launches.insert(0, Launch("extremes", constants, (TABLE_BLOCKS, 1, 1), 128, headers=headers))
+    constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
+    start, end = (
+        Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
+        for name in ("start", "end")
+    )
+    if any(wanted) or cuda_code.chunked(parse(problem.mods)):
+        launches.insert(0, start)
+    if any(wanted):
+        launches.append(end)
     return launches
 
 

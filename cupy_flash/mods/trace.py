@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order
+from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order, parse
 from .sources import Collect
 from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
 
@@ -45,13 +45,19 @@ class Mod:
     Give it as score_mod= or mask_mod= in place of the functions that it was made of. It keeps the arrays and numbers
     that the functions had captured when it was made; contents of the arrays are read in every call.
 
-    Raises TypeError if a function does what cannot be traced, with the user's line and what to write instead.
+    Args:
+        score_mod: a function (score, b, h, q_idx, kv_idx) -> score.
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend.
+
+    Raises:
+        TypeError: a function does what cannot be traced; the message has the user's line and what to write instead.
     """
 
-    __slots__ = ("arrays", "names", "numbers", "program", "text")
+    __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
 
     program: Program
     text: str  # of the program
+    encoded: str  # the text and a line of numbers, which `decoded` reads
     arrays: tuple[Any, ...]
     numbers: tuple[Any, ...]
     names: tuple[str, ...]  # of the functions, for explain()
@@ -64,7 +70,11 @@ class Mod:
             setattr(self, name, getattr(mod, name))
 
     def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
-        """The same mod of other arrays, of the same dtypes and ranks."""
+        """The same mod with other arrays.
+
+        Args:
+            arrays: of the same dtypes and ranks, in the same order.
+        """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
     def __repr__(self) -> str:
@@ -81,7 +91,22 @@ class Mod:
 def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbers: Any) -> Mod:
     mod = Mod.__new__(Mod)
     mod.program, mod.text, mod.names, mod.arrays, mod.numbers = program, text, names, arrays, numbers
+    mod.encoded = f"{text}\n{' '.join(map(repr, numbers))}"
     return mod
+
+
+def decoded(encoded: str, arrays: Any) -> Mod:
+    """The Mod of `Mod.encoded` over arrays."""
+    program, text, numbers = _decoded(encoded)
+    return _mod(program, text, (), tuple(arrays), numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded(encoded: str) -> tuple[Program, str, tuple[int | float, ...]]:
+    text, _, values = encoded.rpartition("\n")
+    program = parse(text)
+    read = [float if kind == REAL else int for kind in program.numbers]
+    return program, text, tuple(number(value) for number, value in zip(read, values.split(), strict=True))
 
 
 def mod_of(score_mod: Any, mask_mod: Any) -> Mod:

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
   const float* lse2 = (const float*)(smem + Q_BYTES + dO_BYTES);
   Rows rows = {lse2 + row, lse2 + BLOCK_Q + row};
   float* dS_smem = (float*)smem;
-  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout.row);
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
   auto dO_lane = Tile<HEAD_DIM_V>::lane_of_A(row), V_lane = Tile<HEAD_DIM_V>::lane_of_B();
   float scale_log2 = log2_scale_of(p);
@@ -42,14 +42,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
         for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
           int kv_start = kv_tiles.start;
           __syncthreads();
-          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q, queries);
+          load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
           load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
           load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
                                 queries);
-          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), p.k,
+          load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start),
                                         kv_tiles.visible);
-          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), p.v,
+          load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start),
                                           kv_tiles.visible);
           cp_async_commit_group();
           cp_async_wait_group<0>();

@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   Band band(p, sequence);
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
-  auto Q_loader = Loader<BLOCK_Q, HEAD_DIM>(p.q).kept();
-  auto dO_loader = Loader<BLOCK_Q, HEAD_DIM_V>(p.dout).kept();
+  auto Q_loader = Loader<BLOCK_Q, HEAD_DIM>(p.q.row).kept();
+  auto dO_loader = Loader<BLOCK_Q, HEAD_DIM_V>(p.dout.row).kept();
   auto K_lane = Tile<HEAD_DIM>::lane_of_A(row), Q_lane = Tile<HEAD_DIM>::lane_of_B(),
        QT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_A(row), dO_lane = Tile<HEAD_DIM_V>::lane_of_B(),
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
     };
 
     __syncthreads();
-    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), p.k, existing);
-    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), p.v, existing);
+    load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), existing);
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start), existing);
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 

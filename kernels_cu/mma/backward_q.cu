@@ -26,11 +26,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
-  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
-  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
+  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(K.stride).kept();
+  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(V.stride).kept();
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
-  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout);
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader(p.dout.row);
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B(),
        KT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto dO_lane = Tile<HEAD_DIM_V>::lane_of_A(row), V_lane = Tile<HEAD_DIM_V>::lane_of_B();
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
     };
 
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q, queries);
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
     load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
     load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);

@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
-  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(p.k).kept();
-  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(p.v).kept();
+  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(K.stride).kept();
+  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(V.stride).kept();
   element* O = sequence.queries<element>(p.out, head);
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     };
 
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), p.q,
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start),
                                  Range{0, sequence.q_len});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     if constexpr (Q_IN_REGISTERS) {

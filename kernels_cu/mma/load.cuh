@@ -29,9 +29,9 @@ struct Loader {
   long long from;
   unsigned int to;
 
-  __device__ Loader(const Operand& x) {
+  __device__ Loader(long long stride) {
     int row = threadIdx.x / T::CHUNKS;
-    from = row * x.row + (bytes(chunk()) ? 8 * chunk() : 0);
+    from = row * stride + (bytes(chunk()) ? 8 * chunk() : 0);
     to = T::at(row, chunk());
   }
   __device__ Loader kept() const {
@@ -80,8 +80,8 @@ struct Loader {
 };
 
 template <int ROWS, int DIM, typename Rows>
-__device__ void load_tile(unsigned int tile, const Rows& rows, const Operand& x, Range range) {
-  Loader<ROWS, DIM>(x).load(tile, rows, range);
+__device__ void load_tile(unsigned int tile, const Rows& rows, Range range) {
+  Loader<ROWS, DIM>(rows.stride).load(tile, rows, range);
 }
 
 // Multistage cp.async pipeline: a ring of STAGES slots, of which STAGES - 1 are in flight while one is used. With one

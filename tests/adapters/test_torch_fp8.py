@@ -16,10 +16,8 @@ from cupy_flash.adapters import torch as adapter
 from cupy_flash.memory import find_retained
 from cupy_flash.problem import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("hopper")
-
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 32
-SIMULATOR = dict(backend="simulator")
+SIMULATOR = dict(backend="simulator:sm_90a")
 FP8 = torch.float8_e4m3fn
 
 
@@ -145,7 +143,9 @@ def test_checkpointed():
 def test_detector_catches_a_tensor_in_fp8(monkeypatch):
     kept_by = []
     pose = adapter.op.Call.pose
-    monkeypatch.setattr(adapter.op.Call, "pose", lambda call, saved=None: kept_by.append(call.q) or pose(call, saved))
+    monkeypatch.setattr(
+        adapter.op.Call, "pose", lambda call, *how, **mods: kept_by.append(call.q) or pose(call, *how, **mods)
+    )
     with Kept() as kept:
         arrays = inputs()
         out = adapter.attention(*arrays, fp8=True, **SIMULATOR)

@@ -169,7 +169,7 @@ blas_limits = lambda: {library.num_threads for library in libraries}
 q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 8)).astype(np.float32)
 expected = cupy_flash.attention(q, k, v)
 
-def child_is_well():
+def child_computes_the_same():
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -188,7 +188,7 @@ thread = threading.Thread(target=workers.run_tasks, args=(1, [hold]))
 thread.start()
 inside.wait()
 assert blas_limits() == {1}
-print("in a task:", child_is_well())
+print("in a task:", child_computes_the_same())
 assert blas_limits() == {1}
 leave.set()
 thread.join()
@@ -208,7 +208,7 @@ setting = threading.Thread(target=workers.run_tasks, args=(1, [lambda: None]))
 setting.start()
 inside.wait()
 os.register_at_fork(before=forking.set)
-print("holding the lock:", child_is_well())
+print("holding the lock:", child_computes_the_same())
 setting.join()
 assert blas_limits() == {2}
 """

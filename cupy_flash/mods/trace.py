@@ -14,6 +14,7 @@ import enum
 import functools
 import linecache
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,7 @@ class _Kept(NamedTuple):
 
 
 _kept: dict[tuple[int, int], list[_Kept]] = {}
+_keeping = threading.Lock()
 
 
 def traced(score_mod: Any, mask_mod: Any) -> Mod:
@@ -149,9 +151,10 @@ def traced(score_mod: Any, mask_mod: Any) -> Mod:
 
 
 def _keep(key: tuple[int, int], kept: _Kept) -> None:
-    while sum(map(len, _kept.values())) >= MOST_TRACES:
-        _kept.pop(next(iter(_kept)))
-    _kept.setdefault(key, []).append(kept)
+    with _keeping:
+        while sum(map(len, _kept.values())) >= MOST_TRACES:
+            _kept.pop(next(iter(_kept)))
+        _kept.setdefault(key, []).append(kept)
 
 
 def _code_of(function: Any) -> Any:

@@ -207,10 +207,10 @@ def append_to_kv_cache(
         cache_seqlens: n_b, int32 (B,) or an int: the keys of each sequence before its rows.
         slots: int64, one per row, in place of cache_seqlens. Beside slots, cache_seqlens is given only with rotary
             tables and without positions: the keys of each sequence, of which its rows are the last.
-        cache_batch_idx: as in `attention_with_kv_cache`.
-        block_table: as in `attention_with_kv_cache`, without slots.
+        cache_batch_idx: int32 (B,), as in `attention_with_kv_cache`.
+        block_table: int32 (B, columns), likewise; not beside slots.
         cu_seqlens: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.
-        rotary_cos: as in `attention_with_kv_cache`; rotates k.
+        rotary_cos: floating (R, rd / 2): rotates k.
         rotary_sin: likewise.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
         positions: int32 (B, S) or (T,): the positions by which keys are rotated.

@@ -50,7 +50,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
     "steps": lambda x: x.repeat(2, 1).repeat(3, 2)[:, ::2, ::3],
     "columns": lambda x: x.repeat(2, 3)[..., ::2],
     "fortran": lambda x: x.T.copy().T,
-    "one-row": lambda x: cupy.broadcast_to(x[:, :1], x.shape),
+    "repeated": lambda x: cupy.broadcast_to(x[:, :1], x.shape),
     "read-over": lambda x: cupy.lib.stride_tricks.as_strided(x, x.shape, (0, *x.strides[1:])),
 }
 
@@ -91,7 +91,12 @@ def test_exporters_of_device_memory(protocol: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @on_every_engine
 def test_views_of_every_kind(engine: str, view: str) -> None:
+    """wgmma refuses q, k and v whose rows are reversed or repeated, which TMA cannot read."""
     q, k, v, dout = (VIEWS[view](x) for x in inputs("cupy", engine))
+    if engine == "wgmma" and view in ("reversed", "repeated"):
+        with pytest.raises(cupy_flash.UnsupportedError, match="16 bytes"):
+            step([q, k, v, dout], engine)
+        return
     out, dq, dk, dv = map(cupy.asnumpy, step([q, k, v, dout], engine))
     q, k, v, dout = map(cupy.asnumpy, (q, k, v, dout))
     call = case(engine).call()._replace(q=q, k=k, v=v, dout=dout)

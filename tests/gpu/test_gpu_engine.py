@@ -71,6 +71,10 @@ def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
 def test_views(engine: str, framework: str, view: Callable[..., Iterable[Any]]) -> None:
     *arrays, dout = inputs(framework, engine)
     arrays = list(view(library_of(framework), *arrays))
+    if engine == "wgmma" and view is one_head:  # TMA reads no repeated heads
+        with pytest.raises(cupy_flash.UnsupportedError, match="16 bytes"):
+            step([*arrays, dout], engine)
+        return
     out, dq, dk, dv = map(on_host, step([*arrays, dout], engine))
     q, k, v = map(on_host, arrays)
     result = Result(out, None, dq, dk, dv, None, None)

@@ -6,6 +6,7 @@ In tests/gpu all tests of CuPy arrays run; those of torch need a card. Compiled 
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ def main() -> int:
     parser.add_argument("--archs", default="sm_80,sm_80", help="the architecture of each device")
     parser.add_argument("--seeds", type=int, default=1, help="orders of execution for tests of streams")
     options, arguments = parser.parse_known_args()
-    if "KERNELS" in os.environ:
-        os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ["KERNELS"]) / "cupy")
-    gpu_in_numpy.install(tuple(options.archs.split(",")))
-    from gpu_in_numpy.plugin import Plugin
+    with tempfile.TemporaryDirectory() as folder:
+        # CuPy's own kernels are PTX here, which its usual cache folder must not have.
+        os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ.get("KERNELS") or folder) / "cupy")
+        machine = gpu_in_numpy.install(tuple(options.archs.split(",")))
+        from gpu_in_numpy.plugin import Plugin  # imports CuPy
 
-    return pytest.main(arguments, plugins=[Plugin(gpu_in_numpy.machine(), options.seeds)])
+        return pytest.main(arguments, plugins=[Plugin(machine, options.seeds)])
 
 
 sys.exit(main())

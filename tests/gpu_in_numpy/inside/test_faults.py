@@ -50,17 +50,17 @@ def given(engine: str) -> list[Any]:
     return [q.T.copy().T, *others]
 
 
-def allocations_of_a_step(engine: str) -> int:
+def allocations_of_a_step(engine: str, deterministic: bool) -> int:
     scarce, arrays = Scarce(10**6), given(engine)
     with cupy.cuda.using_allocator(scarce):
-        step(arrays, engine)
+        step(arrays, engine, deterministic=deterministic)
     return 10**6 - scarce.left
 
 
 @pytest.mark.parametrize("deterministic", [False, exhaustive(True)])
 @on_every_engine
 def test_out_of_memory_at_every_allocation(engine: str, deterministic: bool) -> None:
-    count, arrays = allocations_of_a_step(engine), given(engine)
+    count, arrays = allocations_of_a_step(engine, deterministic), given(engine)
     assert count > 6  # out, lse, dq, dk, dv, two copies and workspaces
     for after in range(count):
         scarce = Scarce(after)
@@ -69,7 +69,7 @@ def test_out_of_memory_at_every_allocation(engine: str, deterministic: bool) -> 
                 step(arrays, engine, deterministic=deterministic)
             assert scarce.held() == 0
     with cupy.cuda.using_allocator(scarce):
-        assert_right(step(arrays, engine), engine)
+        assert_right(step(arrays, engine, deterministic=deterministic), engine)
     assert scarce.held() == 0
 
 

@@ -6,6 +6,10 @@ from cache_cases import CacheCall, CacheCase, run
 from forget import forget_plans
 
 import cupy_flash
+from cupy_flash import backends
+from cupy_flash.backends.decode.keys import Keys
+from cupy_flash.backends.decode.sequences import Sequence, row_tiles
+from cupy_flash.pose_cache import CacheOptions, pose_with_cache
 
 OPTIONS = {
     "plain": {},
@@ -93,3 +97,28 @@ def test_without_split_size_threads_change_no_bit(monkeypatch):
     forget_plans()
     assert_bits(run(call), expected, slice(None))
     forget_plans()
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 24])
+def test_a_query_has_one_row_of_equal_tiles(group):
+    """With split_size the row of a query, and the number of rows of its tile, follow from its position alone.
+
+    On this BLAS a row's bits do not depend on its place, which no promise of BLAS is: so the place is tested.
+    """
+    call = CacheCase(heads=group, kv_heads=1, q_len=40, lengths=(60,), capacity=64, split_size=64).call()
+    problem, operands = pose_with_cache(*call[:3], CacheOptions(**call.options))
+    chosen = backends.plan_for(problem)
+    rows = {}
+    for q_len in (40, 13, 1):
+        first = 60 - q_len
+        keys = Keys(call.k_cache, call.v_cache, (0, 0), 0, 60, np.dtype(np.float32))
+        q = call.q[0, -q_len:]
+        sequence = Sequence(0, q, q, np.empty((group, q_len)), keys, first, None, 0)
+        seen = []
+        for tile in row_tiles(chosen, sequence):
+            for query in range(*tile.queries.indices(q_len)):
+                row = (first + query - tile.position) * group
+                assert 0 <= row <= tile.rows - group
+                assert rows.setdefault(first + query, (row, tile.rows)) == (row, tile.rows)
+                seen.append(query)
+        assert seen == list(range(q_len)) and operands.q.shape[1] == 40

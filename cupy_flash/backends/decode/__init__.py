@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array, empty
+from ...partials import merge_weights
 from ...plan import Plan
 from ...problem import Operands, Problem
 from ...spans import read_spans
@@ -228,14 +229,8 @@ class _Call:
 
 def _merged(parts: list[Part]) -> Part:
     """The average of the parts by exp(lse), summed in their order; a part that saw no key changes no bit of a row."""
-    lse = np.stack([part.lse for part in parts])
-    largest = lse.max(axis=0)
-    reference = np.where(largest == -np.inf, 0, largest)
-    weights = np.exp(lse - reference)
-    total, O = np.zeros_like(reference), np.zeros_like(parts[0].O)
-    for weight in weights:
-        total += weight
-    divisor = np.where(total == 0, 1, total)
+    lse, weights = merge_weights([part.lse for part in parts])
+    O = np.zeros_like(parts[0].O)
     for weight, part in zip(weights, parts, strict=True):
-        O += (weight / divisor)[..., None] * part.O
-    return Part(O, reference + np.log(total))
+        O += weight[..., None] * part.O
+    return Part(O, lse)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import linecache
+import os
 import sys
 import threading
 import types
@@ -133,6 +134,16 @@ class _Kept(NamedTuple):
 
 _kept: dict[tuple[int, int], list[_Kept]] = {}
 _keeping = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    global _keeping
+    _keeping = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def traced(score_mod: Any, mask_mod: Any) -> Mod:

@@ -90,6 +90,14 @@ def test_only_what_asks_for_a_gradient_gets_one():
     assert bias.table.grad is not None and bias.temperature.grad is None
 
 
+def test_what_a_mask_alone_reads_has_no_gradient():
+    q, k, v = inputs()
+    bias, threshold = Bias(), torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
+    out = cupy_flash.attention(q, k, v, score_mod=bias, mask_mod=lambda b, h, i, j: (i >= j) & (threshold[h] < 1))
+    out.sum().backward()
+    assert threshold.grad is None and bias.table.grad is not None
+
+
 def test_a_backward_keeps_the_captured_tensors_alone():
     q, k, v = inputs(torch.float32)
     bias = Bias(torch.float32)
@@ -118,8 +126,8 @@ def test_packed_sequences_and_checkpoint():
 
 def test_opcheck():
     q, k, v = inputs(torch.float32)
-    bias = Bias(torch.float32)
-    mod = cupy_flash.Mod(bias, document(IDS))
+    bias, threshold = Bias(torch.float32), torch.zeros(HEADS, requires_grad=True)
+    mod = cupy_flash.Mod(bias, lambda b, h, i, j: (i >= j) & (threshold[h] < 1))
     call = op._arguments((q, k, v), cupy_flash.problem.Options(), None, False)
     arguments = (*call, list(mod.arrays), mod.encoded)
     torch.library.opcheck(op.modified_attention_forward, arguments)

@@ -435,7 +435,9 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     returned = tuple(by_input.get(name) if needed[name] else None for name in Call._fields)
     if ctx.mods is None:
         return returned
-    return (*returned, [x if asked else None for x, asked in zip(dcaptured, of_captured, strict=True)], None)
+    # An array that mask_mod alone reads has no gradient.
+    by_slot = zip(dcaptured, captured, of_captured, strict=True)
+    return (*returned, [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot], None)
 
 
 def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:

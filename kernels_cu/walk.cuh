@@ -16,8 +16,8 @@ template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
   static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
 
-  Range visible;   // positions to load: no pair of the block with another position is visible
   Range unmasked;  // positions that need no mask but the mask_mod
+  Range visible;   // positions to load: no pair of the block with another position is visible
   int first;       // of the first tile
   int start;       // of the current tile
   Classify classify;
@@ -25,8 +25,8 @@ struct Walk {
   unsigned int may_hide = 0;  // likewise
   int candidates = 0;         // that are left in them
 
-  __device__ Walk(Range visible, Range unmasked, Classify classify)
-      : visible(visible), unmasked(unmasked), first(visible.begin / SIZE * SIZE), start(first), classify(classify) {
+  __device__ Walk(Range unmasked, Range visible, Classify classify)
+      : unmasked(unmasked), visible(visible), first(visible.begin / SIZE * SIZE), start(first), classify(classify) {
     if (ORDER == Order::LAST_TO_FIRST)
       start = visible.begin < visible.end ? (visible.end - 1) / SIZE * SIZE : first - SIZE;
   }
@@ -103,7 +103,7 @@ struct ClassifyQueries {
 template <Order ORDER>
 struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   __device__ KvTiles(const Band& band, int head, int q_start, Range queries)
-      : Walk<BLOCK_KV, ORDER, ClassifyKeys>(visible_keys(band, q_start), band.sees_all(queries.begin, queries.end),
+      : Walk<BLOCK_KV, ORDER, ClassifyKeys>(band.sees_all(queries.begin, queries.end), visible_keys(band, q_start),
                                             {band, head, {q_start, min(q_start + BLOCK_Q, band.q_len)}}) {
     this->skip_hidden();
   }
@@ -122,7 +122,7 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
   int head_end;
 
   __device__ QTiles(const Params& p, const Band& band, int kv_head, int kv_start, Range keys)
-      : Walk(visible_queries(band, kv_start), band.seen_by_all(keys.begin, keys.end),
+      : Walk(band.seen_by_all(keys.begin, keys.end), visible_queries(band, kv_start),
              {band, kv_head * p.group, {kv_start, min(kv_start + BLOCK_KV, band.kv_len)}}) {
     head = kv_head * p.group;
     head_end = visible.begin < visible.end ? head + p.group : head;

@@ -17,15 +17,14 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     // Prologue: the block's K and V.
-    Range unmasked_queries = band.seen_by_all(kv_start + consumer.keys, kv_start + consumer.keys + 64);
+    Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
     float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
     unsigned int K_smem = rings.K.tile(), V_smem = rings.V.tile();
     rings.K.wait(), rings.V.wait();
     clear_keys(sequence, kv_start, K_smem, V_smem);
 
     // Mainloop: the softmax overlaps dP; the addition to dQ overlaps dK.
-    for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
-      int i0 = q_tiles.q_start + consumer.queries;
+    for (QTiles q_tiles(p, band, kv_head, kv_start, keys); q_tiles.valid(); q_tiles.next()) {
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
@@ -40,9 +39,9 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       issue_S_dP(S_rmem, dP_rmem, K_smem, V_smem, Q_smem, dO_smem, consumer);
       wait_S(S_rmem);
       Rows rows = {lse2 + consumer.queries, lse2 + BLOCK_Q + consumer.queries};
-      bool masked = i0 < unmasked_queries.begin || i0 + QUERIES > unmasked_queries.end;
-      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows, i0,
-                                 kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
+      bool masked = q_tiles.masked(consumer.queries, QUERIES);
+      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows,
+                                 q_tiles.start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
       __syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives
       rings.rows.release();
 
@@ -57,7 +56,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       dS.issue(dK_rmem, Q_smem);
       wait_dV_dQ(dV_rmem, P, dQ_rmem);
       rings.dO.release();
-      add_dQ_in_turn(p, sequence, band, dQ_rmem, q_tiles.head, q_tiles.q_start, kv_start, consumer, dQ_smem);
+      add_dQ_in_turn(p, sequence, band, dQ_rmem, q_tiles.head, q_tiles.start, kv_start, consumer, dQ_smem);
       wait_dK(dK_rmem, dS);
       rings.Q.release();
     }

@@ -2,7 +2,6 @@
 //
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
 //   Rings             shared memory
-//   QTiles            the tiles of queries that a tile of keys visits
 //   load_tiles        producer of K, V, Q and dO
 //   load_lse_delta    producer of lse2 and delta
 //   clear_keys        zeros in rows of K and V that belong to another sequence; clear_queries: of Q and dO
@@ -13,6 +12,7 @@
 #pragma once
 #include "../dq_sums.cuh"
 #include "../gradients.cuh"
+#include "../walk.cuh"
 #include "tile.cuh"
 
 // Fragments, by columns, of one of `shares` consumers that split the columns of a tile: a share is whole panels.
@@ -146,37 +146,16 @@ struct Rings {
   __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
 };
 
-// Iterator over the tiles of queries that see a tile of keys, head after head of the GQA group.
-struct QTiles {
-  Range queries;
-  int head;
-  int head_end;
-  int q_start;
-
-  __device__ QTiles(const Params& p, const Sequence& sequence, const Band& band, int kv_head, int kv_start) {
-    int kv_stop = min(kv_start + BLOCK_KV, sequence.kv_len);
-    queries = {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
-    head = kv_head * p.group;
-    head_end = queries.begin < queries.end ? head + p.group : head;
-    q_start = first();
-  }
-  __device__ int first() const { return queries.begin / BLOCK_Q * BLOCK_Q; }
-  __device__ bool valid() const { return head < head_end; }
-  __device__ void advance() {
-    q_start += BLOCK_Q;
-    if (q_start >= queries.end) q_start = first(), ++head;
-  }
-};
-
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band,
                            int kv_head) {
   int batch = PACKED ? 0 : sequence.batch;
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch);
-    rings.V.load(maps.v, sequence.kv_start + kv_start, kv_head, batch);
-    for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
-      rings.Q.load(maps.q, sequence.q_start + q_tiles.q_start, q_tiles.head, batch);
-      rings.dO.load(maps.dout, sequence.q_start + q_tiles.q_start, q_tiles.head, batch);
+    Box keys = sequence.key_box(kv_start);
+    rings.K.load(maps.k, keys.row, kv_head, keys.batch);
+    rings.V.load(maps.v, keys.row, kv_head, keys.batch);
+    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+      rings.Q.load(maps.q, sequence.q_start + q_tiles.start, q_tiles.head, batch);
+      rings.dO.load(maps.dout, sequence.q_start + q_tiles.start, q_tiles.head, batch);
     }
   }
 }
@@ -185,7 +164,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
                                const Band& band, int kv_head) {
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
-    for (QTiles q_tiles(p, sequence, band, kv_head, kv_start); q_tiles.valid(); q_tiles.advance()) {
+    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
       // One array after the other, because this warp has few registers.
@@ -193,8 +172,8 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
         const float* numbers = sequence.queries<float>(x, q_tiles.head);
 #pragma unroll 1
         for (int n = lane_id(); n < BLOCK_Q; n += WARP) {
-          int i = q_tiles.q_start + n;
-          to[n] = q_tiles.queries(i) ? numbers[i] : otherwise;
+          int i = q_tiles.start + n;
+          to[n] = q_tiles.visible(i) ? numbers[i] : otherwise;
         }
       };
       load(p.lse2, to, infinity());

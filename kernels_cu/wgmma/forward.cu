@@ -47,18 +47,21 @@ struct Rings {
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, TileScheduler& tile_smem) {
   TileScheduler scheduler(p);
   for (; scheduler.tile >= 0; scheduler.next(p)) {
-    const Sequence& sequence = scheduler.sequence;
+    const Sequence sequence = scheduler.sequence;
     int q_start = scheduler.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = scheduler.head / p.group;
-    KvTiles kv_tiles(Band(p, sequence), q_start);
-    auto load_kv = [&](int kv_start) {
-      rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
-      rings.V.load(maps.v, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
+    Band band(p, sequence);
+    BlockKvTiles kv_tiles(band, scheduler.head, q_start);
+    auto load_next = [&] {
+      Box keys = sequence.key_box(kv_tiles.start);
+      rings.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+      rings.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+      kv_tiles.next();
     };
-    if (kv_tiles.last >= kv_tiles.first) load_kv(kv_tiles.last);
+    if (kv_tiles.valid()) load_next();
     rings.Q.acquire();
     tile_smem = scheduler;
     rings.Q.load(maps.q, sequence.q_start + q_start, scheduler.head, batch, EVICT_FIRST);
-    for (int kv_start = kv_tiles.last - BLOCK_KV; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) load_kv(kv_start);
+    while (kv_tiles.valid()) load_next();
   }
   rings.Q.acquire();
   tile_smem.tile = -1;
@@ -107,8 +110,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
-    KvTiles kv_tiles(band, q_start);
-    Range unmasked_keys = band.sees_all(q_group, q_group + 64);
+    BlockKvTiles kv_tiles(band, head, q_start, {q_group, q_group + 64});
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
@@ -116,38 +118,37 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     unsigned int P_rmem[1][N / 2][4];
 
     // S becomes probabilities; returns whether O must be rescaled by O_scale.
-    auto attend = [&](int kv_start) {
-      if (SCORE_MODIFIED || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
-        modify<true>(S_rmem, score, band, q_start + row, kv_start);
+    auto attend = [&] {
+      if (SCORE_MODIFIED || kv_tiles.masked()) modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
       exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
       return rescales;
     };
 
-    if (kv_tiles.last >= kv_tiles.first) {
+    if (kv_tiles.valid()) {
       // Prologue: P of the last tile of keys, the only one that can reach past the sequence.
       issue_QK(S_rmem, Q_smem, rings.K);
       wait_QK<0>(S_rmem, rings.K);
-      attend(kv_tiles.last);
+      attend();
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
-        if (kv_tiles.last + BLOCK_KV > sequence.kv_len) {
+        if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {
           rings.V.wait();
           clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(),
-                                           [&](int row) { return kv_tiles.last + row < sequence.kv_len; });
+                                           [&](int row) { return kv_tiles.start + row < sequence.kv_len; });
           sync_cleared_rows();
         }
 
       // Mainloop: S of this tile and PV of the previous one are in flight together.
-      for (int kv_start = kv_tiles.last - BLOCK_KV; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
+      for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         pingpong_wait(warpgroup);
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV(O_rmem, P_rmem, rings.V);
         pingpong_signal(warpgroup);
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
-        bool rescales = attend(kv_start);
+        bool rescales = attend();
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -1,8 +1,9 @@
-// Steps of the forward that do not depend on the dtype of Q, K and V:
+// Forward, for every dtype of Q, K and V:
 //
-//   KvTiles   the tiles of keys that a tile of queries visits
-//   store_O   epilogue: O -> the shared memory of Q -> global memory
+//   BlockKvTiles   the tiles of keys that producer and consumers visit
+//   store_O        epilogue: O -> the shared memory of Q -> global memory
 #pragma once
+#include "../walk.cuh"
 #include "tile.cuh"
 
 constexpr int N = BLOCK_KV / 8;                // score fragments, by columns
@@ -10,18 +11,7 @@ constexpr int N_V = fragments_of(HEAD_DIM_V);  // fragments of O, by columns
 // Registers per thread: the producer gives registers to two or three consumer warpgroups.
 constexpr int PRODUCER_REGISTERS = THREADS == 384 ? 24 : 32, CONSUMER_REGISTERS = THREADS == 384 ? 240 : 160;
 
-// From the last tile of keys, which is the one that a causal mask cuts, to the first.
-struct KvTiles {
-  int first;
-  int last;  // below `first`: no tile
-
-  __device__ KvTiles(const Band& band, int q_start) {
-    int q_stop = min(q_start + BLOCK_Q, band.q_len);
-    int begin = band.kv_begin(q_start), end = q_start < q_stop ? band.kv_end(q_stop) : 0;
-    first = begin / BLOCK_KV * BLOCK_KV;
-    last = begin < end ? (end - 1) / BLOCK_KV * BLOCK_KV : first - BLOCK_KV;
-  }
-};
+using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
 // the stores and waits until they have read the tile.

@@ -40,11 +40,11 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
   int batch = PACKED ? 0 : sequence.batch, vt_column = vt_start(sequence);
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
-    KvTiles kv_tiles(band, q_start);
     rings.Q.load(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
-    for (int kv_start = kv_tiles.last; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
-      rings.K.load(maps.k, sequence.kv_start + kv_start, kv_head, batch, EVICT_LAST);
-      rings.VT.load(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_start);
+    for (BlockKvTiles kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      Box keys = sequence.key_box(kv_tiles.start);
+      rings.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+      rings.VT.load(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_tiles.start);
     }
   }
 }
@@ -61,15 +61,13 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
-    KvTiles kv_tiles(band, q_start);
-    Range unmasked_keys = band.sees_all(q_group, q_group + 64);
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
     float O_rmem[1][N_V][4] = {}, O_scale[1][2];
 
     rings.Q.wait();
-    for (int kv_start = kv_tiles.last; kv_start >= kv_tiles.first; kv_start -= BLOCK_KV) {
+    for (BlockKvTiles kv_tiles(band, head, q_start, {q_group, q_group + 64}); kv_tiles.valid(); kv_tiles.next()) {
       float S_rmem[1][N][4];
       unsigned int P_rmem[1][N / 4][4];
       rings.K.wait();
@@ -80,11 +78,10 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       fence_operand(S_rmem);
       rings.K.release();
 
-      if (MODIFIED || DENSE_MASK || kv_start < unmasked_keys.begin || kv_start + BLOCK_KV > unmasked_keys.end)
-        modify<true>(S_rmem, score, band, q_start + row, kv_start);
+      if (MODIFIED || DENSE_MASK || kv_tiles.masked()) modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_start);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
       round_to_fp8(P_rmem, S_rmem);
 
       rings.VT.wait();

@@ -19,6 +19,9 @@ constexpr int PANEL_ROW = 2 * PANEL;            // bytes
 constexpr int COMMON_BARRIER = 1;               // named barrier of all consumers
 constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
 
+// One lane of the producer walks the tiles, and the walk of a mask_mod needs all lanes of its warp.
+static_assert(!MASK_MOD, "the wgmma engine has no mask_mod");
+
 __device__ constexpr int panels_of(int dim) {
   return (dim + PANEL - 1) / PANEL;
 }

@@ -183,10 +183,10 @@ PLANTED = {
     "no barrier after rows are cleared": (
         "named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
     ),
-    "rows not cleared": ("if (kv_tiles.last + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "rows not cleared": ("if (kv_tiles.start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
-    "past the keys": ("kv_start + BLOCK_KV > unmasked_keys.end)", "false)", AssertionError),
+    "past the keys": ("SCORE_MODIFIED || kv_tiles.masked()", "SCORE_MODIFIED", AssertionError),
 }  # fmt: skip
 # The same in a packed batch.
 PLANTED_IN_ROWS = {

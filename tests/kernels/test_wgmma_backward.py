@@ -238,7 +238,7 @@ PLANTED = {
     ),
     "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, unwanted))", "if (false)", AssertionError),
     "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
-    "past the keys": ("keys", "i0 + QUERIES > unmasked_queries.end;", "false;", AssertionError),
+    "past the keys": ("keys", "q_tiles.masked(consumer.queries, QUERIES)", "false", AssertionError),
     "dQ leaves over the last one": (
         "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();", "__syncwarp();",
         errors.PendingCopy,

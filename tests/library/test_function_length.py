@@ -1,0 +1,77 @@
+"""Length of the functions in kernels_cu."""
+
+import re
+
+import pytest
+
+from cupy_flash.source import kernel_folder
+
+LONGEST = 90  # lines, from the first of the declaration to the closing brace
+# Text whose braces open no block: comments, strings, preprocessor lines with their continuations, initialisers on one
+# line. Attributes, because they look like calls.
+NO_BLOCK = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|\{[^{};\n]*\}|__\w+__(?: *\([^()]*\))?',
+    re.MULTILINE | re.DOTALL,
+)
+FUNCTION = re.compile(r"[^=]*?(?P<name>\w+|operator\W+)\s*\(.*", re.DOTALL)
+
+
+def functions(text):
+    """(name, number of lines) of every function of a C++ text, apart from those inside another function."""
+    code = NO_BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
+    names = []  # of the open blocks; None: no function
+    start = 0  # of the current declaration
+    for mark in re.finditer(r"[{};]", code):
+        if mark[0] == "{":
+            if not any(names):
+                declaration = code[start : mark.start()]
+                first = start + len(declaration) - len(declaration.lstrip())
+            head = None if any(names) else FUNCTION.fullmatch(declaration)
+            names.append(head and head["name"].strip())
+        elif mark[0] == "}" and (name := names.pop()):
+            yield name, code.count("\n", first, mark.end()) + 1
+        start = mark.end()
+
+
+def lengths(folder):
+    """Number of lines by (file, function) of every kernel file and header in a folder."""
+    return {
+        (path.relative_to(folder).as_posix(), name): lines
+        for path in sorted(folder.rglob("*.cu*"))
+        for name, lines in functions(path.read_text(encoding="utf-8"))
+    }
+
+
+def test_no_function_is_long():
+    assert {place: lines for place, lines in lengths(kernel_folder()).items() if lines > LONGEST} == {}
+
+
+def test_every_kernel_is_measured():
+    measured = lengths(kernel_folder())
+    for path in kernel_folder().rglob("*.cu"):
+        assert measured[path.relative_to(kernel_folder()).as_posix(), path.stem] > 1
+
+
+PLANTED = {
+    "a function": ("__device__ void f(int a,\n                  int b) {\n%s}\n", "f", 3),
+    "a template": ("template <int N>\n__device__ int f(int (&a)[N]) {\n%s}\n", "f", 3),
+    "a kernel": ('extern "C" __global__ void __launch_bounds__(THREADS)\n    f(const Params p) {\n%s}\n', "f", 3),
+    "a method": ("struct A {\n  int f() const {\n%s  }\n};\n", "f", 2),
+    "a constructor": ("struct A {\n  A(int b)\n      : b(b), c{b} {\n%s  }\n};\n", "A", 3),
+    "a loop and a lambda": ("void f() {\n  for (;;) {\n  auto g = [&](int i) {\n%s  };\n  }\n}\n", "f", 6),
+    "a comment and a macro": ("#define G(a) \\\n  void g() {\nint n;  // {\nvoid f() {\n%s}\n", "f", 2),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_long_function_is_found(planted, tmp_path):
+    text, name, around = PLANTED[planted]
+    (tmp_path / "mma").mkdir()
+    for body in (3, LONGEST):
+        (tmp_path / "mma" / "f.cuh").write_text(text % ("  x = f(1);\n" * body))
+        assert lengths(tmp_path) == {("mma/f.cuh", name): body + around}
+
+
+@pytest.mark.parametrize("text", ["struct A {\n  int f();\n};\n", "int a[] = {f(1)};\n", "#if A\nint a;\n#endif\n"])
+def test_other_blocks_are_no_functions(text):
+    assert list(functions(text)) == []

@@ -80,10 +80,14 @@ class Workspace(NamedTuple):
 
 
 class Captured:
-    """The arrays and numbers that the mods of a call read, and the tables of extremes that their kernel fills."""
+    """The arrays and numbers that the mods of a call read, and what their kernels fill: tables, sums and gradients.
 
-    def __init__(self, mods: str, operands: Operands) -> None:
-        self.program, self.numbers = parse(mods), operands.numbers
+    `gradients` are those of the captured arrays, by slot.
+    """
+
+    def __init__(self, problem: Problem, operands: Operands, gradients: dict[int, Array]) -> None:
+        self.program, self.numbers, self.gradients = parse(problem.mods), operands.numbers, gradients
+        self.sums = {slot: empty(x.shape, problem.accumulation, operands.q) for slot, x in gradients.items()}
         self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
         self.tables: dict[str, Array | None] = {
             f"chunks{slot}": empty(*table_of(self.program, slot, operands.captured[slot].shape), operands.q)
@@ -93,7 +97,13 @@ class Captured:
     @property
     def text(self) -> str:
         """The declaration of `struct Captured`."""
-        return captured_struct(self.program)
+        return captured_struct(self.program, tuple(self.gradients))
+
+    @property
+    def filled(self) -> dict[str, Array | None]:
+        """The arrays that the kernels fill, by name."""
+        sums = {f"sums{slot}": array for slot, array in self.sums.items()}
+        return self.tables | sums | {f"dcaptured{slot}": array for slot, array in self.gradients.items()}
 
     def members(self, address: Address) -> tuple[float, ...]:
         """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
@@ -102,7 +112,8 @@ class Captured:
                 raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
         arrays = [(address(array), array.shape, array.strides) for array in self.arrays.values()]
         tables = {int(name.removeprefix("chunks")): address(table) for name, table in self.tables.items() if table}
-        return captured_numbers(self.program, arrays, tables, self.numbers)
+        gradients = {slot: (address(self.sums[slot]), address(self.gradients[slot])) for slot in self.gradients}
+        return captured_numbers(self.program, arrays, tables, self.numbers, gradients)
 
 
 def pack(
@@ -121,7 +132,7 @@ def pack(
             members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
-        if array is not None and not (captured is not None and name in captured.tables):
+        if array is not None and not (captured is not None and name in captured.filled):
             members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
     for feature in BATCH_STRIDED:
         array = getattr(operands, feature.name)

@@ -120,3 +120,12 @@ __device__ int below(T i, int size) {
 __device__ inline Interval<int> narrowed(Interval<long long> x) {
   return {(int)min(max(x.lo, 0ll), 2147483647ll), (int)min(max(x.hi, 0ll), 2147483647ll)};
 }
+
+// Sums of the gradients of captured arrays: contiguous numbers, of which each thread has every so many.
+__device__ inline void clear_numbers(real* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) sums[n] = 0;
+}
+template <typename T>
+__device__ void round_numbers(T* gradient, const real* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) store(gradient + n, sums[n]);
+}

@@ -51,7 +51,8 @@ struct Score {
 #if MODS
     if constexpr (SCORE_MOD) {
       real by_score;
-      real modified = mod.score(s, mod.query(head, i), mod.key(j), by_score);
+      // The derivatives of a hidden score are finite, so that 0 times them is 0.
+      real modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
       s = hidden ? s : modified;
       derivative = times(derivative, by_score);
     }

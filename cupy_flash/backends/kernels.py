@@ -68,7 +68,14 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     """Gradients of the call, from out, lse and their gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    start(_work(plan, operands, gradients))
+    captured = {
+        slot: empty(array.shape, array.dtype, operands.q)
+        for slot, (array, wanted) in enumerate(zip(operands.captured, plan.problem.captured_gradient, strict=True))
+        if wanted
+    }
+    start(_work(plan, operands, gradients, captured))
+    if plan.problem.score_mod:
+        return Gradients(**gradients, dcaptured=tuple(captured.get(slot) for slot in range(len(operands.captured))))
     return Gradients(**gradients)
 
 
@@ -105,7 +112,7 @@ def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
 
 
-def _work(plan: Plan, operands: Operands, results: Results) -> Work:
+def _work(plan: Plan, operands: Operands, results: Results, dcaptured: dict[int, Array] | None = None) -> Work:
     """The launches of a plan with these outputs, and with workspaces from the caller's framework.
 
     Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
@@ -126,9 +133,9 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
     has_mods = any(launch.headers for launch in plan.launches)
-    captured = Captured(problem.mods, operands) if has_mods else None
+    captured = Captured(problem, operands, dcaptured or {}) if has_mods else None
     if captured is not None:
-        inputs, results = inputs | captured.arrays, results | captured.tables
+        inputs, results = inputs | captured.arrays, results | captured.filled
     params = partial(pack, problem, operands, results, workspaces, captured)
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
 

@@ -9,7 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import captured_launches, captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -88,7 +88,8 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
         return [Tiles(tile.rows, tile.step, tile, None) for tile in legal_tiles("forward", problem, device)]
-    if problem.bias is not None and not legal_tiles("backward_bias", problem, device):
+    has_dense_gradient = problem.bias is not None or any(problem.captured_gradient)
+    if has_dense_gradient and not legal_tiles("backward_bias", problem, device):
         return []
     legal = [
         Tiles(q.rows, kv.rows, q, kv)
@@ -144,7 +145,13 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
         backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
-    return fragment_backward(problem, backward + bias_launches(problem, device), add_dq=kv_tile.add_dq)
+    backward += bias_launches(problem, device)
+    if any(problem.captured_gradient):
+        dense_tile = legal_tiles("backward_bias", problem, device)[0]
+        backward += captured_launches(
+            problem, dense_tile[:2], lambda grid: _launch("mma/backward_bias", problem, dense_tile, grid)
+        )
+    return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
 
 def bias_launches(problem: Problem, device: Device) -> list[Launch]:

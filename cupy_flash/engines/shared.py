@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
 from ..mods import cuda_code
+from ..mods.derive import gradient_reads
 from ..mods.ir import parse
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+Grid = tuple[int, int, int]
 GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
 
 
@@ -28,6 +33,7 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "SHARD": problem.shard,
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
+        "CAPTURED_GRADIENT": False,
     }
     for feature in FEATURES:
         if feature.constant:
@@ -98,25 +104,57 @@ def captured_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    if any(problem.captured_gradient):
-        reasons.append("the gradient of an array that score_mod captures: this engine's kernels compute none yet")
+    computed = sorted({x.slot for x in gradient_reads(problem.mods, problem.captured_gradient) if x.axes is None})
+    if computed:
+        names = ", ".join(f"array{slot}" for slot in computed)
+        reasons.append(
+            f"the gradient of {names}, which score_mod reads at computed or repeated indices: this engine's kernels "
+            "have gradients of arrays that are indexed by b, h, q_idx and kv_idx themselves"
+        )
     return reasons
 
 
-TABLE_BLOCKS = 128  # of extremes.cu, which loops over any number of chunks
+TABLE_BLOCKS = 128  # of the kernels that loop over captured arrays, whatever their size
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     """The launches with the generated headers of the call's mods; first that of the tables which its mask_mod needs."""
     if not problem.mods:
         return launches
-    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    headers = cuda_code.headers(problem.mods, problem.backward, longest)
-    launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) else x for x in launches]
+    headers = _mod_headers(problem)
+    launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
+    constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
+
+    def of_captured(kernel: str) -> Launch:
+        return Launch(kernel, constants, (TABLE_BLOCKS, 1, 1), 128, headers=headers)
+
+    if any(problem.captured_gradient):
+        launches = [of_captured("clear_captured"), *launches, of_captured("round_captured")]
     if cuda_code.chunked(parse(problem.mods)):
-        constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
-        launches.insert(0, Launch("extremes", constants, (TABLE_BLOCKS, 1, 1), 128, headers=headers))
+        launches.insert(0, of_captured("extremes"))
     return launches
+
+
+def captured_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
+    """The launches that sum the gradients of captured arrays: of backward_bias, one for each read of such an array.
+
+    `tile` is (queries, keys) of a block; `launch` makes the launch of backward_bias with a grid.
+    """
+    launches = []
+    for n, read in enumerate(gradient_reads(problem.mods, problem.captured_gradient)):
+        inputs = read.axes or {}
+        tiles = [-(-problem.q_len // tile[0])] * ("q" in inputs) + [-(-problem.kv_len // tile[1])] * ("kv" in inputs)
+        one = launch(
+            (max(math.prod(tiles), 1), problem.heads if "h" in inputs else 1, problem.batch if "b" in inputs else 1)
+        )
+        constants = tuple((name, True if name == "CAPTURED_GRADIENT" else x) for name, x in one.constants)
+        launches.append(one._replace(constants=constants, headers=_mod_headers(problem, n)))
+    return launches
+
+
+def _mod_headers(problem: Problem, read: int | None = None) -> tuple[tuple[str, str], ...]:
+    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    return cuda_code.headers(problem.mods, problem.backward, longest, problem.captured_gradient, read)
 
 
 def grid_refusals(problem: Problem) -> list[str]:

@@ -9,6 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    captured_launches,
     captured_refusals,
     dtype_refusals,
     grid_refusals,
@@ -124,6 +125,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
+    backward += captured_launches(problem, tile[:2], lambda grid: launch("simt/backward_bias", grid))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))

@@ -17,11 +17,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from .derive import derivative, may_be_infinite
+from .derive import Read, derivative, gradient_reads, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -62,16 +63,19 @@ def stage(node: Node) -> str:
 
 
 @lru_cache(maxsize=256)
-def captured_struct(program: Program) -> str:
+def captured_struct(program: Program, gradients: tuple[int, ...] = ()) -> str:
     """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
 
-    An array whose bounds the mask may ask for by chunks has its table in `chunks`.
+    An array whose bounds the mask may ask for by chunks has its table in `chunks`. The slots of `gradients` have a
+    gradient, and its sums before they are rounded: contiguous, of the array's shape.
     """
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
         lines.append(f"  void* array{slot};")
         if slot in tables:
             lines.append(f"  void* chunks{slot};")
+        if slot in gradients:
+            lines += [f"  void* sums{slot};", f"  void* gradient{slot};"]
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
         lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
     lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
@@ -84,12 +88,14 @@ def captured_numbers(
     arrays: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
     chunks: Mapping[int, int],
     numbers: Sequence[int | float],
+    gradients: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> tuple[int | float, ...]:
     """The members of `struct Captured` in their order. `arrays`: address, shape and strides in elements of each;
     `chunks`: the address of the table of each chunked slot."""
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
-        members += [address, *([chunks[slot]] if slot in chunks else []), *shape, *strides]
+        members += [address, *([chunks[slot]] if slot in chunks else [])]
+        members += [*gradients.get(slot, ()), *shape, *strides]
     return (*members, *numbers) or (0,)
 
 
@@ -110,19 +116,33 @@ def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple
     return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
 
 
-def headers(mods: str, backward: bool, longest: int) -> tuple[tuple[str, str], ...]:
+def headers(
+    mods: str,
+    backward: bool,
+    longest: int,
+    captured_gradient: tuple[bool, ...] = (),
+    read: int | None = None,
+) -> tuple[tuple[str, str], ...]:
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
-    `longest` is at least the number of sequences, of heads, of queries and of keys.
+    `longest` is at least the number of sequences, of heads, of queries and of keys. With `read`, a number among
+    `gradient_reads`, the slope is the derivative by that read, and `Mod::gradient` is where its sums go.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, captured_gradient, read)
 
 
 @lru_cache(maxsize=256)
-def _headers(mods: str, backward: bool, largest: int) -> tuple[tuple[str, str], ...]:
+def _headers(
+    mods: str, backward: bool, largest: int, captured_gradient: tuple[bool, ...], read: int | None
+) -> tuple[tuple[str, str], ...]:
     program = parse(mods)
+    reads = gradient_reads(mods, captured_gradient)
+    target = None if read is None else reads[read]
     slope = derivative(program.score).slope if backward and program.score is not None else None
-    return ("captured.cuh", captured_struct(program)), ("traced.cuh", mod_struct(program, slope, largest))
+    gradients = tuple(sorted({one.slot for one in reads}))
+    writer = _Writer(program, slope if target is None else target.factor, largest, gradients, target)
+    text = "\n".join([*writer.struct(), ""])
+    return ("captured.cuh", captured_struct(program, gradients)), ("traced.cuh", text)
 
 
 def mod_struct(program: Program, slope: Node | None = None, largest: int = SMALL) -> str:
@@ -133,9 +153,16 @@ def mod_struct(program: Program, slope: Node | None = None, largest: int = SMALL
 class _Writer:
     """Writes the struct of one program."""
 
-    def __init__(self, program: Program, slope: Node | None, largest: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        slope: Node | None,
+        largest: int,
+        gradients: tuple[int, ...] = (),
+        target: Read | None = None,
+    ) -> None:
         self.program, self.largest = program, largest
-        self.slope = slope
+        self.slope, self.gradients, self.target = slope, gradients, target
         self.roots = [root for root in (program.score, slope, program.mask) if root is not None]
         inline = ("const", "score", "b", "h", "q", "kv")
         self.nodes = [node for node in order(self.roots) if node.op not in inline]
@@ -168,7 +195,7 @@ class _Writer:
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
-        return [*lines, *self._score(), *self._sees(), *self._tile(), *self._fill_tables(), "};"]
+        return [*lines, *self._score(), *self._sees(), *self._tile(), *self._fill_tables(), *self._gradients(), "};"]
 
     def _score(self) -> list[str]:
         lines = ["  __device__ real score(real s, const Query& q, const Key& k, real& slope) const {"]
@@ -199,6 +226,36 @@ class _Writer:
         for slot in chunked(self.program):
             data, table, sizes, strides = _array_text(self.program, slot)
             lines.append(f"    fill_chunks({table}, {data}, {sizes}, {strides}, warp, warps);")
+        return [*lines, "  }"]
+
+    def _gradients(self) -> list[str]:
+        """Where the sums of one read go, and what clears and rounds the sums of all."""
+        lines = ["  static __device__ DenseGradient gradient(const Params& p) {"]
+        if self.target is not None:
+            slot, axes = self.target.slot, self.target.axes
+            assert axes is not None  # an engine that adds to computed indices has no such kernel
+            rank = self.program.arrays[slot].rank
+            sizes = [f"p.captured.size{slot}_{axis}" for axis in range(rank)]
+            strides = [
+                " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+            ]
+            rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+            lines.append(f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};")
+            lines.append(f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};")
+        else:
+            lines.append("    return {};")
+        lines += ["  }", "  static __device__ void clear_sums(const Params& p, int thread, int threads) {"]
+        counts = {
+            slot: " * ".join(["1ll", *(f"p.captured.size{slot}_{n}" for n in range(self.program.arrays[slot].rank))])
+            for slot in self.gradients
+        }
+        for slot, count in counts.items():
+            lines.append(f"    clear_numbers((real*)p.captured.sums{slot}, {count}, thread, threads);")
+        lines += ["  }", "  static __device__ void round_sums(const Params& p, int thread, int threads) {"]
+        for slot, count in counts.items():
+            stored = STORED[self.program.arrays[slot].dtype]
+            sums = f"(const real*)p.captured.sums{slot}"
+            lines.append(f"    round_numbers(({stored}*)p.captured.gradient{slot}, {sums}, {count}, thread, threads);")
         return [*lines, "  }"]
 
     # ---- values

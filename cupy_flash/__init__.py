@@ -14,11 +14,12 @@ from .api import (
     explain,
     merge,
 )
-from .mods.masks import and_masks, noop_mask, not_mask, or_masks
+from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
 from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
+    from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
 
 __version__ = "0.1.0"
@@ -28,13 +29,16 @@ __all__ = [
     "Mod",
     "UnsupportedError",
     "and_masks",
+    "append_to_kv_cache",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "attention_with_kv_cache",
     "compile",
     "explain",
+    "explain_with_kv_cache",
     "memory",
     "merge",
     "noop_mask",
@@ -43,14 +47,16 @@ __all__ = [
 ]
 
 
+LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks") | {"Mod": ".mods.trace"}
+
 if not TYPE_CHECKING:  # a type checker would take any name from it
 
     def __getattr__(name: str) -> Any:
-        """Import `cupy_flash.memory` and `cupy_flash.Mod` lazily, on first use."""
+        """Import `cupy_flash.memory` and what LAZY names on first use."""
         from importlib import import_module
 
         if name == "memory":
             return import_module(".memory", __name__)
-        if name == "Mod":
-            return import_module(".mods.trace", __name__).Mod
+        if name in LAZY:
+            return getattr(import_module(LAZY[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

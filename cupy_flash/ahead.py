@@ -10,6 +10,7 @@ import numpy as np
 
 from . import device
 from .arrays import named_dtype
+from .cache_records import Cache
 from .device import Device
 from .features import ARRAYS, Feature
 from .launch import Launch
@@ -52,6 +53,7 @@ def problems(
     group: int = 1,
     backward: bool = True,
     packed: bool = False,
+    cache: bool = False,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> list[Problem]:
     """The problems (forward, and backward without and with dlse) of calls with these options, at the smallest size.
@@ -68,11 +70,16 @@ def problems(
             raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
         if not in_range:
             raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
-    for name, chosen in dict(backward=backward, packed=packed).items():
+    for name, chosen in dict(backward=backward, packed=packed, cache=cache).items():
         if not isinstance(chosen, (bool, np.bool_)):
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     settings = Options.of("compile", options)
     forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
+    if cache:
+        contiguous = Cache(
+            "bshd", forward.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=None
+        )
+        return [forward._replace(cache=contiguous)]
     if not backward:
         return [forward]
     # A call without return_lse has no gradient of lse.

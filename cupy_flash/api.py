@@ -386,6 +386,7 @@ def compile(
     arch: str | None = None,
     backward: bool = True,
     packed: bool = False,
+    cache: bool = False,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile what later calls on a GPU will need, before the first of them.
@@ -404,6 +405,7 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
+        cache: for `attention_with_kv_cache`, which no engine for GPUs serves yet: UnsupportedError with their reasons.
         **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
             not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
@@ -425,7 +427,7 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        **options,
+        cache=cache, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
@@ -443,7 +445,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod the expressions, the
+        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod their expressions, the
         slope of the score, and what they capture.
 
     Raises:

@@ -126,6 +126,41 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
     """Options of `ring_attention` and `ulysses_attention`."""
 
 
+class CacheArgumentsWithoutLse(Ordering, Generic[T], total=False):
+    """Options of `attention_with_kv_cache` except return_lse."""
+
+    k: T | None
+    v: T | None
+    cache_seqlens: T | int | None
+    cache_batch_idx: T | None
+    cache_leftpad: T | None
+    block_table: T | None
+    slots: T | None
+    positions: T | None
+    cu_seqlens_q: T | None
+    max_seqlen_q: int | None
+    rotary_cos: T | None
+    rotary_sin: T | None
+    rotary_interleaved: bool
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: T | None
+    sink: T | None
+    mask: T | None
+    k_descale: T | None
+    v_descale: T | None
+    split_size: int | None
+    out: T | None
+    backend: str | None
+    engine: str | None
+
+
+class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
+    """Options of `attention_with_kv_cache`."""
+
+
 class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, and the precision."""
 

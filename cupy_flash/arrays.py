@@ -57,6 +57,11 @@ class Array:
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:
             raise ValueError(f"the memory of this {self.shape} array has been freed or was never allocated")
+        if self.device != "cpu" and self.pointer % self.dtype.alignment:
+            raise ValueError(
+                f"its memory starts at {self.pointer:#x}, not a multiple of the {self.dtype.alignment} bytes to which "
+                f"{self.dtype} must be aligned on a GPU: copy the bytes to a new array"
+            )
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """View the memory as a NumPy array, never a copy; read-only if the caller's array is.

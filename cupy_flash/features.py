@@ -23,6 +23,8 @@ CAUSAL = "causal"  # bool or string: which corner the diagonal starts from
 WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
 MOD = "mod"  # None, a Python function of a score and its place, or a Mod
+LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
+WHOLE = "whole"  # None, or a whole number
 
 # Ranges of numbers, by their check in requirements.py.
 FINITE = "finite"
@@ -123,6 +125,34 @@ FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
 MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
+
+_SHARED = {feature.name: feature for feature in FEATURES}
+
+# The options of `attention_with_kv_cache`, in the order of its signature. In the axes, "p" stands for the columns of a
+# block table, "n" for the rows of k, "t" for the tokens of a packed batch, "r" and "e" for the sizes of a rotary table.
+CACHE_FEATURES = (
+    Feature("k", ARRAY, axes=("bngd",), dtypes=FLOATING),
+    Feature("v", ARRAY, axes=("bngd",), dtypes=FLOATING),
+    Feature("cache_seqlens", LENGTHS, axes=("b",), dtypes=("int32",)),
+    Feature("cache_batch_idx", ARRAY, axes=("b",), dtypes=("int32",)),
+    Feature("cache_leftpad", ARRAY, axes=("b",), dtypes=("int32",)),
+    Feature("block_table", ARRAY, axes=("bp",), dtypes=("int32",)),
+    Feature("slots", ARRAY, axes=("n",), dtypes=("int64",)),
+    Feature("positions", ARRAY, axes=("bi", "t"), dtypes=("int32",)),
+    Feature("cu_seqlens_q", ARRAY, axes=("c",), dtypes=("int32",)),
+    Feature("max_seqlen_q", WHOLE),
+    Feature("rotary_cos", ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating"),
+    Feature("rotary_sin", ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating"),
+    Feature("rotary_interleaved", FLAG, True),
+    Feature("causal", FLAG, True),
+    *(_SHARED[name] for name in ("window", "scale", "softcap", "alibi_slopes", "sink")),
+    Feature("mask", ARRAY, axes=("bhis",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend"),
+    *(_SHARED[name] for name in ("k_descale", "v_descale")),
+    Feature("split_size", WHOLE),
+    _SHARED["layout"],
+    Feature("out", ARRAY, axes=("bihd",), dtypes=FLOATING),
+    *(_SHARED[name] for name in ("return_lse", "backend", "engine")),
+)
 
 
 def record(*names: str, optional: int = 0) -> Any:

@@ -496,7 +496,9 @@ def _check_shares(model: Transformer, training: Training) -> None:
     _refuse("estimate", reasons)
 
 
-def measure(model: torch.nn.Module, batch: Any) -> dict[str, int]:
+def measure(
+    model: torch.nn.Module, batch: torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+) -> dict[str, int]:
     """Bytes that the forward of a torch module saves for its backward, by submodule. Runs the forward once.
 
     Args:

@@ -10,18 +10,19 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import dropout
-from .arrays import Array, dtype_name, empty
+from .arrays import Array, dtype_name
 from .features import ARRAYS, NUMBERS
-from .mods.cuda_code import captured_numbers, captured_struct, chunked, table_of
-from .mods.ir import parse
 from .problem import FP8, Operands, Problem
 from .source import chosen_lines, kernel_folder
 from .tensor_map import DATA_TYPES, Box, TensorMap
+
+if TYPE_CHECKING:
+    from .mods.captured import Captured
 
 SCALARS = {
     "int": np.int32,
@@ -79,50 +80,13 @@ class Workspace(NamedTuple):
     strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
 
 
-class Captured:
-    """The arrays and numbers that the mods of a call read, and what their kernels fill: tables, sums and gradients.
-
-    `gradients` are those of the captured arrays, by slot.
-    """
-
-    def __init__(self, problem: Problem, operands: Operands, gradients: dict[int, Array]) -> None:
-        self.program, self.numbers, self.gradients = parse(problem.mods), operands.numbers, gradients
-        self.sums = {slot: empty(x.shape, problem.accumulation, operands.q) for slot, x in gradients.items()}
-        self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
-        self.tables: dict[str, Array | None] = {
-            f"chunks{slot}": empty(*table_of(self.program, slot, operands.captured[slot].shape), operands.q)
-            for slot in chunked(self.program)
-        }
-
-    @property
-    def text(self) -> str:
-        """The declaration of `struct Captured`."""
-        return captured_struct(self.program, tuple(self.gradients))
-
-    @property
-    def filled(self) -> dict[str, Array | None]:
-        """The arrays that the kernels fill, by name."""
-        sums = {f"sums{slot}": array for slot, array in self.sums.items()}
-        return self.tables | sums | {f"dcaptured{slot}": array for slot, array in self.gradients.items()}
-
-    def members(self, address: Address) -> tuple[float, ...]:
-        """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
-        for name, array in self.arrays.items():
-            if any(abs(stride) >= 2**31 for stride in array.strides):
-                raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
-        arrays = [(address(array), array.shape, array.strides) for array in self.arrays.values()]
-        tables = {int(name.removeprefix("chunks")): address(table) for name, table in self.tables.items() if table}
-        gradients = {slot: (address(self.sums[slot]), address(self.gradients[slot])) for slot in self.gradients}
-        return captured_numbers(self.program, arrays, tables, self.numbers, gradients)
-
-
 def pack(
     problem: Problem,
     operands: Operands,
     results: dict[str, Array | None],
     workspaces: Iterable[Workspace],
-    captured: Captured | None,
     address: Address,
+    captured: Captured | None = None,
 ) -> np.ndarray[Any, Any]:
     """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
     forms, layout = _forms(), problem.layout
@@ -132,7 +96,7 @@ def pack(
             members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
-        if array is not None and not (captured is not None and name in captured.filled):
+        if array is not None and not (captured is not None and name in captured.workspaces):
             members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
     for feature in BATCH_STRIDED:
         array = getattr(operands, feature.name)

@@ -9,13 +9,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .device import Device
-from .engines import Engine, cpu, mma, simt, wgmma
+from .engines import Engine, cpu, cpu_decode, mma, simt, wgmma
 from .features import ARRAYS
 from .launch import Launch
 from .params import Workspace
 from .problem import Problem, UnsupportedError
 
-MODULES: dict[str, Engine] = {"cpu": cpu, "simt": simt, "mma": mma, "wgmma": wgmma}  # the engines by name
+# The engines by name.
+MODULES: dict[str, Engine] = {"cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "wgmma": wgmma}
+WITH_CACHE = ("cpu_decode",)  # the engines that read a KV cache
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 # Buckets of lengths per octave. By the cost models the best tile for a bucket's last length takes 0 to 2 % longer than
@@ -69,6 +71,12 @@ class Plan(NamedTuple):
             f"why        the smallest predicted time of all legal tiles, for the bucket's last lengths: "
             f"{self.cost * 1e3:.3g} ms{of}",
         ]
+        cache = self.problem.cache
+        if cache is not None and cache.split_size is not None:
+            without = plan(self.problem._replace(cache=cache._replace(split_size=None)), self.device)
+            lines.append(
+                f"bits       of a sequence, the same in every batch, by split_size; {without.cost * 1e3:.3g} ms without"
+            )
         if MODULES[self.engine].MEASURED is None:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
         for launch in self.launches:
@@ -76,7 +84,7 @@ class Plan(NamedTuple):
             lines.append(
                 f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory"
             )
-        lines += [f"not {engine:<7}{reason}" for engine, reasons in self.refused for reason in reasons]
+        lines += [f"not {f'{engine} ':<7}{reason}" for engine, reasons in self.refused for reason in reasons]
         return "\n".join(lines)
 
 
@@ -222,6 +230,8 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
         reasons.append(f'backend="{problem.backend}" was asked for')
     if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
+    if problem.cache is not None and engine not in WITH_CACHE:
+        reasons.append("it reads no KV cache in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")
     return (*reasons, *MODULES[engine].refusals(problem, device))

@@ -120,8 +120,8 @@ def _given(
     return given
 
 
-# The options in the cache key as they are. The sides of a window are checked one by one; a seed is no fact, and a mod
-# is one by its text.
+# The options in the cache key as they are. The sides of a window are checked one by one; a seed is no fact, and a
+# mod's text is one.
 PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 # Options of other types are not cached: they may be mutable, unhashable, or equal to something with another meaning.
@@ -267,10 +267,11 @@ def _state(facts: Facts) -> Stated:
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
+            cache=None,
             bias_gradient=facts.bias_gradient,
             **mods,
             **numbers,
-            **_array_facts(arrays),
+            **array_facts(arrays),
         )
     return Stated(problem, sizes, bool(numbers["dropout"]), longest, unmet, requirements.about_type)
 
@@ -314,7 +315,7 @@ def _check_mods(
     )
 
 
-def _array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
+def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
     """The fields of a Problem for the arrays among the options."""
     facts: dict[str, Any] = {}
     for feature in ARRAYS:

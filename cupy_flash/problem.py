@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from .features import (
     record,
 )
 from .mask import Mask
+
+if TYPE_CHECKING:
+    from .cache_records import Cache, CacheOperands
 
 DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
@@ -116,7 +119,11 @@ class Gradients(_Gradients, Generic[ArrayT]):
     dv: ArrayT
 
     def map(self, function: Callable[[Any], Any]) -> Gradients[Any]:
-        """The gradients with `function` applied to each array that is there."""
+        """The gradients with a function applied to each array that is there.
+
+        Args:
+            function: from an array to what replaces it.
+        """
 
         def applied(gradient: Any) -> Any:
             if isinstance(gradient, tuple):
@@ -156,6 +163,7 @@ class _Call:
     deterministic: bool
     backend: str | None  # as requested; None follows the arrays
     engine: str | None
+    cache: Cache | None  # of attention_with_kv_cache and append_to_kv_cache
 
 
 FACTS = tuple(
@@ -218,6 +226,7 @@ class Problem(_Problem, _Call):
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [] if self.cache is None else [str(self.cache)]
         step = "backward" if self.backward else "forward"
         packed = "packed, up to " if self.layout == "thd" else ""
         to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
@@ -238,7 +247,7 @@ class Problem(_Problem, _Call):
 
 _Operands: Any = record(
     *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
-    *("captured", "numbers", "dout", "out", "lse", "dlse"),
+    *("captured", "numbers", "dout", "out", "lse", "dlse", "cache"),
 )
 
 
@@ -263,6 +272,7 @@ class Operands(_Operands):
     out: Array | None
     lse: Array | None
     dlse: Array | None
+    cache: CacheOperands | None
 
 
 @lru_cache(maxsize=16)

@@ -206,6 +206,114 @@ def attention_varlen_backward(
     return Gradients(dq, dk, dv, None, dsink)
 
 
+def attention_with_kv_cache(
+    q: npt.ArrayLike,
+    k_cache: npt.ArrayLike,
+    v_cache: npt.ArrayLike,
+    *,
+    k: npt.ArrayLike | None = None,
+    v: npt.ArrayLike | None = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: npt.ArrayLike | None = None,
+    cache_leftpad: npt.ArrayLike | None = None,
+    block_table: npt.ArrayLike | None = None,
+    slots: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    cu_seqlens_q: npt.ArrayLike | None = None,
+    rotary_cos: npt.ArrayLike | None = None,
+    rotary_sin: npt.ArrayLike | None = None,
+    rotary_interleaved: bool = True,
+    mask: npt.ArrayLike | None = None,
+    layout: str = "bshd",
+    dtype: npt.DTypeLike | None = None,
+    **options: Any,
+) -> tuple[Array, Array, Array, Array]:
+    """Attention on a KV cache: (out, lse, k_cache, v_cache), the caches with the appended rows.
+
+    Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up on its own.
+    """
+    k, v = (None if x is None else np.asarray(x) for x in (k, v))
+    q = np.asarray(q)
+    caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in (k_cache, v_cache)]
+    if layout == "bhsd" and cu_seqlens_q is None:
+        q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
+    storage, compute = _precision(q, dtype)
+    width = caches[0].shape[1]
+    bounds = np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist()
+    batch = len(q) if cu_seqlens_q is None else len(bounds) - 1
+    capacity = width if block_table is None else width * np.asarray(block_table).shape[1]
+    lengths = np.broadcast_to(capacity if cache_seqlens is None else cache_seqlens, batch).tolist()
+
+    def rows_of(x: Any, b: int) -> Any:
+        return None if x is None else x[b] if cu_seqlens_q is None else x[bounds[b] : bounds[b + 1]]
+
+    def place(b: int, j: int) -> tuple[int, int]:
+        if block_table is not None:
+            return int(np.asarray(block_table)[b, j // width]), j % width
+        return (b if cache_batch_idx is None else int(np.asarray(cache_batch_idx)[b])), j
+
+    def rotate(rows: Any, first: int, b: int) -> Array:
+        """Rows (S, H, D) as complex numbers, each multiplied by exp(i angle) of its position."""
+        rows = np.asarray(rows).astype(compute)
+        if rotary_cos is None:
+            return rows
+        cos, sin = np.asarray(rotary_cos).astype(compute), np.asarray(rotary_sin).astype(compute)
+        half = cos.shape[1]
+        x, y = np.arange(half), np.arange(half) + half
+        if rotary_interleaved:
+            x, y = 2 * np.arange(half), 2 * np.arange(half) + 1
+        at = np.maximum(first + np.arange(len(rows)), 0)
+        if positions is not None:
+            at = np.asarray(rows_of(np.asarray(positions), b))
+        turned = (rows[..., x] + 1j * rows[..., y]) * (cos[at] + 1j * sin[at])[:, None]
+        rows[..., x], rows[..., y] = turned.real, turned.imag
+        return rows
+
+    slot = 0
+    for b in range(batch if k is not None else 0):
+        new = (rotate(rows_of(k, b), lengths[b] - (len(rows_of(k, b)) if slots is not None else 0), b), rows_of(v, b))
+        for i in range(len(new[0])):
+            where = place(b, lengths[b] + i) if slots is None else divmod(int(np.asarray(slots).ravel()[slot]), width)
+            slot += 1
+            for cache, rows, name in zip(caches, new, ("k_descale", "v_descale"), strict=True):
+                if where[0] >= 0:
+                    descale = np.asarray(options[name])[b, :, None] if options.get(name) is not None else 1
+                    row = np.asarray(rows[i]).astype(compute) / descale
+                    cache[where] = (np.clip(row, -448, 448) if cache.dtype.name == FP8 else row).astype(cache.dtype)
+        lengths[b] += len(new[0]) if slots is None else 0
+
+    out = np.zeros((*q.shape[:-1], caches[1].shape[-1]), storage)
+    lse = np.full(
+        (q.shape[1], len(q)) if cu_seqlens_q is not None else (batch, q.shape[2], q.shape[1]), -np.inf, compute
+    )
+    for b in range(batch):
+        rows, length = rows_of(q, b), lengths[b]
+        keys = [place(b, j) for j in range(length)]
+        pad = 0 if cache_leftpad is None else int(np.asarray(cache_leftpad)[b])
+        K, V = (
+            np.array([cache[at] if j >= pad else np.zeros(cache.shape[2:]) for j, at in enumerate(keys)])
+            .reshape(length, *cache.shape[2:])
+            .astype(compute)
+            for cache in caches
+        )
+        seen = np.ones((q.shape[-2], len(rows), length), np.bool_)
+        seen[..., :pad] = False
+        if mask is not None:
+            tail = np.asarray(mask)[b if len(np.asarray(mask)) > 1 else 0]
+            known = min(tail.shape[-1], length)
+            seen[..., length - known :] &= tail[..., tail.shape[-1] - known :]
+        rotated = rotate(rows, length - len(rows), b).astype(storage)
+        settings = _options_of_sequence(Options(mask=seen, dtype=dtype, **{"causal": True} | options), b)
+        one = _forward(settings, 0, *map(_packed_heads_first, (rotated, K, V)))
+        here = b if cu_seqlens_q is None else slice(bounds[b], bounds[b + 1])
+        out[here] = one.out[0].swapaxes(0, 1)
+        lse[(b,) if cu_seqlens_q is None else (slice(None), here)] = one.lse[0]
+    if layout == "bhsd":
+        caches = [cache.swapaxes(1, 2) for cache in caches]
+        out = out if cu_seqlens_q is not None else out.swapaxes(1, 2)
+    return out, lse, caches[0], caches[1]
+
+
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:
     """The forward of q, k, v (B, H, S, D); dropout bits are those of batch indices first_batch, first_batch + 1, ..."""
     storage, compute = _precision(q, options.dtype)

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .mods.ir import parse
 from .mods.numpy_code import Function, mask_function, score_function, slope_of
-from .mods.tiles import TileClasses
 
 
 class Positions(NamedTuple):
@@ -215,6 +213,7 @@ class Modified:
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
     def apply(self, S: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+        """Replace S by the modified scores; with `save`, return the slope and the reads of captured arrays."""
         inputs = self.inputs.of(tile)
         if self.slope is None or not save:
             (S[...],) = self.function(S, *inputs)
@@ -224,6 +223,7 @@ class Modified:
         return slope, reads
 
     def gradient(self, dS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+        """Multiply dS by the slope, and add the gradients of what was read to those of the captured arrays."""
         slope, reads = saved
         for slot, factor, indices in reads:
             total = self.dcaptured[slot]
@@ -232,6 +232,7 @@ class Modified:
         dS[...] = _times(dS, slope)
 
     def gradients(self) -> dict[str, Any]:
+        """The sums over all tiles so far: one for each captured array, None where none is wanted."""
         return {"captured": tuple(self.dcaptured)}
 
 
@@ -241,6 +242,9 @@ class MaskMod:
     def __init__(self, problem: Any, operands: Any) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function = mask_function(problem.mods)
+        from .mods.ir import parse  # imported by the first call that has a mod
+        from .mods.tiles import TileClasses
+
         mask = parse(problem.mods).mask
         assert mask is not None
         self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 CONFIG = "config.cuh"
 IDENTIFIER = r"[A-Za-z_]\w*"
-CONSTANT = re.compile(
+# Compiled by `re` at their first use: an import of the package assembles no kernel.
+CONSTANT = (
     rf"(?P<head>(?P<kind>constexpr (?:int|bool|float)|using) (?P<name>{IDENTIFIER}) = )(?P<value>[^\s;]+)"
     r"(?P<tail>;\s*(?://.*)?)"
 )
-SWITCH = re.compile(rf"(?P<head>(?P<kind>#define) (?P<name>{IDENTIFIER}) )(?P<value>[01])(?P<tail>\s*(?://.*)?)")
-DIRECTIVE = re.compile(r"\s*#\s*(?P<word>\w+)\s*(?P<rest>.*?)\s*(?://.*)?")
+SWITCH = rf"(?P<head>(?P<kind>#define) (?P<name>{IDENTIFIER}) )(?P<value>[01])(?P<tail>\s*(?://.*)?)"
+DIRECTIVE = r"\s*#\s*(?P<word>\w+)\s*(?P<rest>.*?)\s*(?://.*)?"
 
 Constant = int | float | bool | str
 
@@ -70,7 +71,7 @@ def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict
         if line.startswith("//") or line.strip() in ("", "#pragma once"):
             lines.append(line)
             continue
-        match = CONSTANT.fullmatch(line) or SWITCH.fullmatch(line)
+        match = re.fullmatch(CONSTANT, line) or re.fullmatch(SWITCH, line)
         if match is None:
             raise ValueError(f"{CONFIG}:{number}: not the definition of one constant: {line!r}")
         kind, name, value = match["kind"], match["name"], match["value"]
@@ -124,7 +125,7 @@ class Text:
         text = (self.folder / name).read_text(encoding="utf-8") if generated is None else generated
         counted = 0  # line number that the compiler would assign to the next line
         for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
-            directive = DIRECTIVE.fullmatch(line)
+            directive = re.fullmatch(DIRECTIVE, line)
             if directive and directive["word"] == "include":
                 location = f"{' -> '.join(chain)}:{number}"
                 if not certain:
@@ -159,7 +160,7 @@ def chosen_lines(text: str, switches: Mapping[str, bool], location: str) -> Iter
     """
     branches: list[bool | None] = []  # per open #if: whether this branch is taken; None: left to the compiler
     for number, line in enumerate(text.splitlines(), 1):
-        directive = DIRECTIVE.fullmatch(line)
+        directive = re.fullmatch(DIRECTIVE, line)
         word, operand = (directive["word"], directive["rest"]) if directive else ("", "")
         if word in ("if", "ifdef", "ifndef"):
             switch = re.fullmatch(r"(!?)(\w+)", operand) if word == "if" else None

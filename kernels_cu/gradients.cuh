@@ -91,8 +91,8 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
   constexpr int PAIRS = M * N / 2;
   float derivatives[8] = {};
   if constexpr (SOFTCAP || SCORE_MOD || DROPOUT || M * N > 8) {
-    // One pass per two fragments where the score's derivative must live from scores to gradients, and where random
-    // bits or many scores leave few registers: compilers spill in the other order.
+    // Probabilities and gradients of two fragments at a time. In the order of the else branch, the derivatives of the
+    // scores would be live for all fragments, and with dropout or many scores the compiler spills.
     wait();
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {

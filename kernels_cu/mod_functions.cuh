@@ -121,11 +121,14 @@ __device__ inline Interval<int> narrowed(Interval<long long> x) {
   return {(int)min(max(x.lo, 0ll), 2147483647ll), (int)min(max(x.hi, 0ll), 2147483647ll)};
 }
 
-// Sums of the gradients of captured arrays: contiguous numbers, of which each thread has every so many.
-__device__ inline void clear_numbers(real* sums, long long count, int thread, int threads) {
-  for (long long n = thread; n < count; n += threads) sums[n] = 0;
+// Sums of the gradient of a captured array, contiguous.
+__device__ inline void add_to(void* sums, long long place, real x) {
+  atomicAdd((real*)sums + place, x);
 }
-template <typename T>
-__device__ void round_numbers(T* gradient, const real* sums, long long count, int thread, int threads) {
-  for (long long n = thread; n < count; n += threads) store(gradient + n, sums[n]);
+__device__ inline void clear(void* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) ((real*)sums)[n] = 0;
+}
+template <typename Element>
+__device__ void round_to(Element* gradient, const void* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) store(gradient + n, ((const real*)sums)[n]);
 }

@@ -28,10 +28,10 @@ struct Score {
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // Score of query i and key j from q.k. Sets the derivative of the score by scale * q.k or, BY_BIAS, by the bias, for
-  // gradient().
-  template <bool BY_BIAS = false>
-  __device__ real apply(real product, int i, int j, real& derivative) const {
+  // Score of query i and key j from q.k, before the score_mod. Sets its derivative by scale * q.k or, BY_BIAS, by the
+  // bias; and `hidden` if the bias is -inf.
+  template <bool BY_BIAS>
+  __device__ real unmodified(real product, int i, int j, real& derivative, bool& hidden) const {
     real s = scale * product;
     derivative = 1;
     if constexpr (SOFTCAP) {
@@ -40,7 +40,6 @@ struct Score {
       if constexpr (!BY_BIAS) derivative = 1 - t * t;
     }
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
-    bool hidden = false;
     if constexpr (BIAS) {
       // A bias of -inf hides the key for every q.k: adding it would keep a NaN and turn +inf into NaN.
       real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
@@ -48,11 +47,18 @@ struct Score {
       s = hidden ? bias : s + bias;
       if (hidden) derivative = 0;
     }
+    return s;
+  }
+
+  // Score of query i and key j from q.k. Sets its derivative, for gradient().
+  template <bool BY_BIAS = false>
+  __device__ real apply(real product, int i, int j, real& derivative) const {
+    bool hidden = false;
+    real s = unmodified<BY_BIAS>(product, i, j, derivative, hidden);
 #if MODS
     if constexpr (SCORE_MOD) {
-      real by_score;
-      // The derivatives of a hidden score are finite, so that 0 times them is 0.
-      real modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
+      // Of a hidden score the derivative may be infinite, and 0 times it is a NaN.
+      real by_score, modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
       s = hidden ? s : modified;
       derivative = times(derivative, by_score);
     }

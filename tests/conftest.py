@@ -3,20 +3,16 @@
 import functools
 import gc
 import os
-import shutil
 from dataclasses import dataclass, field
 
 import hypothesis
 import numpy as np
 import on_gpu
 import pytest
-from forget import forget_plans
-from tiles import SMALL_FRAGMENTS, SMALL_TILE, every_kernel_in
 
 from cupy_flash import backends, cache, nvrtc
-from cupy_flash.backends.simulator import launch
 from cupy_flash.backends.simulator.counters import Counters
-from cupy_flash.source import kernel_folder
+from cupy_flash.backends.simulator.run import start
 
 for tier, examples in (("default", 64), ("exhaustive", 200)):
     hypothesis.settings.register_profile(
@@ -99,29 +95,11 @@ def faster(flags):
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])
 def backend(request):
     """The name of a backend, for behaviour tests. Tests whose rows differ by backend use cases.by_backend."""
-    if request.param == "simulator":
-        request.getfixturevalue("small_tile")
     if request.param == "cuda":
         on_gpu.route(request.getfixturevalue("monkeypatch"))
     yield request.param
     if request.param == "cuda":
         on_gpu.leave_a_lost_gpu()
-
-
-@pytest.fixture
-def small_tile(monkeypatch):
-    """Every plan for a GPU uses SMALL_TILE or SMALL_FRAGMENTS."""
-    monkeypatch.setattr("cupy_flash.engines.simt.tiles", lambda problem, device: [SMALL_TILE])
-    monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", every_kernel_in(SMALL_FRAGMENTS))
-    forget_plans()
-    yield
-    forget_plans()
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    """Simulate sm_90a."""
-    monkeypatch.setattr(backends, "SIMULATED", "sm_90a")
 
 
 @pytest.fixture
@@ -142,36 +120,20 @@ def poisoned_memory(monkeypatch):
 
 @dataclass
 class Watch:
-    """Options added to every launch of the simulator, and the counters of each kernel."""
+    """Starts launches on the simulator with `options`, and keeps the counters of each kernel."""
 
     options: dict = field(default_factory=dict)
     counters: dict[str, Counters] = field(default_factory=dict)
 
-    def launch(self, ptx, kernel, *arguments, **options):
-        self.counters[kernel] = launch(ptx, kernel, *arguments, **options, **self.options)
-        return self.counters[kernel]
+    def start(self, work):
+        of_launches = start(work, **self.options)
+        for launch, counters in zip(work.launches, of_launches, strict=True):
+            self.counters[launch.function] = counters
 
 
 @pytest.fixture
-def watch(monkeypatch):
-    watch = Watch()
-    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", watch.launch)
-    return watch
-
-
-@pytest.fixture
-def changed_kernels(monkeypatch, tmp_path):
-    """A function that replaces a text in a copy of the kernels."""
-
-    def change(file, old, new):
-        folder = tmp_path / "kernels_cu"
-        shutil.copytree(kernel_folder(), folder)
-        text = (folder / file).read_text()
-        assert text.count(old) == 1, old
-        (folder / file).write_text(text.replace(old, new))
-        monkeypatch.setattr("cupy_flash.source.kernel_folder", lambda: folder)
-
-    return change
+def watch():
+    return Watch()
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import backends, features
+from ..mods.facts import floating_reads
+from ..mods.trace import Mod, decoded, mod_of
 from ..pose import pose
-from ..problem import Gradients, Operands, Options, Problem, Saved, UnsupportedError
+from ..problem import Gradients, Operands, Options, Problem, Saved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,8 +64,9 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cupy_flash.attention` on jax arrays, with the same arguments and results; see there.
 
-    Differentiable once, in reverse mode, with respect to q, k, v, bias and sink, through out and lse. Works under grad,
-    jit, vmap, scan and jax.checkpoint; what jit compiles may run on a CPU alone, and for a GPU does not compile.
+    Differentiable once, in reverse mode, with respect to q, k, v, bias, sink and the floating arrays that score_mod
+    captures, which must be of jax; through out and lse. Works under grad, jit, vmap, scan and jax.checkpoint; what jit
+    compiles may run on a CPU alone, and for a GPU does not compile.
 
     Args:
         q: of jax, as are the arrays among the options; NumPy's become jax's.
@@ -82,11 +85,6 @@ def attention(
         UnsupportedError: likewise.
     """
     settings = Options.of("attention", options)
-    given = [feature.name for feature in features.MODS if getattr(settings, feature.name) is not None]
-    if given:
-        raise UnsupportedError(
-            f"{' and '.join(given)}: this adapter has no mods yet; cupy_flash.attention takes them with jax arrays"
-        )
     operands = {"q": q, "k": k, "v": v}
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
@@ -95,6 +93,10 @@ def attention(
                 f"attention: a seed array must be one integer, not {settings.seed.dtype} {tuple(settings.seed.shape)}"
             )
         operands["seed"], settings.seed = settings.seed, None
+    if settings.score_mod is not None or settings.mask_mod is not None:
+        mod = _mod_of_jax(settings)
+        operands |= {f"array{slot}": array for slot, array in enumerate(mod.arrays)}
+        settings.score_mod, settings.mask_mod = mod.encoded, None
     static = Static(*(getattr(settings, name) for name in Static._fields))
     if _is_traced(static):
         traced = (name for name, value in static._asdict().items() if _is_traced(value))
@@ -104,6 +106,25 @@ def attention(
         )
     out, lse = _attention(static, _of_jax(operands))
     return (out, lse) if settings.return_lse else out
+
+
+def _mod_of_jax(settings: Options) -> Mod:
+    """The traced mods, whose text is static and whose captured arrays are operands."""
+    mod = mod_of(settings.score_mod, settings.mask_mod)
+    for array in mod.arrays:
+        if not isinstance(array, jax.Array):
+            raise TypeError(
+                f"attention: mods capture jax arrays here, not {type(array).__name__}: use jax.numpy.asarray"
+            )
+    return mod
+
+
+def _captured(static: Static, operands: dict[str, Any]) -> Mod | None:
+    """The mods over the operands that they capture."""
+    if static.score_mod is None:
+        return None
+    slots = range(sum(name.startswith("array") for name in operands))
+    return decoded(static.score_mod, [operands[f"array{slot}"] for slot in slots])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -130,7 +151,9 @@ def _differentiate(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> t
     dout, dlse = _of_jax(cotangents)
     arguments = (operands, dout, out, lse, dlse)
     if _is_traced(arguments):
-        like = {name: operands[name] for name in features.DIFFERENTIATED if name in operands}
+        mod = _captured(static, operands)
+        captured = () if mod is None else (f"array{slot}" for slot in floating_reads(mod.program))
+        like = {name: operands[name] for name in (*features.DIFFERENTIATED, *captured) if name in operands}
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in like.items()}
         gradients = _on_host(functools.partial(_backward, static), shapes, *arguments)
     else:
@@ -168,6 +191,7 @@ def _on_host(function: Any, results: Any, *arguments: Any) -> Any:
 
 def _pose(static: Static, operands: dict[str, Any], saved: Saved | None = None) -> tuple[Problem, Operands]:
     settings = Options(**static._asdict() | {name: operands.get(name) for name in ARRAYS})
+    settings.score_mod = _captured(static, operands)
     if "seed" in operands:
         settings.seed = int(np.asarray(operands["seed"]).item()) % 2**64
     return pose("attention", (operands["q"], operands["k"], operands["v"]), settings, saved=saved)
@@ -180,5 +204,6 @@ def _forward(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 def _backward(static: Static, operands: dict[str, Any], dout: Any, out: Any, lse: Any, dlse: Any) -> dict[str, Any]:
     gradients: Gradients = backends.backward(*_pose(static, operands, Saved(dout, out, lse, dlse)))
-    named = zip(features.DIFFERENTIATED, gradients, strict=False)
-    return {name: gradient.result() for name, gradient in named if gradient is not None}
+    named = dict(zip(features.DIFFERENTIATED, gradients, strict=False))
+    named |= {f"array{slot}": gradient for slot, gradient in enumerate(gradients.dcaptured or ())}
+    return {name: gradient.result() for name, gradient in named.items() if gradient is not None}

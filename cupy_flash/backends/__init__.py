@@ -96,9 +96,16 @@ def load(launches: Iterable[Launch], on: Device) -> None:
         cuda.load(launch, on.arch)
 
 
-MODULES = {"cpu": ".cpu", "cuda": ".cuda", "simulator": ".simulator.run"}
+def append(problem: Problem, operands: Operands) -> None:
+    """Append rows of k and v to a KV cache."""
+    chosen = plan_for(problem)
+    _module(chosen).append(chosen, operands)
+
+
+# By backend; a module of one engine comes first.
+MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 
 def _module(chosen: Plan) -> Any:
     """The backend's module, imported lazily: its dependencies may be slow to import or not installed."""
-    return importlib.import_module(MODULES[chosen.device.backend], __package__)
+    return importlib.import_module(MODULES.get(chosen.engine, MODULES[chosen.device.backend]), __package__)

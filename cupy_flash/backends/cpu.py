@@ -8,7 +8,7 @@ A thread takes whole tasks (a head, or some query tiles of one) and calls single
 the work of a task depends on the number of threads, so the result is bitwise independent of it.
 
 NaN and infinities in q, k, v or dO reach only the rows that see them, although 0 * NaN is NaN in a matrix product:
-masked scores are overwritten with -inf, and `_product` skips values of weight 0.
+masked scores are overwritten with -inf, and `product` skips values of weight 0.
 
 Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max,
 l row sum, delta = rowsum(dO * O) - dlse.
@@ -16,21 +16,14 @@ l row sum, delta = rowsum(dO * O) - dlse.
 
 from __future__ import annotations
 
-import contextvars
-import os
-import threading
-from _thread import start_new_thread
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
 
 import numpy as np
 
 from ..arrays import Array, dtype_name, empty
-from ..device import blas_controller
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mask import Band, Mask
@@ -39,6 +32,8 @@ from ..mods.visits import Visit, VisitedPairs, Visits
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
+from .products import product, square_sum
+from .workers import Stop, run_tasks
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -91,13 +86,13 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 softmax.update(S, O)
                 if problem.dropout:
                     S *= call.keep(tile)
-                O += _product(S, V[kv_start:kv_stop])
+                O += product(S, V[kv_start:kv_stop])
             softmax.finish(O, O_rows[queries], L_rows[queries])
 
     pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
     # Split heads so that each thread gets two tasks; query tiles are dealt round-robin to balance a causal triangle.
     pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
-    _run(
+    run_tasks(
         plan.threads,
         [
             partial(attend, sequence, head, range(piece * plan.block_q, sequence.q_len, pieces * plan.block_q))
@@ -140,9 +135,9 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                         sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions, cut
                     )
                     P, dS = rows.recompute(tile, K_tile, V_tile)
-                    dV[keys] += _product(P.T, rows.dO[q_start:q_stop, :-1])
-                    dK[keys] += _product(dS.T, rows.Q[q_start:q_stop, :-1])
-                    dQ[q_start:q_stop] += _product(dS, K_tile[:, :-1])
+                    dV[keys] += product(P.T, rows.dO[q_start:q_stop, :-1])
+                    dK[keys] += product(dS.T, rows.Q[q_start:q_stop, :-1])
+                    dQ[q_start:q_stop] += product(dS, K_tile[:, :-1])
             dQ *= problem.accumulation.type(problem.scale)
             dq_rows[sequence.row, head, sequence.queries] = dQ
             if call.sink is not None:
@@ -151,7 +146,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
         dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
-    _run(plan.threads, call.gradient_tasks(differentiate), call.stop)
+    run_tasks(plan.threads, call.gradient_tasks(differentiate), call.stop)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
@@ -257,7 +252,7 @@ class _Call:
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
         problem = plan.problem
-        self.problem, self.stop = problem, _Stop()
+        self.problem, self.stop = problem, Stop()
         self.block_q, self.block_kv = plan.block_q, plan.block_kv
         self.q, self.k, self.v = (self.heads_first(array) for array in (operands.q, operands.k, operands.v))
         saved = (operands.dout, operands.out)
@@ -378,6 +373,7 @@ class _QueryRows:
         # A row that sees no key has lse -inf; lse = inf instead makes its P = exp(S - lse) = 0.
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
+        self.undefined = bool(np.isnan(self.lse).any())
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
@@ -400,7 +396,9 @@ class _QueryRows:
         self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
+            hidden = np.isneginf(S) if self.undefined else False  # by a bias or score_mod; -inf - NaN is NaN
             S -= self.lse[rows, None]
+            np.copyto(S, -np.inf, where=hidden)
         self.call.hide(S, self.band, tile)
         P = np.exp(S, out=S)
         dP = np.matmul(self.dO[rows], V.T, out=_tile_of(self.dP_buffer, tile))
@@ -490,194 +488,12 @@ def _are_moderate(rows: np.ndarray) -> bool:
     return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
 
 
-def _product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
-    """W @ X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows whose weight for them is not 0.
-
-    No infinity has a negative weight: W is P, or dS, which is 0 or NaN for infinite K and Q.
-    """
-    product = W @ X
-    if np.isfinite(_square_sum(product)):
-        return product
-    finite = np.isfinite(X)
-    rows = np.flatnonzero(~finite.all(axis=1))
-    if not rows.size:
-        return product
-    weighted, special = (W[:, rows] != 0).astype(W.dtype), np.where(finite, 0, X)[rows]
-    positive, negative, undefined = (
-        weighted @ kind.astype(W.dtype) > 0 for kind in (special == np.inf, special == -np.inf, np.isnan(special))
-    )
-    product = W @ np.where(finite, X, 0)
-    product += np.where(positive, np.inf, 0) - np.where(negative, np.inf, 0) + np.where(undefined, np.nan, 0)
-    return product
-
-
-def _square_sum(tile: np.ndarray) -> float:
-    """The sum of squares: finite only if every number is. One BLAS dot, the fastest such test."""
-    return float(np.vdot(tile, tile))
-
-
 def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
-    if not np.isfinite(_square_sum(dS)):
+    if not np.isfinite(square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)
 
 
 def _in_turn(tasks: list[Callable[[], None]]) -> None:
     for task in tasks:
         task()
-
-
-class _Stopped(Exception):
-    """Ends a task early: another task of the call has failed, or the caller was interrupted."""
-
-
-class _Stop:
-    """A flag that makes all threads of one call end at their next tile."""
-
-    requested = False
-
-    def poll(self) -> None:
-        if self.requested:
-            raise _Stopped
-
-
-def _run(threads: int, tasks: list[Callable[[], None]], stop: _Stop | None = None) -> None:
-    """Run the tasks on up to `threads` threads with single-threaded BLAS; re-raise the first exception of any task.
-
-    An exception in the caller's thread, such as KeyboardInterrupt, is re-raised after the other threads have ended:
-    within one tile if the tasks poll `stop`.
-    """
-    stop = _Stop() if stop is None else stop
-    queue = iter(tasks)  # shared: a free thread takes the next task
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        # Infinities are regular values here: a masked score, the lse of an empty row.
-        with np.errstate(all="ignore"):
-            for task in queue:
-                stop.poll()
-                task()
-
-    def help_out() -> None:
-        try:
-            work()
-        except _Stopped:
-            pass
-        except BaseException as error:
-            stop.requested = True
-            errors.append(error)
-
-    def work_together() -> None:
-        helpers = _Helpers()
-        try:
-            for _ in range(min(threads, len(tasks)) - 1):
-                helpers.start(help_out)
-            # NumPy keeps its error state in the context: running in a copy protects the caller's even if an interrupt
-            # cuts off the exit of `errstate`.
-            contextvars.copy_context().run(work)
-            helpers.wait()
-        except BaseException as error:
-            stop.requested = True
-            helpers.wait()
-            if not isinstance(error, _Stopped):
-                raise
-        if errors:
-            raise errors.pop(0)
-
-    user = _User()
-    try:
-        try:
-            _single_threaded_blas.enter(user)
-            work_together()
-        finally:
-            _single_threaded_blas.leave(user)
-    finally:
-        # Repeated, because Ctrl-C may have cut off the first `leave`; calling it twice is harmless.
-        _single_threaded_blas.leave(user)
-
-
-class _Helpers:
-    """Starts threads and joins them, safely under asynchronous exceptions in the caller or in the threads.
-
-    threading.Thread is not safe: an exception inside Thread.start can leave the new thread blocked on a lock of the
-    caller, and one at the start of a thread skips its clean-up code. Instead, `wait` watches a weak reference to each
-    thread's function, which the interpreter drops when the thread has ended.
-    """
-
-    def __init__(self) -> None:
-        self._functions: list[ref[partial[None]]] = []
-        self._ended: SimpleQueue[object] = SimpleQueue()
-
-    def start(self, function: Callable[[], None]) -> None:
-        target = partial(function)
-        reference = ref(target, self._ended.put)
-        start_new_thread(target, ())
-        del target
-        self._functions.append(reference)
-
-    def wait(self) -> None:
-        """Join all threads, except one whose `start` was interrupted."""
-        for function in self._functions:
-            while function() is not None:
-                self._ended.get()
-
-
-class _User:
-    """Identity of one call that needs single-threaded BLAS."""
-
-
-class _BlasLimit:
-    """Process-wide limit of BLAS to one thread: the first user sets it, the last one restores the previous limits.
-
-    An asynchronous exception may cut off `enter` and `leave` at any point. So `leave` is valid after any part of
-    `enter`, and idempotent. Users are weakly referenced: one whose `leave` never completed counts until it is
-    collected, and the next user then restores the limits.
-    """
-
-    def __init__(self) -> None:
-        self._users: WeakSet[_User] = WeakSet()
-        self._before: list[int] | None = None  # thread limits to restore, per library; None: nothing was changed
-        self._lock = threading.RLock()  # reentrant: a signal handler may call attention
-        if hasattr(os, "register_at_fork"):
-            # Hold the lock across a fork: a child forked while another thread holds it would deadlock.
-            os.register_at_fork(
-                before=lambda: self._lock.acquire(),
-                after_in_parent=lambda: self._lock.release(),
-                after_in_child=self._reset,
-            )
-
-    def enter(self, user: _User) -> None:
-        with self._lock:
-            first = not self._users
-            self._users.add(user)
-            if first:
-                limits = [library.num_threads for library in blas_controller().lib_controllers]
-                # Limits of one thread with `_before` set are left over from an interrupted call: keep its `_before`.
-                if self._before is None or limits != [1] * len(limits):
-                    self._before = limits
-                self._set([1] * len(limits))
-
-    def leave(self, user: _User) -> None:
-        with self._lock:
-            self._users.discard(user)
-            if not self._users and self._before is not None:
-                self._set(self._before)
-                self._before = None
-
-    def _set(self, threads: list[int]) -> None:
-        for library, number in zip(blas_controller().lib_controllers, threads, strict=True):
-            # threadpoolctl >= 3.8 silently ignores every thread but the first that set OpenBLAS's limit; here the last
-            # thread to leave restores it, whichever set it.
-            disown = getattr(library, "clear_controlling_thread", lambda force: None)
-            disown(force=True)
-            library.set_num_threads(number)
-            disown(force=True)
-
-    def _reset(self) -> None:
-        """In a forked child, which has none of the other threads, drop their users and lock and restore the limits."""
-        self._lock = threading.RLock()
-        self._users = WeakSet()
-        self.leave(_User())
-
-
-_single_threaded_blas = _BlasLimit()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +21,38 @@ from .kernels import compile_launch
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Launch the forward on the current stream; returns (out, lse)."""
-    return kernels.forward(plan, operands, _start)
+    with _explained():
+        return kernels.forward(plan, operands, _start)
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Launch the backward on the current stream; returns the gradients."""
-    return kernels.backward(plan, operands, _start)
+    with _explained():
+        return kernels.backward(plan, operands, _start)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
     """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
-    return kernels.merge(parts, layout, arch, _start)
+    with _explained():
+        return kernels.merge(parts, layout, arch, _start)
+
+
+CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to do if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
+    try:
+        yield
+    except RuntimeError as error:  # CuPy's errors of the runtime are a subclass with a status
+        if getattr(error, "status", None) != CAPTURE_UNSUPPORTED:
+            raise
+        raise RuntimeError(
+            "results and workspaces would have to be allocated during a CUDA graph capture that forbids cudaMalloc: "
+            "capture in the relaxed mode, CuPy's default, or call the function once before the capture, so that the "
+            "memory pool has blocks of these sizes"
+        ) from error
 
 
 def _start(work: kernels.Work) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,16 @@ from ..engines.shared import ELEMENTS
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Captured, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
 from ..source import assemble
+
+if TYPE_CHECKING:
+    from ..mods.captured import Captured
+
+    pass
 
 Results = dict[str, Array | None]
 
@@ -35,6 +40,7 @@ class Work(NamedTuple):
     results: Results
     layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
+    captured: Captured | None = None  # what mods read and write
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
@@ -68,15 +74,9 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     """Gradients of the call, from out, lse and their gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    captured = {
-        slot: empty(array.shape, array.dtype, operands.q)
-        for slot, (array, wanted) in enumerate(zip(operands.captured, plan.problem.captured_gradient, strict=True))
-        if wanted
-    }
-    start(_work(plan, operands, gradients, captured))
-    if plan.problem.score_mod:
-        return Gradients(**gradients, dcaptured=tuple(captured.get(slot) for slot in range(len(operands.captured))))
-    return Gradients(**gradients)
+    work = _work(plan, operands, gradients)
+    start(work)
+    return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
@@ -112,7 +112,7 @@ def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
 
 
-def _work(plan: Plan, operands: Operands, results: Results, dcaptured: dict[int, Array] | None = None) -> Work:
+def _work(plan: Plan, operands: Operands, results: Results) -> Work:
     """The launches of a plan with these outputs, and with workspaces from the caller's framework.
 
     Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
@@ -132,12 +132,14 @@ def _work(plan: Plan, operands: Operands, results: Results, dcaptured: dict[int,
     tokens = (operands.q.shape[0], operands.k.shape[0])
     workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
-    has_mods = any(launch.headers for launch in plan.launches)
-    captured = Captured(problem, operands, dcaptured or {}) if has_mods else None
-    if captured is not None:
-        inputs, results = inputs | captured.arrays, results | captured.filled
-    params = partial(pack, problem, operands, results, workspaces, captured)
-    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params)
+    captured = None
+    if any(launch.headers for launch in plan.launches):
+        from ..mods.captured import Captured  # imported by the first call that has a mod
+
+        captured = Captured(problem, operands)
+        inputs, results = inputs | captured.arrays, results | captured.workspaces
+    params = partial(pack, problem, operands, results, workspaces, captured=captured)
+    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured)
 
 
 def given(operands: Operands) -> dict[str, Array]:

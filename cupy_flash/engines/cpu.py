@@ -68,7 +68,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     heads = problem.batch * problem.heads
     tasks = max(problem.batch * problem.kv_heads if backward else heads * -(-problem.q_len // block_q), 1)
     work = heads * (computed * score + edges) * 1e-9
-    sharing = _worth(work, THREADS)
+    sharing = worth(work, THREADS)
     return work * -(-tasks // sharing) * sharing / tasks
 
 
@@ -79,7 +79,7 @@ def alike(tile: Tile) -> object:
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
     """As many threads as `cost` keeps busy, at most one per core."""
-    return _worth(cost, device.units)
+    return worth(cost, device.units)
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
@@ -92,6 +92,6 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     return ()
 
 
-def _worth(work: float, available: int) -> int:
+def worth(work: float, available: int) -> int:
     """Number of threads, at most `available`, that `work` core seconds keep busy; a small problem gets one."""
     return max(1, min(available, int(work / WAKING)))

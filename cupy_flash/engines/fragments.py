@@ -10,7 +10,7 @@ from ..params import Workspace
 from ..problem import Problem
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
-# A scale in these bounds goes into the exponent in one step with log2(e); any other takes a pass over the scores.
+# A scale in these bounds is multiplied with log2(e) into the exponents; any other takes a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
 RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
 ROWS = 64  # of a block of the row kernels

@@ -9,7 +9,8 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import captured_launches, captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import captured_refusals, grid_refusals, known_constants, nonempty, owned_launches, sequences, with_mods
+from .simt import captured_launches
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -57,15 +58,17 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a problem's kernels: `q_tile` of the forward or dQ kernel, `kv_tile` of the dK/dV kernel.
+    """Tiles of a problem's kernels.
 
-    `q_tile` is None where the dK/dV kernel also accumulates dQ.
+    `q_tile` is that of the forward or dQ kernel, None where the dK/dV kernel also accumulates dQ; `kv_tile` that of the
+    dK/dV kernel; `bias_tile` that of the dbias kernel, None where the problem has no bias.
     """
 
     block_q: int
     block_kv: int
     q_tile: Tile | None
     kv_tile: Tile | None
+    bias_tile: Tile | None
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -87,18 +90,29 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
-        return [Tiles(tile.rows, tile.step, tile, None) for tile in legal_tiles("forward", problem, device)]
-    has_dense_gradient = problem.bias is not None or any(problem.captured_gradient)
-    if has_dense_gradient and not legal_tiles("backward_bias", problem, device):
+        return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles("forward", problem, device)]
+    bias = bias_tile(problem, device)
+    if _needs_bias_tile(problem) and bias is None:
         return []
     legal = [
-        Tiles(q.rows, kv.rows, q, kv)
-        for q in legal_tiles("backward_q", problem, device)
-        for kv in legal_tiles("backward_kv", problem, device)
+        Tiles(q.rows, kv.rows, q, kv, bias)
+        for q in _legal_tiles("backward_q", problem, device)
+        for kv in _legal_tiles("backward_kv", problem, device)
     ]
     if device.arch in VECTOR_ADDITION and not problem.deterministic:
-        legal += [Tiles(kv.step, kv.rows, None, kv) for kv in legal_tiles("backward_kv", problem, device, add_dq=True)]
+        kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
+        legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
+
+
+def bias_tile(problem: Problem, device: Device) -> Tile | None:
+    """The tile of the dbias kernel; None where the problem does not need it, or no tile is legal."""
+    legal = _legal_tiles("backward_bias", problem, device) if _needs_bias_tile(problem) else []
+    return legal[0] if legal else None
+
+
+def _needs_bias_tile(problem: Problem) -> bool:
+    return problem.bias is not None or (problem.deterministic and any(problem.captured_gradient))
 
 
 def alike(tile: Tiles) -> object:
@@ -145,21 +159,20 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
         backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
-    backward += bias_launches(problem, device)
-    if any(problem.captured_gradient):
-        dense_tile = legal_tiles("backward_bias", problem, device)[0]
-        backward += captured_launches(
-            problem, dense_tile[:2], lambda grid: _launch("mma/backward_bias", problem, dense_tile, grid)
+    backward += bias_launches(problem, tile.bias_tile) + captured_launches(problem, device)
+    if (bias := tile.bias_tile) is not None:
+        backward += owned_launches(
+            problem, (bias.rows, bias.step), lambda grid: _launch("mma/backward_bias", problem, bias, grid)
         )
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
 
-def bias_launches(problem: Problem, device: Device) -> list[Launch]:
+def bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     """The dbias launch, shared by mma and wgmma; empty if no bias gradient is wanted."""
     if problem.bias is None or not problem.bias_gradient or 0 in problem.bias:
         return []
+    assert tile is not None
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
-    tile = legal_tiles("backward_bias", problem, device)[0]
     blocks = -(-rows // tile.rows) * -(-columns // tile.step)
     return [_launch("mma/backward_bias", problem, tile, (blocks, heads, batch))]
 
@@ -181,7 +194,7 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
     return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared)
 
 
-def legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
+def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
     """The legal tiles of a kernel.
 
     Wasteful shapes (column warps, which recompute scores; blocks of few warps; steps of 16) are candidates only if

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
-from ..mods import cuda_code
-from ..mods.derive import gradient_reads
-from ..mods.ir import parse
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
@@ -104,55 +100,71 @@ def captured_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    computed = sorted({x.slot for x in gradient_reads(problem.mods, problem.captured_gradient) if x.axes is None})
-    if computed:
-        names = ", ".join(f"array{slot}" for slot in computed)
-        reasons.append(
-            f"the gradient of {names}, which score_mod reads at computed or repeated indices: this engine's kernels "
-            "have gradients of arrays that are indexed by b, h, q_idx and kv_idx themselves"
-        )
+    if any(problem.captured_gradient) and problem.deterministic:
+        from ..mods.derive import gradient_reads  # imported by the first call that has a mod
+
+        reads = gradient_reads(problem.mods, problem.captured_gradient)
+        computed = sorted({read.slot for read in reads if read.axes is None})
+        if computed:
+            names = ", ".join(f"array{slot}" for slot in computed)
+            reasons.append(
+                f"the deterministic gradient of {names}, which score_mod reads at computed or repeated indices: "
+                "kernels add to it in any order"
+            )
     return reasons
 
 
-TABLE_BLOCKS = 128  # of the kernels that loop over captured arrays, whatever their size
+CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
-    """The launches with the generated headers of the call's mods; first that of the tables which its mask_mod needs."""
+    """The launches with the generated headers of the call's mods, between the kernels for what these capture."""
     if not problem.mods:
         return launches
-    headers = _mod_headers(problem)
+    from ..mods import cuda_code  # imported by the first call that has a mod
+    from ..mods.ir import parse
+
+    wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
     constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
-
-    def of_captured(kernel: str) -> Launch:
-        return Launch(kernel, constants, (TABLE_BLOCKS, 1, 1), 128, headers=headers)
-
-    if any(problem.captured_gradient):
-        launches = [of_captured("clear_captured"), *launches, of_captured("round_captured")]
-    if cuda_code.chunked(parse(problem.mods)):
-        launches.insert(0, of_captured("extremes"))
+    start, end = (
+        Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
+        for name in ("start", "end")
+    )
+    if any(wanted) or cuda_code.chunked(parse(problem.mods)):
+        launches.insert(0, start)
+    if any(wanted):
+        launches.append(end)
     return launches
 
 
-def captured_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
-    """The launches that sum the gradients of captured arrays: of backward_bias, one for each read of such an array.
+def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
+    """The launches of backward_bias for deterministic gradients of captured arrays, one for each read of such an array.
 
-    `tile` is (queries, keys) of a block; `launch` makes the launch of backward_bias with a grid.
+    `tile` is (queries, keys) of a block, which owns the elements whose sums it computes; `launch` makes the launch of a
+    grid. Empty if no such gradient is wanted.
     """
+    if not (problem.deterministic and any(problem.captured_gradient)):
+        return []
+    from ..mods.derive import gradient_reads  # imported by the first call that has a mod
+
     launches = []
     for n, read in enumerate(gradient_reads(problem.mods, problem.captured_gradient)):
         inputs = read.axes or {}
-        tiles = [-(-problem.q_len // tile[0])] * ("q" in inputs) + [-(-problem.kv_len // tile[1])] * ("kv" in inputs)
-        one = launch(
-            (max(math.prod(tiles), 1), problem.heads if "h" in inputs else 1, problem.batch if "b" in inputs else 1)
-        )
+        q_tiles = -(-problem.q_len // tile[0]) if "q" in inputs else 1
+        kv_tiles = -(-problem.kv_len // tile[1]) if "kv" in inputs else 1
+        grid = (
+            max(q_tiles * kv_tiles, 1), problem.heads if "h" in inputs else 1, problem.batch if "b" in inputs else 1
+        )  # fmt: skip
+        one = launch(grid)
         constants = tuple((name, True if name == "CAPTURED_GRADIENT" else x) for name, x in one.constants)
         launches.append(one._replace(constants=constants, headers=_mod_headers(problem, n)))
     return launches
 
 
 def _mod_headers(problem: Problem, read: int | None = None) -> tuple[tuple[str, str], ...]:
+    from ..mods import cuda_code
+
     longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
     return cuda_code.headers(problem.mods, problem.backward, longest, problem.captured_gradient, read)
 

@@ -9,12 +9,12 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
-    captured_launches,
     captured_refusals,
     dtype_refusals,
     grid_refusals,
     known_constants,
     nonempty,
+    owned_launches,
     row_workspaces,
     sequences,
     shared_constants,
@@ -75,9 +75,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     loads = 4 * dims * (1 / tile.block_q + 1 / tile.block_kv)
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     waves = -(-blocks // device.units)
-    scores = (
-        tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
-    )  # max(): a problem without pairs ranks tiles as any other
+    # At least one pair: tiles of a problem without pairs are ranked as those of any other.
+    scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     return waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
 
 
@@ -121,14 +120,24 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch("simt/backward_q", (q_tiles, problem.heads, sequences(problem))),
     ]
+    if any(problem.captured_gradient) and not problem.deterministic:
+        backward.append(launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
-    backward += captured_launches(problem, tile[:2], lambda grid: launch("simt/backward_bias", grid))
+    backward += owned_launches(problem, tile[:2], lambda grid: launch("simt/backward_bias", grid))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
+
+
+def captured_launches(problem: Problem, device: Device) -> list[Launch]:
+    """The launch that adds up the gradients of captured arrays in any order, for all engines; empty if not wanted."""
+    if problem.deterministic or not any(problem.captured_gradient):
+        return []
+    largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))
+    return [x for x in launches(problem, device, largest) if x.kernel == "simt/backward_captured"]
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
@@ -146,7 +155,10 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     operands = (block_q + block_kv) * (k + v) + 2 * block_q
     by_query = size * (operands + block_q * (block_kv + 8))
     by_key = size * (operands + block_kv * (block_q + 8))
-    return {"simt/backward_kv": by_key, "simt/backward_q": by_query, "simt/backward_bias": by_query}
+    return {
+        "simt/backward_kv": by_key,
+        **dict.fromkeys(("simt/backward_q", "simt/backward_bias", "simt/backward_captured"), by_query),
+    }
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:

@@ -17,12 +17,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from .derive import Read, derivative, gradient_reads, may_be_infinite
+from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -63,18 +62,18 @@ def stage(node: Node) -> str:
 
 
 @lru_cache(maxsize=256)
-def captured_struct(program: Program, gradients: tuple[int, ...] = ()) -> str:
+def captured_struct(program: Program, wanted: tuple[bool, ...] = ()) -> str:
     """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
 
-    An array whose bounds the mask may ask for by chunks has its table in `chunks`. The slots of `gradients` have a
-    gradient, and its sums before they are rounded: contiguous, of the array's shape.
+    An array whose bounds the mask may ask for by chunks has its table in `chunks`; one whose gradient is `wanted` has
+    that in `gradient`, and its sums, in the accumulation dtype, in `sums`. Both are contiguous.
     """
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
         lines.append(f"  void* array{slot};")
         if slot in tables:
             lines.append(f"  void* chunks{slot};")
-        if slot in gradients:
+        if any(wanted) and wanted[slot]:
             lines += [f"  void* sums{slot};", f"  void* gradient{slot};"]
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
         lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
@@ -86,23 +85,27 @@ def captured_struct(program: Program, gradients: tuple[int, ...] = ()) -> str:
 def captured_numbers(
     program: Program,
     arrays: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
-    chunks: Mapping[int, int],
+    workspaces: Mapping[str, int],
     numbers: Sequence[int | float],
-    gradients: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> tuple[int | float, ...]:
-    """The members of `struct Captured` in their order. `arrays`: address, shape and strides in elements of each;
-    `chunks`: the address of the table of each chunked slot."""
+    """The members of `struct Captured` in their order.
+
+    `arrays`: address, shape and strides in elements of each; `workspaces`: the addresses of tables, sums and gradients
+    by the names of their members.
+    """
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
-        members += [address, *([chunks[slot]] if slot in chunks else [])]
-        members += [*gradients.get(slot, ()), *shape, *strides]
+        names = [name for name in (f"chunks{slot}", f"sums{slot}", f"gradient{slot}") if name in workspaces]
+        members += [address, *(workspaces[name] for name in names), *shape, *strides]
     return (*members, *numbers) or (0,)
 
 
 @lru_cache(maxsize=256)
 def chunked(program: Program) -> tuple[int, ...]:
-    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need: those that the mask
-    reads at positions or heads, along the last axis."""
+    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need.
+
+    These are the arrays that the mask reads at positions or heads along their last axis.
+    """
     if program.mask is None:
         return ()
     loads = (node for node in order((program.mask,)) if node.op == "load" and node.kind != REAL and node.args)
@@ -117,37 +120,44 @@ def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def headers(
-    mods: str,
-    backward: bool,
-    longest: int,
-    captured_gradient: tuple[bool, ...] = (),
-    read: int | None = None,
+    mods: str, backward: bool, longest: int, wanted: tuple[bool, ...], read: int | None = None
 ) -> tuple[tuple[str, str], ...]:
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
-    `longest` is at least the number of sequences, of heads, of queries and of keys. With `read`, a number among
-    `gradient_reads`, the slope is the derivative by that read, and `Mod::gradient` is where its sums go.
+    `longest` is at least the number of sequences, of heads, of queries and of keys; `wanted` chooses, by slot, the
+    captured arrays that get a gradient. With `read`, a number among `gradient_reads`, the slope is the derivative by
+    that read, and `Mod::gradient` is where its sums go.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, captured_gradient, read)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, wanted, read)
 
 
 @lru_cache(maxsize=256)
 def _headers(
-    mods: str, backward: bool, largest: int, captured_gradient: tuple[bool, ...], read: int | None
+    mods: str, backward: bool, largest: int, wanted: tuple[bool, ...], read: int | None
 ) -> tuple[tuple[str, str], ...]:
     program = parse(mods)
-    reads = gradient_reads(mods, captured_gradient)
-    target = None if read is None else reads[read]
-    slope = derivative(program.score).slope if backward and program.score is not None else None
-    gradients = tuple(sorted({one.slot for one in reads}))
-    writer = _Writer(program, slope if target is None else target.factor, largest, gradients, target)
-    text = "\n".join([*writer.struct(), ""])
-    return ("captured.cuh", captured_struct(program, gradients)), ("traced.cuh", text)
+    by, target = None, None
+    if read is not None:
+        target = gradient_reads(mods, wanted)[read]
+        by = Derivative(target.factor, ())
+    elif backward and program.score is not None:
+        by = derivative(program.score)
+    text = mod_struct(program, by, largest, wanted, target)
+    return ("captured.cuh", captured_struct(program, wanted)), ("traced.cuh", text)
 
 
-def mod_struct(program: Program, slope: Node | None = None, largest: int = SMALL) -> str:
-    """`struct Mod`. `slope` is the derivative of program.score by the score; `largest` exceeds all positions."""
-    return "\n".join([*_Writer(program, slope, largest).struct(), ""])
+def mod_struct(
+    program: Program,
+    by: Derivative | None = None,
+    largest: int = SMALL,
+    wanted: tuple[bool, ...] = (),
+    target: Read | None = None,
+) -> str:
+    """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
+
+    `target` is the read by which `by` is the derivative, where it is not by the score.
+    """
+    return "\n".join([*_Writer(program, by, largest, wanted, target).struct(), ""])
 
 
 class _Writer:
@@ -156,14 +166,18 @@ class _Writer:
     def __init__(
         self,
         program: Program,
-        slope: Node | None,
+        by: Derivative | None,
         largest: int,
-        gradients: tuple[int, ...] = (),
-        target: Read | None = None,
+        wanted: tuple[bool, ...],
+        target: Read | None,
     ) -> None:
-        self.program, self.largest = program, largest
-        self.slope, self.gradients, self.target = slope, gradients, target
-        self.roots = [root for root in (program.score, slope, program.mask) if root is not None]
+        self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
+        self.slope = None if by is None else by.slope
+        # (an element that is read, the derivative by it), of the arrays that get a gradient
+        self.reads = [] if by is None else [(load, d) for load, d in by.loads if any(wanted) and wanted[load.value]]
+        self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
+        for load, d in self.reads:
+            self.roots += [d, *load.args]
         inline = ("const", "score", "b", "h", "q", "kv")
         self.nodes = [node for node in order(self.roots) if node.op not in inline]
         self.number = {node: number for number, node in enumerate(self.nodes)}
@@ -229,34 +243,62 @@ class _Writer:
         return [*lines, "  }"]
 
     def _gradients(self) -> list[str]:
-        """Where the sums of one read go, and what clears and rounds the sums of all."""
-        lines = ["  static __device__ DenseGradient gradient(const Params& p) {"]
-        if self.target is not None:
-            slot, axes = self.target.slot, self.target.axes
-            assert axes is not None  # an engine that adds to computed indices has no such kernel
-            rank = self.program.arrays[slot].rank
-            sizes = [f"p.captured.size{slot}_{axis}" for axis in range(rank)]
-            strides = [
-                " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
-            ]
-            rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
-            lines.append(f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};")
-            lines.append(f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};")
-        else:
-            lines.append("    return {};")
+        """The additions to the gradients of captured arrays: of every score, or once per row where no key matters."""
+        by_row = [n for n, (load, _) in enumerate(self.reads) if "kv" not in load.inputs and "score" not in load.inputs]
+        places = [node for load, _ in self.reads for node in load.args]
+        lines = [f"  struct RowSums {{{''.join(f' real x{n};' for n in by_row)} }};"]
+        lines.append(
+            "  __device__ void add_gradients(real ds, real s, const Query& q, const Key& k, RowSums& sums) const {"
+        )
+        lines += self._body(SCORE, [*(d for _, d in self.reads), *places])
+        for n, (load, d) in enumerate(self.reads):
+            product = f"ds * {self._name(d)}"
+            lines.append(f"    sums.x{n} += {product};" if n in by_row else f"    {self._addition(load, product)}")
+        lines += ["  }", "  template <typename Total>"]
+        lines.append("  __device__ void add_row(const RowSums& sums, const Query& q, bool leader, Total total) const {")
+        for n in by_row:
+            lines.append(f"    real x{n} = total(sums.x{n});")
+            lines.append(f"    if (leader && x{n} != 0) {self._addition(self.reads[n][0], f'x{n}')}")
         lines += ["  }", "  static __device__ void clear_sums(const Params& p, int thread, int threads) {"]
-        counts = {
-            slot: " * ".join(["1ll", *(f"p.captured.size{slot}_{n}" for n in range(self.program.arrays[slot].rank))])
-            for slot in self.gradients
-        }
-        for slot, count in counts.items():
-            lines.append(f"    clear_numbers((real*)p.captured.sums{slot}, {count}, thread, threads);")
+        slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
+        lines += [f"    clear(p.captured.sums{slot}, {self._count(slot)}, thread, threads);" for slot in slots]
         lines += ["  }", "  static __device__ void round_sums(const Params& p, int thread, int threads) {"]
-        for slot, count in counts.items():
-            stored = STORED[self.program.arrays[slot].dtype]
-            sums = f"(const real*)p.captured.sums{slot}"
-            lines.append(f"    round_numbers(({stored}*)p.captured.gradient{slot}, {sums}, {count}, thread, threads);")
-        return [*lines, "  }"]
+        for slot in slots:
+            gradient = f"({STORED[self.program.arrays[slot].dtype]}*)p.captured.gradient{slot}"
+            lines.append(f"    round_to({gradient}, p.captured.sums{slot}, {self._count(slot)}, thread, threads);")
+        return [*lines, "  }", *self._gradient()]
+
+    def _gradient(self) -> list[str]:
+        """Where the sums of `target` go, as the gradient of a bias that broadcasts over the inputs it does not read."""
+        lines = ["  static __device__ DenseGradient gradient(const Params& p) {"]
+        if self.target is None:
+            return [*lines, "    return {};", "  }"]
+        slot, axes = self.target.slot, self.target.axes
+        assert axes is not None  # no engine sums another read this way
+        sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
+        strides = [
+            " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+        ]
+        rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+        return [
+            *lines,
+            f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};",
+            f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};",
+            "  }",
+        ]
+
+    def _count(self, slot: int) -> str:
+        sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
+        return " * ".join(["1ll", *sizes])
+
+    def _addition(self, load: Node, product: str) -> str:
+        """The statement that adds a product to the element of the sums that a load reads."""
+        place = "0"
+        for axis, index in enumerate(load.args):
+            inside = self._clamped(load, axis, index)
+            place = inside if axis == 0 else f"({place}) * p.captured.size{load.value}_{axis} + {inside}"
+            place = f"(long long){place}" if axis == 0 else place
+        return f"add_to(p.captured.sums{load.value}, {place}, {product});"
 
     # ---- values
 
@@ -334,16 +376,19 @@ class _Writer:
         dtype = self.program.arrays[node.value].dtype
         terms = []
         for axis, index in enumerate(node.args):
-            text = self._name(index)
-            # The host compares the extent of an input with the size of the axis that it indexes.
-            if index.op not in ("b", "h", "q", "kv"):
-                clamp = "below" if self._lowest(index) >= 0 else "clamped"
-                text = f"{clamp}({text}, p.captured.size{node.value}_{axis})"
+            text = self._clamped(node, axis, index)
             terms.append(f"(long long){text} * p.captured.stride{node.value}_{axis}")
         element = f"((const {STORED[dtype]}*)p.captured.array{node.value})[{' + '.join(terms) or '0'}]"
         if node.kind == BOOL:
             return f"{element} != 0"
         return f"(real)to_real({element})" if node.kind == REAL else element
+
+    def _clamped(self, load: Node, axis: int, index: Node) -> str:
+        """An index inside its axis. The host compares the extent of an input with the size of the axis it indexes."""
+        if index.op in ("b", "h", "q", "kv"):
+            return self._name(index)
+        clamp = "below" if self._lowest(index) >= 0 else "clamped"
+        return f"{clamp}({self._name(index)}, p.captured.size{load.value}_{axis})"
 
     def _lowest(self, node: Node) -> int:
         return int(self.bounds.interval(node).lo)

@@ -54,6 +54,7 @@ class Form(NamedTuple):
     terms: dict[Node, int]
 
     def plus(self, other: Form, factor: int) -> Form:
+        """This form + factor * other."""
         terms = dict(self.terms)
         for term, count in other.terms.items():
             terms[term] = terms.get(term, 0) + factor * count
@@ -61,6 +62,7 @@ class Form(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
+        """Whether no sum of the bounds of its terms leaves 64 bits."""
         return sum(map(abs, self.terms.values())) <= LARGEST_FACTORS and abs(self.constant) < 2**40
 
 

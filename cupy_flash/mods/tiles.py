@@ -54,30 +54,37 @@ class KnownBits(NamedTuple):
 
 
 def always() -> Truth:
+    """The truth that holds."""
     return Truth(np.True_, np.False_)
 
 
 def never() -> Truth:
+    """The truth that does not hold."""
     return Truth(np.False_, np.True_)
 
 
 def unknown() -> Truth:
+    """What nothing is known of."""
     return Truth(np.True_, np.True_)
 
 
 def any_int() -> Interval:
+    """Every int."""
     return Interval(INT_MIN, INT_MAX)
 
 
 def any_long() -> Interval:
+    """Every long."""
     return Interval(LONG_MIN, LONG_MAX)
 
 
 def add(x: Interval, y: Interval) -> Interval:
+    """x + y, not wrapped."""
     return Interval(x.lo + y.lo, x.hi + y.hi)
 
 
 def scale(x: Interval, factor: int) -> Interval:
+    """x * factor, not wrapped."""
     ends = x.lo * np.int64(factor), x.hi * np.int64(factor)
     return Interval(*ends) if factor >= 0 else Interval(*ends[::-1])
 
@@ -94,6 +101,7 @@ def wrapped(x: Interval) -> Interval:
 
 
 def multiply(x: Interval, y: Interval) -> Interval:
+    """x * y of ints, not wrapped; of longs beyond 32 bits anything."""
     ends = x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi
     small = np.minimum(x.lo, y.lo) >= INT_MIN
     small = small & (np.maximum(x.hi, y.hi) <= INT_MAX)  # no product leaves 64 bits
@@ -101,10 +109,12 @@ def multiply(x: Interval, y: Interval) -> Interval:
 
 
 def smallest(x: Interval, y: Interval) -> Interval:
+    """min(x, y)."""
     return Interval(np.minimum(x.lo, y.lo), np.minimum(x.hi, y.hi))
 
 
 def largest(x: Interval, y: Interval) -> Interval:
+    """max(x, y)."""
     return Interval(np.maximum(x.lo, y.lo), np.maximum(x.hi, y.hi))
 
 
@@ -133,38 +143,47 @@ def modulo(x: Interval, y: Interval) -> Interval:
 
 
 def shift_right(x: Interval, count: int) -> Interval:
+    """x >> count."""
     return Interval(x.lo >> count, x.hi >> count)
 
 
 def less(x: Interval, y: Interval) -> Truth:
+    """x < y."""
     return Truth(x.lo < y.hi, x.hi >= y.lo)
 
 
 def less_equal(x: Interval, y: Interval) -> Truth:
+    """x <= y."""
     return Truth(x.lo <= y.hi, x.hi > y.lo)
 
 
 def equal(x: Interval, y: Interval) -> Truth:
+    """x == y."""
     return Truth((x.lo <= y.hi) & (y.lo <= x.hi), (x.lo != x.hi) | (y.lo != y.hi) | (x.lo != y.lo))
 
 
 def nonzero(x: Interval) -> Truth:
+    """x != 0."""
     return Truth((x.lo != 0) | (x.hi != 0), (x.lo <= 0) & (x.hi >= 0))
 
 
 def negate(x: Truth) -> Truth:
+    """not x."""
     return Truth(x.may_not, x.may)
 
 
 def both(x: Truth, y: Truth) -> Truth:
+    """x and y."""
     return Truth(x.may & y.may, x.may_not | y.may_not)
 
 
 def either(x: Truth, y: Truth) -> Truth:
+    """x or y."""
     return Truth(x.may | y.may, x.may_not & y.may_not)
 
 
 def same(x: Truth, y: Truth) -> Truth:
+    """x == y of truths."""
     return Truth((x.may & y.may) | (x.may_not & y.may_not), (x.may & y.may_not) | (x.may_not & y.may))
 
 
@@ -191,29 +210,35 @@ def interval_of_bits(x: KnownBits) -> Interval:
 
 
 def bits_and(x: KnownBits, y: KnownBits) -> KnownBits:
+    """x & y."""
     known = x.known & y.known
     return KnownBits(known, (x.known | x.unknown) & (y.known | y.unknown) & ~known)
 
 
 def bits_or(x: KnownBits, y: KnownBits) -> KnownBits:
+    """x | y."""
     known = x.known | y.known
     return KnownBits(known, (x.unknown | y.unknown) & ~known)
 
 
 def bits_xor(x: KnownBits, y: KnownBits) -> KnownBits:
+    """x ^ y."""
     unknown = x.unknown | y.unknown
     return KnownBits((x.known ^ y.known) & ~unknown, unknown)
 
 
 def bits_not(x: KnownBits) -> KnownBits:
+    """~x."""
     return KnownBits(~x.known & ~x.unknown, x.unknown)
 
 
 def bits_shift_left(x: KnownBits, count: int) -> KnownBits:
+    """x << count, of which no bit leaves the number."""
     return KnownBits(x.known << count, x.unknown << count)
 
 
 def bits_shift_right(x: KnownBits, count: int) -> KnownBits:
+    """x >> count."""
     return KnownBits(x.known >> count, x.unknown >> count)
 
 
@@ -317,8 +342,10 @@ class TileClasses:
         self.extremes = {slot: Extremes(arrays[slot]) for slot in read}
 
     def of(self, batch: int, head: int, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> np.ndarray:
-        """EMPTY, CUT or FULL for tiles of queries and keys from first to last, both included: uint8 arrays of the
-        shape that these four broadcast to."""
+        """EMPTY, CUT or FULL for tiles of queries and keys, each from first to last, both included.
+
+        The result is uint8, of the shape to which these four bounds broadcast.
+        """
         inputs = {"b": (batch, batch), "h": (head, head), "q": queries, "kv": keys}
         intervals = {
             name: Interval(*(np.asarray(bound, np.int64) for bound in bounds)) for name, bounds in inputs.items()
@@ -338,20 +365,26 @@ class TileDomain:
         self.inputs, self.numbers, self.extremes = inputs, numbers, extremes
 
     def constant(self, value: int) -> Interval:
+        """The interval of one number."""
         return Interval(np.int64(value), np.int64(value))
 
     def input(self, name: str) -> Interval:
+        """The interval of b, h, q or kv."""
         return self.inputs[name]
 
     def argument(self, node: Node) -> Interval:
+        """The interval of a run-time number."""
         return self.constant(int(self.numbers[node.value]))
 
     def load(self, node: Node, indices: Sequence[Interval]) -> Interval:
+        """The bounds of the elements that indices of these intervals read."""
         return self.extremes[node.value].over(indices)
 
     def call(self, function: str, *operands: Any) -> Any:
+        """The result of a function of this module."""
         return FUNCTIONS[function](*operands)
 
     def fits(self, interval: Interval, kind: str) -> bool:
+        """Whether all bounds are exact in sums of the kind."""
         lo, hi = (INT_MIN, INT_MAX) if kind == INT else (1 - NEAR, NEAR - 1)
         return bool(np.all(interval.lo >= lo) and np.all(interval.hi <= hi))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order
+from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order, parse
 from .sources import Collect
 from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
 
@@ -48,10 +48,11 @@ class Mod:
     Raises TypeError if a function does what cannot be traced, with the user's line and what to write instead.
     """
 
-    __slots__ = ("arrays", "names", "numbers", "program", "text")
+    __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
 
     program: Program
     text: str  # of the program
+    encoded: str  # the text and a line of numbers, which `decoded` reads
     arrays: tuple[Any, ...]
     numbers: tuple[Any, ...]
     names: tuple[str, ...]  # of the functions, for explain()
@@ -81,7 +82,22 @@ class Mod:
 def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbers: Any) -> Mod:
     mod = Mod.__new__(Mod)
     mod.program, mod.text, mod.names, mod.arrays, mod.numbers = program, text, names, arrays, numbers
+    mod.encoded = f"{text}\n{' '.join(map(repr, numbers))}"
     return mod
+
+
+def decoded(encoded: str, arrays: Any) -> Mod:
+    """The Mod of `Mod.encoded` over arrays."""
+    program, text, numbers = _decoded(encoded)
+    return _mod(program, text, (), tuple(arrays), numbers)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded(encoded: str) -> tuple[Program, str, tuple[int | float, ...]]:
+    text, _, values = encoded.rpartition("\n")
+    program = parse(text)
+    read = [float if kind == REAL else int for kind in program.numbers]
+    return program, text, tuple(number(value) for number, value in zip(read, values.split(), strict=True))
 
 
 def mod_of(score_mod: Any, mask_mod: Any) -> Mod:

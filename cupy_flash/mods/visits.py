@@ -90,8 +90,10 @@ class VisitedPairs:
         self.seen, self.cut = (found != EMPTY) & in_band, (found == CUT) & in_band
 
     def count(self, block_q: int, block_kv: int, by_query: bool) -> tuple[int, int]:
-        """(visited pairs, those in tiles that the mask_mod cuts): of the key tiles that query tiles visit or, unless
-        by_query, of the query tiles that visit key tiles."""
+        """(visited pairs, those of them in tiles that the mask_mod cuts).
+
+        By_query: of the key tiles that query tiles visit; else of the query tiles that visit key tiles.
+        """
         blocks, axes = [max(block // self.grain, 1) for block in (block_q, block_kv)], (0, 1) if by_query else (1, 0)
 
         def any_of(grains: np.ndarray, axis: int) -> np.ndarray:

@@ -310,7 +310,7 @@ def test_ring_trains_alike(example, tmp_path, monkeypatch):
     ],
     ids=["fsdp alone", "ring alone", "fsdp saving", "ring of sdpa", "fsdp in ring"],
 )
-def test_what_does_not_go_together_is_refused(example, capsys, options, message):
+def test_arguments_that_contradict_each_other_are_refused(example, capsys, options, message):
     with pytest.raises(SystemExit):
         example.main([*TINY, *options])
     assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ Q_LENGTHS = np.linspace(0, SQ, B).astype(np.int32)
 KV_LENGTHS = np.linspace(SK, 13, B).astype(np.int32)
 WEIGHTS = normal(5, B, SQ, H, D)
 
-# Floating-point operands, our other options, and jax's options.
+# (floating-point operands, other options of ours, options of jax.nn.dot_product_attention)
 CALLS = {
     "plain": (dict(q=Q, k=K, v=V), {}, {}),
     "causal": (dict(q=Q, k=K, v=V), dict(causal="top_left"), dict(is_causal=True)),
@@ -112,7 +112,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", FEATURES)
-def test_what_jax_has_not_is_what_numpy_gets(case, transform):
+def test_options_that_jax_lacks_give_the_results_of_numpy(case, transform):
     options = FEATURES[case]
     operands = {name: x.astype(np.float32) for name, x in dict(q=Q, k=K, v=V).items()}
     if case == "bhsd":
@@ -233,7 +233,7 @@ def test_refused(case, transform):
     assert type(caught.value) is error  # our error, not one of jax
 
 
-def test_every_traced_word_is_named():
+def test_every_traced_option_is_named():
     def function(q, causal, left, flag):
         return attention(q, q, q, causal=causal, window=(left, 0), return_lse=flag)
 
@@ -253,3 +253,57 @@ def test_jit_for_a_gpu_is_refused():
     traced = jax.jit(lambda q: attention(q, q, q)).trace(ZEROS)
     with pytest.raises(NotImplementedError, match="platform cuda"):
         traced.lower(lowering_platforms=("cuda",))
+
+
+# ---------------------------------------------------------------------------------------------------------------- mods
+
+TABLE, IDS = jnp.asarray(normal(11, H, 9), jnp.float32), jnp.asarray(np.arange(64) // 3)
+
+
+def modified(q, k, v, table):
+    """Attention with a learned bias of positions inside documents."""
+
+    def bias(score, b, h, i, j):
+        return 2 * jnp.tanh(score) + table[h, jnp.clip(i - j, -4, 4) + 4]
+
+    def same(b, h, i, j):
+        return (IDS[i] == IDS[j]) | (j == 0)
+
+    return attention(q, k, v, score_mod=bias, mask_mod=same)
+
+
+def modified_in_jax(q, k, v, table):
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    h = jnp.arange(q.shape[2])[:, None, None]
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / q.shape[3] ** 0.5
+    scores = 2 * jnp.tanh(scores) + table[h, jnp.clip(i - j, -4, 4) + 4]
+    scores = jnp.where((IDS[i] == IDS[j]) | (j == 0), scores, -jnp.inf)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, -1), v)
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+def test_mods_and_their_captured_gradients(transform):
+    q, k, v = (jnp.asarray(normal(n, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
+
+    def loss(function):
+        return jax.value_and_grad(lambda *arrays: (function(*arrays) ** 2).sum(), argnums=(0, 1, 2, 3))
+
+    actual, expected = transform(loss(modified))(q, k, v, TABLE), loss(modified_in_jax)(q, k, v, TABLE)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_mods_under_vmap():
+    q, k, v = (jnp.asarray(normal(n, 3, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
+    tables = jnp.stack([TABLE, 2 * TABLE, -TABLE])
+    actual = jax.vmap(modified)(q, k, v, tables)
+    expected = jax.vmap(modified_in_jax)(q, k, v, tables)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mods_of_other_arrays_are_refused():
+    q = jnp.ones((1, 5, H, 8))
+    table = np.ones(5)
+    with pytest.raises(TypeError, match="mods capture jax arrays here, not ndarray"):
+        attention(q, q, q, score_mod=lambda s, b, h, i, j: s + table[j])

@@ -211,7 +211,7 @@ def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
 
 
 def test_sdpa_result_of_a_query_that_it_broadcasts_is_contiguous():
-    """As torch's own, which then is a matrix product."""
+    """torch computes the result by a matmul then, which returns a contiguous tensor."""
     q, k = normal(1, L, 4, E).transpose(1, 2), normal(2, 4, S, E)
     assert F.scaled_dot_product_attention(q, k, k).is_contiguous()
     assert adapter.scaled_dot_product_attention(q, k, k).is_contiguous()

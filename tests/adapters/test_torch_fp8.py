@@ -16,10 +16,8 @@ from cupy_flash.adapters import torch as adapter
 from cupy_flash.memory import find_retained
 from cupy_flash.problem import UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("hopper")
-
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 32
-SIMULATOR = dict(backend="simulator")
+SIMULATOR = dict(backend="simulator:sm_90a")
 FP8 = torch.float8_e4m3fn
 
 

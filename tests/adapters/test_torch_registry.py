@@ -191,7 +191,7 @@ def test_dense_flash_operator(active):
         pytest.param(dict(num_splits=2), "num_splits", id="splits"),
     ],
 )
-def test_what_no_engine_serves_is_refused(options, reason, active):
+def test_an_unsupported_problem_is_refused(options, reason, active):
     q = normal(2, L, 4, E)
     arguments = dict(max_q=L, max_k=L, dropout_p=0.0, is_causal=False, return_debug_mask=False) | options
     with pytest.raises(cupy_flash.UnsupportedError, match=reason):

@@ -128,7 +128,7 @@ def test_generation_with_a_cache_of_fixed_size(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral-window"])
-def test_prompt_in_pieces(case):
+def test_chunked_prefill(case):
     valid = token_mask("left")
 
     def in_pieces(model):
@@ -462,7 +462,7 @@ def test_sequences_in_one_row_stay_apart():
 
 
 @pytest.mark.parametrize("create", [create_causal_mask, create_sliding_window_causal_mask])
-def test_what_a_model_does_to_its_mask_happens_to_the_elements(create):
+def test_operations_on_a_mask_apply_to_its_elements(create):
     config = copy.deepcopy(DECODERS["mistral-window"])
     config._attn_implementation = "cupy_fa"
     embeddings = torch.zeros(BATCH, LENGTH, 1)
@@ -525,13 +525,13 @@ def refusal(has_sdpa):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_does_not_ask_is_refused_when_built(case):
+def test_a_model_without_the_attention_interface_is_refused_when_built(case):
     auto, config, has_sdpa = REFUSED[case]
     with torch.device("meta"), pytest.raises(cupy_flash.UnsupportedError, match=refusal(has_sdpa)):
         auto.from_config(copy.deepcopy(config), attn_implementation="cupy_fa")
 
 
-def test_a_model_that_does_not_ask_is_refused_when_loaded(tmp_path):
+def test_a_model_without_the_attention_interface_is_refused_when_loaded(tmp_path):
     auto, config, has_sdpa = REFUSED["bloom"]
     auto.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(cupy_flash.UnsupportedError, match=refusal(has_sdpa)):
@@ -539,7 +539,7 @@ def test_a_model_that_does_not_ask_is_refused_when_loaded(tmp_path):
     assert auto.from_pretrained(tmp_path, attn_implementation="eager").config._attn_implementation == "eager"
 
 
-def test_a_part_that_does_not_ask_is_refused():
+def test_a_submodel_without_the_attention_interface_is_refused():
     config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         ViTConfig(**VISION), TrOCRConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_ffn_dim=48)
     )
@@ -662,7 +662,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("case", WORDS)
-def test_words_that_would_change_the_result_are_refused(case):
+def test_arguments_that_would_change_the_result_are_refused(case):
     q = torch.zeros(1, 2, 3, 8)
     with pytest.raises(cupy_flash.UnsupportedError, match=case):
         adapter.attention_forward(torch.nn.Module(), q, q, q, None, **WORDS[case])
@@ -673,7 +673,7 @@ def eager_with_sinks(module, query, key, value, attention_mask, scaling, sinks=N
 
 
 @pytest.mark.parametrize(("word", "is_served"), [("sinks", False), ("block_indices", False), ("image_sizes", True)])
-def test_a_word_is_refused_if_the_attention_of_the_model_takes_it(word, is_served, monkeypatch):
+def test_an_argument_is_refused_if_the_models_own_attention_takes_it(word, is_served, monkeypatch):
     # A model passes on all arguments of its caller, also inputs of its other parts.
     monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(eager_attention_forward=eager_with_sinks))
     attention = type("Attention", (torch.nn.Module,), {"__module__": "made_up"})()
@@ -683,7 +683,7 @@ def test_a_word_is_refused_if_the_attention_of_the_model_takes_it(word, is_serve
         adapter.attention_forward(attention, q, q, q, None, is_causal=True, **{word: torch.zeros(1, 2, 3, 1)})
 
 
-def test_words_that_change_nothing_are_taken():
+def test_arguments_that_change_nothing_are_accepted():
     q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
     sequences = dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3]))

@@ -372,7 +372,7 @@ def test_jax_on_several_devices():
 # The DLPack reader
 
 
-def test_asks_for_version_1_and_no_stream_on_the_cpu():
+def test_requests_version_1_and_no_stream_on_the_cpu():
     producer = Producer(np.ones(3))
     as_array(producer, "q")
     assert producer.asked == {"stream": None, "max_version": (1, 0)}
@@ -564,7 +564,7 @@ def test_stream_of_cpu_arrays():
 # Imports
 
 
-def test_nothing_is_imported_to_look():
+def test_detection_imports_no_library():
     ran = in_subprocess(
         "import sys\n"
         "import numpy as np\n"

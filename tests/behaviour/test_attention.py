@@ -24,12 +24,13 @@ from cases import (
     posed,
     run,
     run_planned,
+    run_public,
 )
 from producers import MAKERS
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash.backends import cpu
+from cupy_flash.backends import cpu, workers
 from cupy_flash.device import blas_controller
 from cupy_flash.dropout import keep_mask
 from cupy_flash.mask import Band
@@ -295,8 +296,8 @@ def test_calls_from_many_threads():
 
 def test_blas_limit_nests_and_overlaps():
     """Two users may enter and leave in any order: the limit holds until the last one leaves, and is then restored."""
-    limit, before = cpu._single_threaded_blas, blas_limits()
-    first, second = cpu._User(), cpu._User()
+    limit, before = workers._single_threaded_blas, blas_limits()
+    first, second = workers._User(), workers._User()
     limit.enter(first)
     limit.enter(second)
     assert set(blas_limits()) <= {1}
@@ -333,7 +334,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
         raise MemoryError("no more")
 
     with pytest.raises(MemoryError, match="no more"):
-        cpu._run(threads, [lambda: done.append(1), fail])
+        workers.run_tasks(threads, [lambda: done.append(1), fail])
     assert done == [1]
     assert blas_limits() == before
     check(Case())
@@ -443,7 +444,7 @@ FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
 def test_frameworks(framework, name, backend):
     """Arrays of another library give NumPy's results, forward and backward, as arrays of that library or of NumPy."""
     case = Case(q_len=6, kv_len=7, dtype=name, causal=True, bias="1hqk", sink=True, kv_lengths=(5, 7))
-    expected = run(case, backend)
+    expected = run_public(case, backend)
     q, k, v, options, dout, dlse, _ = case.call()
     make = MAKERS[framework]
     options = {key: make(x) if isinstance(x, np.ndarray) else x for key, x in options.items()}

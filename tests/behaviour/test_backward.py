@@ -19,6 +19,7 @@ from cases import (
     posed,
     run,
     run_planned,
+    run_public,
 )
 
 import cupy_flash
@@ -141,7 +142,7 @@ def test_no_gradient_in_no_gradient_out(backend):
     case = Case(sink=True, bias="1hqk")
     call = case.call()
     without, zero = gradients(call, backend), gradients(call, backend, dlse=np.zeros_like(call.dlse))
-    for a, b in zip(without, zero, strict=True):
+    for a, b in zip(without[:-1], zero[:-1], strict=True):  # there are no mods
         assert (a == 0).all() and (b == 0).all()
 
 
@@ -150,7 +151,7 @@ def test_gradients_are_linear_in_dout(backend):
     call = Case(sink=True, bias="1hqk", causal=True, dropout=0.2).call()
     once = gradients(call, backend, call.dout, call.dlse)
     twice = gradients(call, backend, 2 * call.dout, 2 * call.dlse)
-    for a, b in zip(once, twice, strict=True):
+    for a, b in zip(once[:-1], twice[:-1], strict=True):  # there are no mods
         np.testing.assert_array_equal(2 * a, b)
 
 
@@ -173,7 +174,7 @@ def test_results(backend):
             x.flags.writeable = False
     result = run(case, backend, read_only)
     inputs = (call.q, call.k, call.v, call.options["bias"], call.options["sink"])
-    for gradient, x in zip(result[2:], inputs, strict=True):
+    for gradient, x in zip(result[2:-1], inputs, strict=True):
         assert type(gradient) is np.ndarray
         assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
         assert gradient.flags.c_contiguous and gradient.flags.writeable
@@ -190,7 +191,7 @@ def test_vjp(backend):
     """attention_vjp gives the results of the two functions, also with a seed that it drew."""
     case = Case(causal=True, bias="1hqk", sink=True, dropout=0.3)
     q, k, v, options, dout, dlse, _ = case.call()
-    expected = run(case, backend)
+    expected = run_public(case, backend)
     (out, lse), vjp = cupy_flash.attention_vjp(q, k, v, return_lse=True, backend=backend, **options)
     for a, b in zip((out, lse, *vjp(dout, dlse)), expected, strict=True):
         np.testing.assert_array_equal(a, b)

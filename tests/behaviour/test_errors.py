@@ -544,7 +544,7 @@ def test_the_environment_names_a_backend(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [True, np.True_, np.bool_(False)], ids=["true", "numpy-true", "numpy-false"])
-def test_numpy_words_are_words(value):
+def test_numpy_scalars_are_accepted(value):
     """NumPy's scalars are accepted wherever Python's are."""
     arguments = good_arguments("attention") | dict(causal=value, return_lse=value, deterministic=value)
     arguments |= dict(
@@ -559,7 +559,7 @@ def test_numpy_words_are_words(value):
 
 
 @pytest.mark.parametrize("of", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
-def test_bottom_right_is_the_word_for_true(of):
+def test_bottom_right_means_true(of):
     random = np.random.default_rng(0)
     q, k, v = (of(random.normal(size=x.shape).astype(x.dtype)) for x in good_arguments("attention").values())
     expected, top_left = (np.asarray(cupy_flash.attention(q, k, v, causal=word)) for word in (True, "top_left"))

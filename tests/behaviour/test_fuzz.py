@@ -124,7 +124,7 @@ def test_strides_and_options(call):
 
 @settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)  # each example compiles its own kernels
 @given(calls())
-def test_strides_and_options_on_the_simulator(small_tile, call):
+def test_strides_and_options_on_the_simulator(call):
     case, call = call
     hold(case, call, run(case, "simulator", call))
 

@@ -66,7 +66,7 @@ def average(a, b, layout):
 
 @pytest.mark.parametrize("cuts", [(0, 9, 23), (0, 1, 23), (0, 0, 23), (0, 5, 5, 16, 23)], ids=str)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SPLIT.items()])
-def test_parts_make_the_whole(case, cuts):
+def test_merged_parts_are_the_whole(case, cuts):
     """Against the formula over all keys; averaging the formula's low-precision parts sets the tolerance."""
 
     def whole(attention, merge):
@@ -111,7 +111,7 @@ def test_order_does_not_matter():
         np.testing.assert_array_equal(x, y)
 
 
-def test_far_apart():
+def test_parts_with_far_apart_lse():
     """If a weight underflows, the result is the other part; nothing overflows."""
     (out_a, lse_a), (out_b, lse_b) = results(1, 4, 2, 3, seed=0), results(1, 4, 2, 3, seed=1)
     for shift in (1e4, 1e30):

@@ -6,11 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import Case, Result, by_backend, check
+from tiles import in_small_tiles
 
 import cupy_flash
 from cupy_flash import backends
 from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Packed, Saved, Shard
+from cupy_flash.problem import WHOLE, Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -90,7 +91,7 @@ def run_parts(case, backend, step, parts):
         merged = None
         for j in range(count):
             q_rows, _, problem, operands = call(i, j)
-            part = [array.numpy() for array in backends.forward(problem, operands)]
+            part = [array.numpy() for array in backends.run_forward(in_small_tiles(problem), operands)]
             merged = part if merged is None else cupy_flash.merge(*merged, *part, **layout)
         put(out, q_rows, axis, merged[0])
         put(lse, q_rows, lse.ndim - 1, merged[1])
@@ -98,7 +99,7 @@ def run_parts(case, backend, step, parts):
     dq, dk, dv = (np.zeros_like(np.nan_to_num(x)) for x in (q, k, v))
     for i, j in product(range(count), repeat=2):
         q_rows, kv_rows, problem, operands = call(i, j, (dout, out, lse, dlse))
-        gradients = [array.numpy() for array in backends.backward(problem, operands)[:3]]
+        gradients = [array.numpy() for array in backends.run_backward(in_small_tiles(problem), operands)[:3]]
         for whole, rows, part in zip((dq, dk, dv), (q_rows, kv_rows, kv_rows), gradients, strict=True):
             put(whole, rows, axis, whole.take(rows, axis) + part)
     return Result(out, lse, dq, dk, dv, None, None)
@@ -109,7 +110,7 @@ def put(whole, rows, axis, part):
 
 
 @by_backend("case,parts", cpu=ROWS, simulator=SIMULATED)
-def test_parts_are_the_whole(backend, case, parts):
+def test_shards_give_the_result_of_the_whole(backend, case, parts):
     check(case, run_parts(case, backend, *PARTS[parts]))
 
 
@@ -117,18 +118,19 @@ def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
     """Results of a part of the heads are bitwise those of all heads."""
     case = Case(heads=4, kv_heads=2, dropout=0.5, head_dim=4, head_dim_v=4)
     q, k, v, options, *_ = case.call()
-    whole = cupy_flash.attention(q, k, v, backend=backend, **options)
+
+    def attend(*arrays, shard=WHOLE):
+        problem, operands = pose("shard", arrays, Options(**options, backend=backend), shard=shard)
+        return backends.run_forward(in_small_tiles(problem), operands)[0].numpy()
+
+    whole = attend(q, k, v)
     for half in (slice(0, 2), slice(2, 4)):
         kv_half = slice(half.start // 2, half.stop // 2)
-        arrays = (q[:, :, half], k[:, :, kv_half], v[:, :, kv_half])
-        problem, operands = pose(
-            "shard", arrays, Options(**options, backend=backend), shard=Shard(first_head=half.start, heads=4)
-        )
-        out, _ = backends.forward(problem, operands)
-        np.testing.assert_array_equal(out.numpy(), whole[:, :, half])
+        part = attend(q[:, :, half], k[:, :, kv_half], v[:, :, kv_half], shard=Shard(first_head=half.start, heads=4))
+        np.testing.assert_array_equal(part, whole[:, :, half])
 
 
-def test_what_is_wrong_with_starts_is_found():
+def test_bad_starts_are_refused():
     q, k, v, *_ = Case().call()
     with pytest.raises(ValueError, match=r"starts must be int32 \(B, 3\) = \(2, 3\), not int32 \(3, 3\)"):
         pose("shard", (q, k, v), Options(), shard=Shard(np.zeros((3, 3), np.int32)))

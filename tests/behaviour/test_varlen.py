@@ -47,7 +47,7 @@ def test_packed_equals_padded(name, backend):
     assert np.isneginf(packed.lse[:, -3:]).all()
 
 
-def test_longer_maxima_change_nothing(backend):
+def test_a_larger_max_seqlen_changes_nothing(backend):
     """max_seqlen is an upper bound: it sizes the plan, not the result."""
     case = replace(PACKED, causal=True)
     call = case.call()
@@ -55,7 +55,7 @@ def test_longer_maxima_change_nothing(backend):
     check(case, run(case, backend, longer))
 
 
-def test_the_longest_maxima():
+def test_planning_does_not_grow_with_max_seqlen():
     """The time and memory of planning do not grow with max_seqlen."""
     call = replace(PACKED, causal=True, window=(5, 0)).call()
     longest = call._replace(packed=call.packed._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))

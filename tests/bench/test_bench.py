@@ -169,7 +169,7 @@ def test_growth_exponent() -> None:
     assert memory.growth_exponent(lengths, [5, 0, 70]) == 0  # noise
 
 
-def test_those_who_hold_the_scores_are_left_out_where_they_pass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_store_the_scores_are_left_out_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "TIME_LIMIT", 2 * model.scores_bytes(CASE))
     monkeypatch.setattr(run, "present", lambda cases, training: (["cupy_flash", "standard"], {}))
     cases = [replace(CASE, seqlen=32), CASE]

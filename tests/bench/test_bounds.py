@@ -107,7 +107,7 @@ def test_command(said, status, told, ncu, tmp_path, monkeypatch):
     assert row[2] == (told or "tensor pipe")
 
 
-def test_time_and_tools_that_are_not_there(monkeypatch):
+def test_missing_time_and_missing_tools(monkeypatch):
     cases = [case(regime(), {"wgmma 1": 700.0}), case(regime(causal=True), {"wgmma 1": None})]
     monkeypatch.setattr(bounds.shutil, "which", lambda name: None)
     assert [record["left_out"] for record in bounds.run(cases, math.inf)] == ["ncu is not installed"]

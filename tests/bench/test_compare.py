@@ -84,7 +84,7 @@ def test_results_of_the_cpu_compare_too(run):
     assert status == 1 and "on the CPU: 0." in output and "1 of ours slower" in output
 
 
-def test_what_there_is_to_compare_with(tmp_path, monkeypatch):
+def test_the_baseline_of_a_comparison(tmp_path, monkeypatch):
     """The baseline is the stored file of the same name, or its last commit; else an error says what to do."""
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)

@@ -46,7 +46,7 @@ def test_planted_constants_are_found_again(planted):
     assert block == pytest.approx(written["BLOCK"], rel=0.5)
 
 
-def test_what_the_order_of_predictions_loses():
+def test_loss_by_choosing_the_predicted_tile():
     slow = {"wgmma 128x96 True": 600.0, "wgmma 128x128 False": 660.0, "wgmma 192x64 False": None, "mma 1": None}
     stored = result(case(regime(), slow, peers={"SDPA cuDNN": 700.0}), case(regime(causal=True), {"mma 1": None}))
     choices, predictions, _ = costs.tables(result(stored["cases"][0]) | {"cases": [stored["cases"][0]]})

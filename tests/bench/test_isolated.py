@@ -62,7 +62,7 @@ def is_alive(pid):
         ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_what_is_lost_is_told_and_the_next_is_served(how, reason):
+def test_a_lost_call_is_reported_and_the_next_is_served(how, reason):
     with Worker(work) as worker:
         first = worker("goes well", until=math.inf)
         assert worker("goes well", until=math.inf) == first != os.getpid()
@@ -75,7 +75,7 @@ def test_what_is_lost_is_told_and_the_next_is_served(how, reason):
     assert not is_alive(second)
 
 
-def test_time_is_over_for_everything():
+def test_out_of_time_ends_the_worker():
     with Worker(work) as worker:
         worker("goes well", until=math.inf)
         with pytest.raises(OutOfTime):
@@ -83,7 +83,7 @@ def test_time_is_over_for_everything():
 
 
 @pytest.mark.parametrize("how", ["begins another", "begins a pool"])
-def test_what_it_begins_ends_with_it(how):
+def test_processes_that_a_worker_starts_end_with_it(how):
     with Worker(work) as worker:
         other = worker(how, until=math.inf)
         assert is_alive(other)

@@ -72,7 +72,7 @@ def test_plot_has_a_panel_where_there_are_two_lengths(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_results_without_a_block_are_told(tmp_path, capsys):
+def test_results_without_a_block_are_reported(tmp_path, capsys):
     readme = tmp_path / "README.md"
     stored = result(case(FULL, {"wgmma 1": 736.0}, peers={"SDPA cuDNN": 700.0}))
     (tmp_path / "sweep-forward.json").write_text(json.dumps(stored))

@@ -101,7 +101,7 @@ def test_every_part_runs_once(machine):
     assert not [call for call in calls if not call.startswith(("nvidia-smi", "python -c import xdist"))]
 
 
-def test_a_failed_step_is_told_and_run_again(machine):
+def test_a_failed_step_is_reported_and_run_again(machine):
     done, _, steps = machine("1", failing="overhead")
     assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0]
     done, calls, steps = machine("1")
@@ -291,7 +291,7 @@ def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     assert set(table.rows[0][3:]) == {"-", "265"}  # as published
 
 
-def test_who_loses_the_gpu_is_told_from_who_refuses(monkeypatch):
+def test_a_lost_gpu_is_distinguished_from_a_refusal(monkeypatch):
     """After a refusal the other kinds continue; after a fault, which every later CUDA call repeats, the process is lost
     in the step of the faulty call."""
     faulty, steps = [False], []
@@ -334,11 +334,11 @@ def test_sanitized_calls_start_every_kernel():
     """And every kind of wgmma tile; the fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
-        for _, case, words in sanitize.calls(engine):
+        for _, case, words, tile in sanitize.calls(engine):
             call = case.call()
             out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
             for saved in (None, Saved(call.dout, out, lse, call.dlse)):
-                chosen, _ = planned(case, saved, "sm_90a", engine=engine, backend="simulator", **words)
+                chosen, _ = planned(case, saved, "sm_90a", tile, engine=engine, **words)
                 kernels |= {launch.kernel for launch in chosen.launches}
                 constants |= {pair for launch in chosen.launches for pair in launch.constants}
     folder = ROOT / "kernels_cu"

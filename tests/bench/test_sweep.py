@@ -12,10 +12,7 @@ from bench import costs, gpu, marks, sweep
 from bench.__main__ import main
 from bench.published import flash_attention_3
 from bench.tables import block
-from cupy_flash import backends, device
 from cupy_flash.plan import candidates, plan
-
-HOPPER = device.named("sm_90a")
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
     monkeypatch.setattr(sweep, "peers", lambda *of: {"a peer": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
-    monkeypatch.setattr(backends, "plan_for", lambda problem: plan(problem._replace(backend="simulator"), HOPPER))
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator:sm_90a")
     monkeypatch.setattr(gpu, "WARM_UP", 1)
     monkeypatch.setattr(gpu, "time_interleaved", lambda calls, announce: dict.fromkeys(calls, [2.0, 1.0, 4.0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -96,7 +93,7 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_a_peer_says_what_is_right(simulated, monkeypatch, backward):
+def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypatch, backward):
     """If the first tile is wrong, only it is left out."""
 
     def with_first_wrong(chosen, engine):
@@ -132,7 +129,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
 
 
-def test_what_has_no_mark_waits_for_no_compiler(simulated, monkeypatch):
+def test_regimes_without_a_mark_do_not_wait_for_a_compiler(simulated, monkeypatch):
     flex = {"FlexAttention": lambda: None}
     monkeypatch.setattr(sweep, "peers", lambda *of: dict(flex))
     assert "takes seconds to compile" in measured(tiny(backward=False))["left_out"]["FlexAttention"]

@@ -22,8 +22,10 @@ SHARED_BYTES = 40960
 
 @dataclass(frozen=True)
 class HopperCase:
-    """A body, its input arrays and the output's initial value (the last array), and tensor maps (array, function from
-    its address to the map)."""
+    """The body of a kernel and its arrays, of which `out`, the last, holds the output's initial values.
+
+    `maps` holds a pair for each tensor map: the index of its array, and a function from the array's address to the map.
+    """
 
     name: str
     body: str
@@ -38,7 +40,7 @@ class HopperCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of helpers/micro.py's source and run."""
+        """Keyword arguments for `source` and `run` of helpers/micro.py."""
         static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {
             "shared": "" if self.dynamic else static,
@@ -137,7 +139,7 @@ class Operand:
 
     @property
     def steps(self) -> int:
-        """Number of instructions, each 32 bytes deep."""
+        """Number of instructions along K, each of which takes 32 bytes of a row."""
         return max(self.swizzle // 32, 1) if self.k_major or self.swizzle == 128 else 2
 
     @property
@@ -155,7 +157,7 @@ class Operand:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes from the matrix of one instruction to that of the next."""
+        """Byte offset between the matrices of successive instructions."""
         if self.k_major:
             return 32
         leading, stride = self.strides
@@ -163,7 +165,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Bytes, in whole tiles."""
+        """Size in bytes, rounded up to whole tiles."""
         width = self.swizzle // self.itemsize
         rows = self.rows if self.k_major else -(-self.rows // width) * width
         return rows * self.depth * self.itemsize
@@ -226,7 +228,7 @@ def wgmma_body(a: Operand | None, b: Operand, type_a: str, *, sign: int = 1, add
 
 
 def random_bytes(type_: str, size: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Small integers: sums are exact in every order."""
+    """Bytes of random small integers, whose sums are exact in every order."""
     dtype = np.dtype(_TYPES[type_])
     return rng.integers(-3, 4, size // dtype.itemsize).astype(dtype).view(np.uint8)
 
@@ -286,7 +288,7 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
 
 
 def fp8_sums_case() -> HopperCase:
-    """Products of every magnitude: which bits of them, and of the old accumulator, an fp8 sum keeps."""
+    """Products of all magnitudes, which show how many bits of them and of the old accumulator an fp8 sum keeps."""
     case = wgmma_case("e4m3-sums", Operand(64, "e4m3"), Operand(64, "e4m3"))
     rng = np.random.default_rng(3)
     image, before = case.inputs
@@ -311,7 +313,7 @@ def _at(
     return TensorMap(data_type, address, shape, strides, box, swizzle)
 
 
-# name -> (type, shape, box, swizzle, coordinates): inside, across each edge, and outside
+# name -> (type, shape, box, swizzle, coordinates); boxes inside the tensor, across each edge, and outside
 BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = {
     "1d": ("f32", (100,), (64,), 0, (60,)),
     "2d": ("bf16", (64, 40), (64, 16), 128, (0, 8)),
@@ -346,7 +348,7 @@ def box_array(name: str, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
 
 
 def load_case(name: str, hint: bool = False) -> HopperCase:
-    """Load a box and output the bytes of shared memory; `hint`: with prefetch and cache policies."""
+    """Load a box and output the bytes of shared memory; with `hint`, also prefetch and pass a cache policy."""
     dtype, shape, box, swizzle, at = BOXES[name]
     size, rank = box_bytes(name), len(shape)
     coordinates = ", ".join(f"%r{i}" for i in range(rank))
@@ -486,8 +488,10 @@ def added_twice_case() -> HopperCase:
 
 
 def fragments_case(instruction: str) -> HopperCase:
-    """Four 8 x 8 matrices of 16-bit numbers between registers and rows of 128 bytes with TMA's swizzle: warp w has 16
-    rows, of which it takes chunks 2 w and 2 w + 1."""
+    """Moves four 8 x 8 matrices of 16-bit numbers between registers and swizzled rows of 128 bytes.
+
+    Warp w has 16 rows, of which it reads or writes the 16-byte chunks 2 w and 2 w + 1.
+    """
     registers = "{%r0, %r1, %r2, %r3}"
     rows = np.random.default_rng(6).integers(0, 256, 64 * 128, dtype=np.uint8)
     words = np.random.default_rng(7).integers(0, 2**32, (128, 4), dtype=np.uint32)
@@ -576,6 +580,7 @@ TURN:
 
 
 def turns_case() -> HopperCase:
+    """64 blocks that add random numbers one after the other."""
     numbers = np.random.default_rng(9).normal(size=(64, 128)).astype(np.float32)
     turn, out = np.zeros(1, np.uint32), np.zeros(128, np.float32)
     return HopperCase("turns", TURNS_BODY, (numbers, turn), out, threads=32, blocks=64)
@@ -692,8 +697,10 @@ def subnormal_powers_case() -> HopperCase:
 
 
 def in_flight_case() -> HopperCase:
-    """Two wgmma groups in flight, as QK and PV in the forward mainloop: waits for the first, then the second, whose A
-    is in registers."""
+    """Two wgmma groups in flight, as QK and PV in the forward mainloop; A of the second is in registers.
+
+    The kernel waits for the first group and stores its result, then for the second.
+    """
     a, b = Operand(64, "bf16"), Operand(64, "bf16", False)
     rng = np.random.default_rng(10)
     image = np.concatenate([random_bytes("bf16", operand.bytes, rng) for operand in (a, a, b)])

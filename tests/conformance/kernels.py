@@ -1,6 +1,5 @@
 """One micro-kernel per PTX instruction, with edge values: the simulator and a GPU must agree on all of them.
 
-
 Each kernel has one thread per row of its inputs: it loads %a, %b, %c, executes the instruction and stores %d.
 """
 
@@ -26,10 +25,9 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Case:
-    """An instruction, the types of its inputs and its output, the architecture it needs.
+    """An instruction, the types of its inputs and its output, and the architecture that it needs.
 
-
-    `exact`: PTX defines every bit of the result; else only an error bound (`relative`).
+    `relative` is the error bound of an approximation; None where PTX defines every bit of the result.
     """
 
     name: str
@@ -87,11 +85,11 @@ class Case:
         edges = [edge_values(type_, few=len(self.inputs) == 3) for type_ in self.inputs]
         rows = list(zip(*itertools.product(*edges), strict=True))
         rng = np.random.default_rng(len(self.name))
-        found = [
+        columns = [
             np.concatenate([np.array(column, dtype=TYPES[type_][2]), random_values(type_, rng, 512)])
             for type_, column in zip(self.inputs, rows, strict=True)
         ]
-        return [column[: len(column) // 32 * 32] for column in found]  # whole warps
+        return [column[: len(column) // 32 * 32] for column in columns]  # whole warps
 
 
 _FLOATS = [
@@ -116,8 +114,8 @@ def edge_values(type_: str, *, few: bool = False) -> list:
         exponent = {"f16": 10, "bf16": 7}[type_]
         top = 0x7C00 if type_ == "f16" else 0x7F80
         one = 0x3C00 if type_ == "f16" else 0x3F80
-        found = [0, 1, (1 << exponent) - 1, 1 << exponent, one, one + 1, top - 1, top, top + 1]
-        return found if few else found + [value | 0x8000 for value in found]
+        values = [0, 1, (1 << exponent) - 1, 1 << exponent, one, one + 1, top - 1, top, top + 1]
+        return values if few else values + [value | 0x8000 for value in values]
     if type_ in ("f16x2", "bf16x2"):
         halves = edge_values(type_[:-2], few=True)
         return [low | high << 16 for low, high in zip(halves, reversed(halves), strict=True)]
@@ -127,15 +125,15 @@ def edge_values(type_: str, *, few: bool = False) -> list:
         return [0, 1]
     bits, signed = int(type_[1:]), type_[0] == "s"
     top = 1 << (bits - 1)
-    found = [0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 127, top - 1, top, top + 1, 2 * top - 2, 2 * top - 1, 0x5A]
+    values = [0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 127, top - 1, top, top + 1, 2 * top - 2, 2 * top - 1, 0x5A]
     if few:
-        found = [0, 1, 5, 31, 32, 70, top - 1, top, 2 * top - 1]
-    found = [value % (2 * top) for value in found]
-    return [value - 2 * top if signed and value >= top else value for value in found]
+        values = [0, 1, 5, 31, 32, 70, top - 1, top, 2 * top - 1]
+    values = [value % (2 * top) for value in values]
+    return [value - 2 * top if signed and value >= top else value for value in values]
 
 
 def random_values(type_: str, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Random bits; for floats, mixed with normally distributed numbers."""
+    """Random bits; every second float is normally distributed."""
     dtype = np.dtype(TYPES[type_][2])
     if type_ == "pred":
         return rng.integers(0, 2, count, dtype=np.uint32)
@@ -322,7 +320,7 @@ MMA_FORMS = {
 
 
 def mma_body(form: str) -> str:
-    """One warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of helpers/micro.py."""
+    """Body for one warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of helpers/micro.py."""
     shape, type_, a_words, b_words = MMA_FORMS[form]
     lines, registers = [], {}
     for pointer, (name, count, first, suffix) in enumerate(
@@ -340,7 +338,10 @@ def mma_body(form: str) -> str:
 
 
 def ldmatrix_body(count: int, size: int, *, transposed: bool) -> str:
-    """One warp: `size` bytes from %p0 to shared `tile`, each lane's row offset at %p1, the fragments to %p2."""
+    """Body for one warp: copies `size` bytes from %p0 to shared `tile` and stores the fragments to %p2.
+
+    %p1 holds the row offset of each lane.
+    """
     registers = ", ".join(f"%r{i}" for i in range(count))
     return f"""
         mov.u32 %r20, tile;

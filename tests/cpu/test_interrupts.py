@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import Case, posed
 
-from cupy_flash.backends import cpu
+from cupy_flash.backends import cpu, workers
 from cupy_flash.device import blas_controller
 from cupy_flash.problem import Saved
 
@@ -67,11 +67,11 @@ def strike(error, moment, call):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Struck])
 def test_an_exception_at_any_moment_leaves_nothing_behind(error, threads):
-    limit, errors = cpu._single_threaded_blas, np.geterr()
+    limit, errors = workers._single_threaded_blas, np.geterr()
     for moment in itertools.count():
         limits_of_tasks = set()
         tasks = [partial(lambda limits: limits.update(blas_limits()), limits_of_tasks)] * 2
-        lasted = strike(error, moment, partial(cpu._run, threads, tasks))
+        lasted = strike(error, moment, partial(workers.run_tasks, threads, tasks))
         assert blas_limits() == {2}, moment
         assert np.geterr() == errors, moment
         assert not limit._users, moment
@@ -90,10 +90,10 @@ def test_the_next_call_repairs_a_limit_that_was_left_behind(monkeypatch):
         raise Struck
 
     with monkeypatch.context() as patch, pytest.raises(Struck):
-        patch.setattr(cpu._single_threaded_blas, "leave", cut_short)
-        cpu._run(1, [lambda: None])
+        patch.setattr(workers._single_threaded_blas, "leave", cut_short)
+        workers.run_tasks(1, [lambda: None])
     assert blas_limits() == {1}
-    cpu._run(1, [lambda: None])
+    workers.run_tasks(1, [lambda: None])
     assert blas_limits() == {2}
 
 
@@ -106,8 +106,8 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
     if backward:
         plan, operands = posed(case, Saved(case.call().dout, out, lse), **small)
     run = cpu.backward if backward else cpu.forward
-    poll, polls = cpu._Stop.poll, itertools.count()
-    monkeypatch.setattr(cpu._Stop, "poll", lambda stop: (next(polls), poll(stop)))
+    poll, polls = workers.Stop.poll, itertools.count()
+    monkeypatch.setattr(workers.Stop, "poll", lambda stop: (next(polls), poll(stop)))
     run(plan, operands)
     assert next(polls) >= 2 * (64 // 16) ** 2  # tiles of both heads
 
@@ -124,7 +124,7 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
         stopped.append(stop.requested)
         poll(stop)
 
-    monkeypatch.setattr(cpu._Stop, "poll", interrupt)
+    monkeypatch.setattr(workers.Stop, "poll", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(plan, operands)
     assert stopped == [True]
@@ -132,7 +132,7 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
 
 
 def test_an_error_in_one_thread_stops_the_other():
-    stop, began = cpu._Stop(), threading.Event()
+    stop, began = workers.Stop(), threading.Event()
 
     def fail():
         assert began.wait(PATIENCE)
@@ -148,7 +148,7 @@ def test_an_error_in_one_thread_stops_the_other():
 
     for tasks in ((fail, last_long), (last_long, fail)):
         with pytest.raises(MemoryError, match="no more"):
-            cpu._run(2, list(tasks), stop)
+            workers.run_tasks(2, list(tasks), stop)
         assert blas_limits() == {2}
         stop.requested = False
         began.clear()
@@ -159,7 +159,7 @@ FORK = """
 import os, signal, threading, time
 import numpy as np
 import cupy_flash
-from cupy_flash.backends import cpu, cuda
+from cupy_flash.backends import cpu, cuda, workers
 from cupy_flash.device import blas_controller
 
 libraries = blas_controller().lib_controllers
@@ -169,7 +169,7 @@ blas_limits = lambda: {library.num_threads for library in libraries}
 q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 8)).astype(np.float32)
 expected = cupy_flash.attention(q, k, v)
 
-def child_is_well():
+def child_computes_the_same():
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -184,17 +184,17 @@ def hold():
     with cuda._loading:  # as a thread has it that compiles a kernel
         inside.set()
         leave.wait()
-thread = threading.Thread(target=cpu._run, args=(1, [hold]))
+thread = threading.Thread(target=workers.run_tasks, args=(1, [hold]))
 thread.start()
 inside.wait()
 assert blas_limits() == {1}
-print("in a task:", child_is_well())
+print("in a task:", child_computes_the_same())
 assert blas_limits() == {1}
 leave.set()
 thread.join()
 assert blas_limits() == {2}
 
-forking, another_lock, set_limits = threading.Event(), threading.Lock(), cpu._single_threaded_blas._set
+forking, another_lock, set_limits = threading.Event(), threading.Lock(), workers._single_threaded_blas._set
 def set_slowly(threads):
     with another_lock:  # as threadpoolctl has one
         if threading.current_thread() is setting:
@@ -202,13 +202,13 @@ def set_slowly(threads):
             forking.wait()
             time.sleep(0.2)  # long after a fork that does not wait
         set_limits(threads)
-cpu._single_threaded_blas._set = set_slowly
+workers._single_threaded_blas._set = set_slowly
 inside.clear()
-setting = threading.Thread(target=cpu._run, args=(1, [lambda: None]))
+setting = threading.Thread(target=workers.run_tasks, args=(1, [lambda: None]))
 setting.start()
 inside.wait()
 os.register_at_fork(before=forking.set)
-print("holding the lock:", child_is_well())
+print("holding the lock:", child_computes_the_same())
 setting.join()
 assert blas_limits() == {2}
 """

@@ -311,7 +311,7 @@ def ranks_that_ask_for_different_things_all_hear_of_it(world):
 
 
 @check
-def a_rank_that_changes_alone_is_heard_of_by_all(world):
+def one_rank_that_changes_an_option_is_an_error_on_all(world):
     """One rank returns to options that all ranks have used before: agreement on them must not have been cached."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     changes = {"causal": (False, True), "window": (None, (3, 0)), "sharding": ("zigzag", "contiguous"), "seed": (1, 2)}

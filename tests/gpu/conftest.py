@@ -1,4 +1,4 @@
-"""Tests that need a GPU. Without one nothing here is collected."""
+"""Tests that need a GPU, or one made of NumPy (tests/gpu_in_numpy). Without one nothing here is collected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import on_gpu
 import pytest
 
 collect_ignore_glob = [] if on_gpu.has_gpu() else ["test_*.py"]
+if not on_gpu.torch_has_gpu():
+    collect_ignore_glob += ["test_gpu_torch.py", "test_gpu_adapters.py", "test_gpu_fp8.py", "test_gpu_memory.py"]
 
 
 @pytest.fixture(autouse=True)

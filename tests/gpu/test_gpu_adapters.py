@@ -63,7 +63,7 @@ MODELS += [(case, "bfloat16") for case in ("llama", "mistral-window", "gemma2-so
 
 @pytest.mark.parametrize("padding", ["none", "left", "holes"])
 @pytest.mark.parametrize(("case", "dtype"), MODELS, ids=map("-".join, MODELS))
-def test_a_model_says_what_it_says_with_sdpa(
+def test_a_model_gives_the_results_of_sdpa(
     case: str, dtype: str, padding: str, formula: None, steps: list[str]
 ) -> None:
     model = copy.deepcopy(tiny_models.model_of(case)).to(DEVICE, getattr(torch, dtype))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pages
 import pytest
-import test_docstrings
 
 
-@pytest.mark.parametrize(("page", "line", "code"), test_docstrings.CUPY_BLOCKS)
+@pytest.mark.parametrize(("page", "line", "code"), pages.CUPY_BLOCKS)
 def test_page(page: Path, line: int, code: str) -> None:
-    test_docstrings.run_block(page, line, code)
+    pages.run_block(page, line, code)

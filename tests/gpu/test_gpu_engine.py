@@ -8,15 +8,17 @@ from typing import Any
 
 import cupy
 import pytest
-import torch
 from cases import Result, check
 from engines import (
     HEADS,
+    LENGTH,
     assert_right,
     case,
     inputs,
+    library_of,
     new_stream,
     on_both_frameworks,
+    on_device,
     on_every_engine,
     on_host,
     step,
@@ -40,7 +42,7 @@ def test_arrays_come_back_as_they_were_given(engine: str, framework: str) -> Non
 @on_both_frameworks
 @on_every_engine
 def test_runs_on_the_device_of_its_arrays(engine: str, framework: str, index: int) -> None:
-    with cupy.cuda.Device(index), torch.cuda.device(index):
+    with on_device(index):
         arrays = inputs(framework, engine)
     results = step(arrays, engine)
     assert [x.device for x in results] == [arrays[0].device] * 4
@@ -68,7 +70,7 @@ def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
 @on_every_engine
 def test_views(engine: str, framework: str, view: Callable[..., Iterable[Any]]) -> None:
     *arrays, dout = inputs(framework, engine)
-    arrays = list(view(cupy if framework == "cupy" else torch, *arrays))
+    arrays = list(view(library_of(framework), *arrays))
     out, dq, dk, dv = map(on_host, step([*arrays, dout], engine))
     q, k, v = map(on_host, arrays)
     result = Result(out, None, dq, dk, dv, None, None)
@@ -82,7 +84,7 @@ def test_merge(framework: str) -> None:
     q, k, v, _ = inputs(framework, "simt")
     parts = [
         x
-        for keys in (slice(60), slice(60, None))
+        for keys in (slice(LENGTH // 2), slice(LENGTH // 2, None))
         for x in cupy_flash.attention(q, k[:, keys], v[:, keys], return_lse=True)
     ]
     out, lse = map(on_host, cupy_flash.merge(*parts))

@@ -1,4 +1,4 @@
-"""The tensor-core engines on a real GPU, every option in bfloat16: mma, and on Hopper wgmma."""
+"""The tensor-core engines on a real GPU, every option in bfloat16 (float16 on sm_75): mma, and on Hopper wgmma."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import replace
 import on_gpu
 import pytest
 from cases import OPTIONS, PACKED_OPTIONS, Case, check, run
+from engines import HALF
 
 from cupy_flash import UnsupportedError, device
 
-ROWS = {name: replace(case, dtype="bfloat16") for name, case in OPTIONS.items() if not name.startswith("dtype-")}
+ROWS = {name: replace(case, dtype=HALF) for name, case in OPTIONS.items() if not name.startswith("dtype-")}
 ROWS |= {
-    f"packed-{name}": replace(PACKED_OPTIONS[name], dtype="bfloat16")
+    f"packed-{name}": replace(PACKED_OPTIONS[name], dtype=HALF)
     for name in (
         "causal", "window", "alibi-per-sequence", "dropout", "sink", "grouped-wide-values", "zero-length-in-the-middle",
         "zero-length-all", "no-sequence",
     )
 }  # fmt: skip
-ROWS |= {
-    f"long-{dim}": Case(1000, 1300, 1, 4, 2, dim, dim, "bfloat16", causal=True, sink=True) for dim in (64, 128, 256)
-}
+ROWS |= {f"long-{dim}": Case(1000, 1300, 1, 4, 2, dim, dim, HALF, causal=True, sink=True) for dim in (64, 128, 256)}
 
 
 @pytest.fixture(autouse=True)

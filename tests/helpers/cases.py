@@ -13,12 +13,14 @@ import pytest
 from mods import mods_of
 from on_gpu import has_gpu
 from threadpoolctl import threadpool_limits
+from tiles import small_tile
 from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import backends, device, reference
 from cupy_flash.arrays import Array
-from cupy_flash.backends import cpu
+from cupy_flash.backends import cpu, kernels
+from cupy_flash.backends.simulator.run import start
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Packed, Saved
@@ -188,7 +190,7 @@ SCORES = {
 }
 
 
-def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
+def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
     """Results of the public functions on the case, or on `call`, which has the same values in other arrays."""
     q, k, v, options, dout, dlse, packed = call or case.call()
     options = options | dict(backend=backend)
@@ -200,24 +202,31 @@ def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
     return Result(out, lse, *gradients)
 
 
+def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
+    """Results of the public functions; on the simulator those of the kernels in small tiles."""
+    if backend == "simulator":
+        return run_kernels(case, tile=small_tile, call=call)
+    return run_public(case, backend, call)
+
+
 @cache
 def outcome(case: Case, backend: str) -> Result:
     """`run`, cached for all tests that check the same result."""
     return run(case, backend)
 
 
-def posed(case: Case, saved: Saved | None = None, **changes) -> tuple[Plan, Operands]:
+def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **changes) -> tuple[Plan, Operands]:
     """The plan of the case with `changes` of its fields, and its operands; a backward if `saved` is given."""
-    call = case.call()
+    call = call or case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
     return backends.plan_for(problem)._replace(**changes), operands
 
 
-def run_planned(case: Case, **changes) -> Result:
+def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
     """Results of the CPU engine with a plan changed by hand: other tiles, other threads."""
-    call = case.call()
-    out, lse = (array.numpy() for array in cpu.forward(*posed(case, **changes)))
-    gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), **changes))
+    call = call or case.call()
+    out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
+    gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
     return Result(out, lse, *gradients.map(Array.numpy))
 
 
@@ -226,23 +235,29 @@ def planned(
     saved: Saved | None = None,
     arch: str = "sm_80",
     tile: Any = None,
+    call: Call | None = None,
     fewer_bytes: int = 0,
     **changes,
 ) -> tuple[Plan, Operands]:
-    """The plan of a case on a GPU, after `changes` of the problem, and its operands; optionally with a given tile of
-    its engine, or with less shared memory per kernel."""
-    on_cpu, operands = posed(case, saved)
-    chosen = plan(on_cpu.problem._replace(**changes), device.named(arch), tile)
+    """The plan of a case on a simulated GPU, after `changes` of the problem, and its operands.
+
+    tile: one of the engine's in place of the best, or a function that gives it for the plan with the best.
+    fewer_bytes: so much less shared memory per kernel.
+    """
+    on_cpu, operands = posed(case, saved, call)
+    problem, gpu = on_cpu.problem._replace(**changes), device.named(arch)
+    tile = tile(plan(problem, gpu)) if callable(tile) else tile
+    chosen = plan(problem, gpu, tile)
     less = tuple(step._replace(shared_bytes=max(step.shared_bytes - fewer_bytes, 0)) for step in chosen.launches)
     return chosen._replace(launches=less), operands
 
 
-def run_kernels(case: Case, **how) -> Result:
-    """Results of the simulator with the plan of `planned(case, **how)`."""
-    call = case.call()
-    out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
+def run_kernels(case: Case, *, call: Call | None = None, start: kernels.Start = start, **how) -> Result:
+    """Results of the simulator with the plan of `planned(case, call=call, **how)`; `start` starts its launches."""
+    call = call or case.call()
+    out, lse = (array.numpy() for array in kernels.forward(*planned(case, call=call, **how), start))
     saved = Saved(call.dout, out, lse, call.dlse)
-    gradients = backends.run_backward(*planned(case, saved, **how))
+    gradients = kernels.backward(*planned(case, saved, call=call, **how), start)
     return Result(out, lse, *gradients.map(Array.numpy))
 
 

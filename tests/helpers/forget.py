@@ -1,4 +1,4 @@
-"""Plans are made once for a bucket of lengths: what changes the engines or their tiles has to forget them."""
+"""Clears the caches of plans: a test that changes engines or tiles must not get a plan made before."""
 
 from cupy_flash import plan as module
 

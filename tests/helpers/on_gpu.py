@@ -1,6 +1,7 @@
 """The GPU as a backend of the behaviour tests: NumPy arguments are copied to CuPy, results back to NumPy."""
 
 import os
+import sys
 from functools import cache, wraps
 
 import numpy as np
@@ -18,6 +19,21 @@ def has_gpu():
     except Exception:  # CuPy's import fails with any exception, for example where it cannot make its cache folder
         return False
     return bool(cupy.cuda.is_available())
+
+
+def in_numpy():
+    """True if the GPU is one of tests/gpu_in_numpy, on which tests use small sizes and few repeats."""
+    return "gpu_in_numpy" in sys.modules and sys.modules["gpu_in_numpy"].machine() is not None
+
+
+@cache
+def torch_has_gpu():
+    """True if torch finds a GPU; it does not see one of tests/gpu_in_numpy."""
+    if in_numpy() or not has_gpu():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def leave_a_lost_gpu():

@@ -1,18 +1,23 @@
-"""Bugs planted in the kernels that a test compiles."""
+"""Bugs planted in the kernels that a test compiles: in their assembled texts, or in one file of them."""
 
+import shutil
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from cupy_flash import source
 from cupy_flash.backends import kernels
-from cupy_flash.source import assemble
+from cupy_flash.source import assemble, kernel_folder
 
 
 @contextmanager
-def planted(monkeypatch, *changes):
-    """Compile the kernels with replaced texts; each replaced text occurs once in all kernels."""
+def planted(monkeypatch, *changes, in_header=False):
+    """Compile the kernels with replaced texts; each replaced text occurs once in all kernels, or in each kernel that
+    includes the header with it."""
     places = {good: set() for good, _ in changes}
 
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
+    def assemble_planted(kernel, constants, headers):
+        text = assemble(kernel, constants, headers)
         for good, bad in changes:
             places[good].update((kernel, n) for n in range(text.count(good)))
             text = text.replace(good, bad)
@@ -22,5 +27,19 @@ def planted(monkeypatch, *changes):
         patch.setattr(kernels, "assemble", assemble_planted)
         try:
             yield
-        finally:  # also when no error was raised, which a text that is there no more explains
-            assert all(len(place) == 1 for place in places.values()), places
+        finally:  # if the expected error was not raised, a text that no longer exists is the likely reason
+            for found in places.values():
+                assert found and len(found) == (len({kernel for kernel, _ in found}) if in_header else 1), places
+
+
+@contextmanager
+def planted_in(monkeypatch, file, good, bad):
+    """Compile the kernels with a replaced text of one file, which has it once."""
+    with TemporaryDirectory() as place, monkeypatch.context() as patch:
+        folder = Path(place) / "kernels_cu"
+        shutil.copytree(kernel_folder(), folder)
+        text = (folder / file).read_text()
+        assert text.count(good) == 1, good
+        (folder / file).write_text(text.replace(good, bad))
+        patch.setattr(source, "kernel_folder", lambda: folder)
+        yield

@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import fp8_cases
 import on_gpu
-from cases import Case, check, compare, run
-from forget import forget_plans
+from cases import Call, Case, Result, check, compare, run
 
 import cupy_flash
-from cupy_flash import device
-from cupy_flash.engines import wgmma
+from cupy_flash import backends, device
+from cupy_flash.plan import Plan, candidates, plan
+from cupy_flash.pose import pose
+from cupy_flash.problem import Operands, Options, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
 # A few tiles each, the last one partial; together they cover every option, every kernel, and both orders of dQ.
@@ -43,18 +45,42 @@ def engines() -> list[str]:
     return ["simt", "mma", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
-def calls(engine: str) -> Iterator[tuple[str, Case, dict]]:
-    """Yield (name, case, further options); until the next one, plans choose among the tiles that it tests."""
+TileOf = Callable[[Plan], Any]
+
+
+def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
+    """Yield (name, case, further options, the tile for a plan in place of its best)."""
     for name, case in CASES.items():
         for deterministic in (False, True):
             order = "deterministic" if deterministic else "in any order"
-            yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic)
-    every = wgmma.tiles
+            yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None
     for having in OTHER_TILES if engine == "wgmma" else ():
-        wgmma.tiles = lambda *of, having=having: [tile for tile in every(*of) if getattr(tile, having, True)]
-        forget_plans()
-        yield having, replace(FULL, dtype=DTYPES[engine]), {}
-    wgmma.tiles = every
+        yield having, replace(FULL, dtype=DTYPES[engine]), {}, best_having(having)
+
+
+def best_having(name: str) -> TileOf:
+    """A function that gives, for a plan, the tile with the smallest prediction that has a property, if any has it."""
+
+    def tile(chosen: Plan) -> Any:
+        return next(tile for tile, _ in candidates(chosen, chosen.engine) if getattr(tile, name, True))
+
+    return tile
+
+
+def run_in(call: Call, tile: TileOf) -> Result:
+    """Results of a call on CuPy copies of its arrays, in this tile."""
+    import cupy
+
+    q, k, v, dout, dlse = map(cupy.asarray, (call.q, call.k, call.v, call.dout, call.dlse))
+
+    def planned(saved: Saved | None = None) -> tuple[Plan, Operands]:
+        problem, operands = pose("case", (q, k, v), Options(**call.options), None, saved)
+        best = backends.plan_for(problem)
+        return plan(problem, best.device, tile(best)), operands
+
+    out, lse = (array.result() for array in backends.run_forward(*planned()))
+    gradients = backends.run_backward(*planned(Saved(dout, out, lse, dlse)))[:3]
+    return Result(*map(cupy.asnumpy, (out, lse, *(array.result() for array in gradients))), None, None)
 
 
 def sanitize(engine: str, *, checked: bool) -> None:
@@ -66,10 +92,10 @@ def sanitize(engine: str, *, checked: bool) -> None:
         return _fp8(checked)
     for name in on_gpu.FUNCTIONS:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
-    for name, case, words in calls(engine):
+    for name, case, words, tile in calls(engine):
         call = case.call()
         call.options.update(engine=engine, **words)
-        result = run(case, "cuda", call)
+        result = run(case, "cuda", call) if tile is None else run_in(call, tile)
         if checked:
             check(case, result)
         print(f"{engine}: {name}", flush=True)

@@ -1,22 +1,49 @@
-"""The tiles that most tests run kernels in."""
+"""The tiles in which most tests run kernels: short sequences have several of them, and their kernels compile fastest.
 
+test_kernels.py and test_mma.py run other tiles, and those that a plan chooses.
+"""
+
+from cupy_flash import backends
 from cupy_flash.engines import mma, simt
+from cupy_flash.plan import Plan, plan
+from cupy_flash.problem import Problem
 
-# On the simulator most tests plan with only these tiles: short sequences have several of them, and their kernels
-# compile fastest. test_kernels.py and test_mma.py run other tiles, and those that a plan chooses.
 SMALL_TILE = simt.Tile(block_q=8, block_kv=16, threads=64)
 SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2, q_in_registers=True)
 
 
-def every_kernel_in(tile):
-    """A replacement of mma.legal_tiles that returns this tile, with the fields that a kernel has, and with one stage
-    where its pipeline does not fit the shared memory."""
+def in_small_tiles(problem: Problem) -> Plan:
+    """The plan of a problem on its device; on the simulator in small tiles."""
+    chosen = backends.plan_for(problem)
+    if chosen.device.backend != "simulator":
+        return chosen
+    return plan(problem, chosen.device, small_tile(chosen))
 
-    def legal_tiles(kernel, problem, device, *, add_dq=False):
-        of_forward = dict(q_in_registers=tile.q_in_registers and kernel == "forward")
-        stages = 1 if kernel == "backward_bias" else tile.stages
-        staged = tile._replace(stages=stages, add_dq=add_dq, **of_forward)
-        fits = mma._shared_bytes(kernel, problem, staged) <= device.shared_bytes
-        return [staged if fits else staged._replace(stages=1)]
 
-    return legal_tiles
+def small_tile(chosen: Plan) -> simt.Tile | mma.Tiles:
+    """The small tile of the engine of a plan, simt or mma."""
+    return {"simt": lambda _: SMALL_TILE, "mma": fragments(SMALL_FRAGMENTS)}[chosen.engine](chosen)
+
+
+def fragments(tile, dq="own"):
+    """A function of a plan that gives the tiles of the mma kernels: this tile for each, with the fields that the kernel
+    has, and with one stage where its pipeline does not fit the shared memory.
+
+    dQ has its "own" kernel, or is "added" atomically by that of dK and dV."""
+
+    def tiles(chosen: Plan) -> mma.Tiles:
+        def of(kernel, **fields):
+            stages = 1 if kernel == "backward_bias" else tile.stages
+            in_registers = tile.q_in_registers and kernel == "forward"
+            staged = tile._replace(stages=stages, q_in_registers=in_registers, **fields)
+            fits = mma._shared_bytes(kernel, chosen.problem, staged) <= chosen.device.shared_bytes
+            return staged if fits else staged._replace(stages=1)
+
+        if not chosen.problem.backward:
+            return mma.Tiles(tile.rows, tile.step, of("forward"), None, None)
+        bias = None if chosen.problem.bias is None else of("backward_bias")
+        if dq == "added":
+            return mma.Tiles(tile.step, tile.rows, None, of("backward_kv", add_dq=True), bias)
+        return mma.Tiles(tile.rows, tile.rows, of("backward_q"), of("backward_kv"), bias)
+
+    return tiles

@@ -8,53 +8,52 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, compare
-from forget import forget_plans
 from fp8_cases import FP8, LONG, OPTIONS, quantised, references
 from planting import planted
 
 import cupy_flash
 from cupy_flash import ahead, backends, device, nvrtc
-from cupy_flash.backends.simulator import errors, launch
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
+from cupy_flash.plan import plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble, kernel_folder
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+HOPPER = dict(backend="simulator:sm_90a")
 TILE = wgmma.forward_fp8.Tile(block_q=128, block_kv=64, stages=2, sum_columns=64)
 LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), head_dim=160, head_dim_v=128))
 
 
-@pytest.fixture
-def small_tile(monkeypatch):
-    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
-    forget_plans()
-    yield
-    forget_plans()
-
-
-def forward(call, blocks=None):
-    """(out, lse) of a call with `blocks` blocks per head; None: one block per tile of queries."""
-    options = Options(**call.options | dict(backend="simulator"))
+def planned(call, tile=None):
+    """The plan of a call in a tile (None: the best), and its operands."""
+    options = Options(**call.options | HOPPER)
     problem, operands = pose("case", call[:3], options, call.packed)
-    chosen = backends.plan_for(problem)
+    return plan(problem, backends.device_of(problem), tile), operands
+
+
+def forward(call, tile=None, blocks=None, start=start):
+    """(out, lse) of a call with `blocks` blocks per head; None: one block per tile of queries."""
+    chosen, operands = planned(call, tile)
     if blocks is not None:
         *others, last = chosen.launches
         chosen = chosen._replace(launches=(*others, last._replace(grid=(blocks, *last.grid[1:]))))
-    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    out, lse = (array.numpy() for array in kernels.forward(chosen, operands, start))
     return Result(out, lse, *[None] * 5)
 
 
-def check(case, call=None, result=None):
+def check(case, call=None, result=None, tile=None):
     call = quantised(case) if call is None else call
-    compare(case, forward(call) if result is None else result, *references(call), only=("out", "lse"))
+    compare(case, forward(call, tile) if result is None else result, *references(call), only=("out", "lse"))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_option(options, small_tile):
-    check(Case(**LONG | options))
+def test_option(options):
+    check(Case(**LONG | options), tile=TILE)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
@@ -81,35 +80,21 @@ def test_descales():
         check(case, call._replace(options=call.options | changed))
 
 
-def test_every_order_gives_the_same_bits(small_tile, monkeypatch):
+def test_every_order_gives_the_same_bits():
     """Copies and wgmmas complete early, late or at random; one block computes all tiles, or each tile has a block."""
     call, results = quantised(LENGTHS), []
     for order, seed, blocks in (("early", 0, None), ("late", 0, 1), ("random", 0, 1), ("random", 1, 2)):
-        how = functools.partial(launch, order=order, seed=seed)
-        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", how)
-        results.append(forward(call, blocks))
+        results.append(forward(call, TILE, blocks, functools.partial(start, order=order, seed=seed)))
     check(LENGTHS, call, results[0])
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
 
 
-def counted(monkeypatch, call):
-    """The simulator's counters of each launch of a call."""
-    counters = []
-
-    def counting(*args, **kw):
-        counters.append(launch(*args, **kw))
-        return counters[-1]
-
-    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
-    forward(call)
-    return counters
-
-
-def test_bytes_and_conflicts(small_tile, monkeypatch):
+def test_bytes_and_conflicts(watch):
     """V is transposed once; each tile of queries reads its keys once; there are no bank conflicts."""
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=128, head_dim_v=128))
-    turn, count = counted(monkeypatch, quantised(case, descales=False))
+    forward(quantised(case, descales=False), TILE, start=watch.start)
+    turn, count = watch.counters["vt"], watch.counters["forward_fp8"]
     row = case.head_dim
     assert turn.global_bytes_read == turn.global_bytes_written == case.kv_len * row
     assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
@@ -121,15 +106,14 @@ def test_bytes_and_conflicts(small_tile, monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_turned_values(packed, small_tile):
+def test_transposed_values(packed):
     """V^T of each tile of keys: in groups of 16, the keys of a wgmma lane side by side; zeros past the last key."""
     lengths = (150, 30, 0)
     case = Case(
         **LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed)
     )
     call = quantised(case, descales=False)
-    problem, operands = pose("case", call[:3], Options(**call.options | dict(backend="simulator")), call.packed)
-    chosen = backends.plan_for(problem)
+    chosen, operands = planned(call, TILE)
     turning, _ = chosen.launches
     found = []
 
@@ -137,7 +121,7 @@ def test_turned_values(packed, small_tile):
         found.append(work.results["vt"].numpy())
         return start(work._replace(launches=(turning,)))
 
-    backends.kernels.forward(chosen, operands, keep)
+    kernels.forward(chosen, operands, keep)
     (vt,) = found
     order = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
     column = 0
@@ -210,12 +194,12 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bug_is_found(bug, small_tile, monkeypatch):
+def test_planted_bug_is_found(bug, monkeypatch):
     """One block computes all tiles, so that every slot is reused."""
     good, bad, found = PLANTED[bug]
     call = quantised(LENGTHS)
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
-        check(LENGTHS, call, forward(call, 1))
+        check(LENGTHS, call, forward(call, TILE, 1))
 
 
 def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
@@ -224,18 +208,18 @@ def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
         check(Case(**LONG | dict(head_dim=128, head_dim_v=128)))
 
 
-def test_a_sequence_of_a_packed_batch_begins_with_a_tile(small_tile, monkeypatch):
+def test_a_sequence_of_a_packed_batch_begins_with_a_tile(monkeypatch):
     case = Case(**LONG | OPTIONS["packed"])
     change = "(sequence.kv_start / BLOCK_KV + sequence.batch)", "(sequence.kv_start / BLOCK_KV)"
     with planted(monkeypatch, change), pytest.raises((AssertionError, errors.Race)):
-        check(case)
+        check(case, tile=TILE)
 
 
 def test_launches_hold_every_constant_that_their_kernels_name():
     case = Case(**LONG | OPTIONS["all"])
-    problem, _ = pose("case", quantised(case)[:3], Options(**quantised(case).options | dict(backend="simulator")))
+    chosen, _ = planned(quantised(case))
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
-    for step in backends.plan_for(problem).launches:
+    for step in chosen.launches:
         text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
         assert names & set(re.findall(r"\w+", text)) <= set(dict(step.constants)), step.kernel
 
@@ -268,7 +252,7 @@ def asked(**changes):
 
 
 def test_served_without_asking_for_the_engine():
-    call = asked(q_descale=np.ones((2, 2), np.float32), backend="simulator")
+    call = asked(q_descale=np.ones((2, 2), np.float32), **HOPPER)
     text = cupy_flash.explain(**call)
     assert "forward, float8_e4m3fn to bfloat16 bshd" in text and "full, q_descale" in text
     assert "engine     wgmma" in text and "launch     wgmma/vt:" in text
@@ -298,19 +282,18 @@ def test_served_without_asking_for_the_engine():
 )
 def test_unsupported(changes, words):
     with pytest.raises(UnsupportedError) as error:
-        cupy_flash.attention(**asked(**dict(backend="simulator") | changes))
+        cupy_flash.attention(**asked(**HOPPER | changes))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_other_architectures(monkeypatch):
+def test_other_architectures():
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
-        monkeypatch.setattr(backends, "SIMULATED", arch)
         with pytest.raises(UnsupportedError, match=f"wgmma: {arch} lacks the instructions of sm_90a"):
-            cupy_flash.attention(**asked(backend="simulator"))
+            cupy_flash.attention(**asked(backend=f"simulator:{arch}"))
 
 
 def test_no_gradient():
-    call = asked(backend="simulator")
+    call = asked(**HOPPER)
     out, vjp = cupy_flash.attention_vjp(**call)
     with pytest.raises(UnsupportedError, match="wgmma: fp8 has no gradients"):
         vjp(np.zeros_like(out))
@@ -344,8 +327,8 @@ def test_illegal_descales():
     with pytest.raises(ValueError, match=r"q_descale must be \(B, Hk\) = \(2, 2\)"):
         cupy_flash.attention(**asked(q_descale=huge))
     with pytest.raises(ValueError, match="k_descale must be finite"):
-        cupy_flash.attention(**asked(k_descale=np.full((2, 2), np.nan, np.float32)), backend="simulator")
-    again = asked(k_descale=np.ones((2, 2), np.float32), backend="simulator")
+        cupy_flash.attention(**asked(k_descale=np.full((2, 2), np.nan, np.float32)), **HOPPER)
+    again = asked(k_descale=np.ones((2, 2), np.float32), **HOPPER)
     cupy_flash.explain(**again)
     again["k_descale"][0, 1] = np.inf
     with pytest.raises(ValueError, match="k_descale must be finite"):  # although the call is cached

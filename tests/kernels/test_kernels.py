@@ -13,12 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
+from planting import planted_in
 from tiers import exhaustive
+from tiles import small_tile
 
-import cupy_flash
 from cupy_flash import backends, nvrtc
+from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.errors import OutOfBounds, Race
 from cupy_flash.backends.simulator.machine.scheduler import OPCODES
+from cupy_flash.backends.simulator.run import start
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import simt
 from cupy_flash.params import dtypes
@@ -157,13 +160,13 @@ def test_the_tiles_of_a_plan(dtype, arch):
     check(case, run_kernels(case, arch=arch))
 
 
-def test_bitwise_equal_in_any_order(watch):
+def test_bitwise_equal_in_any_order():
     """No sum depends on the order of warps and blocks."""
     case = replace(EVERYTHING, batch=2, dropout=0.0)
-    first = run_kernels(case, tile=simt.Tile(8, 16, 64))
+    first = run_kernels(case, tile=small_tile)
     for seed in range(3):
-        watch.options = dict(order="random", seed=seed)
-        assert_bitwise_equal(run_kernels(case, tile=simt.Tile(8, 16, 64)), first, case)
+        in_order = functools.partial(start, order="random", seed=seed)
+        assert_bitwise_equal(run_kernels(case, tile=small_tile, start=in_order), first, case)
 
 
 @pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
@@ -182,7 +185,7 @@ def test_dropout_draws_the_bits_of_its_twin(tile):
 # Addresses
 
 
-def test_rows_that_are_not_aligned_change_no_bit(small_tile):
+def test_rows_that_are_not_aligned_change_no_bit():
     """Vector loads of aligned rows and scalar loads of others give the same values."""
     case = Case(head_dim=20, head_dim_v=20)
     call = case.call()
@@ -196,7 +199,7 @@ def test_rows_that_are_not_aligned_change_no_bit(small_tile):
     assert_bitwise_equal(run(case, "simulator", other), run(case, "simulator"), case)
 
 
-def test_offsets_of_64_bits(small_tile, tmp_path):
+def test_offsets_of_64_bits(tmp_path):
     """Strides beyond 2**32 elements, in a sparse file."""
     case = Case(q_len=4, kv_len=4, batch=1, heads=1, kv_heads=1, dtype="float16")
     call = case.call()
@@ -225,7 +228,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
     forward, _ = planned(case)
     tile = (forward.block_q, forward.block_kv, forward.threads)
     assert 64 % tile[0] == 64 % tile[1] == 0
-    run_kernels(case)
+    run_kernels(case, start=watch.start)
     for kernel in ("forward", "backward_kv", "backward_q"):
         conflicts = [(instruction.where, access) for instruction, access in watch.counters[kernel].conflicting()]
         assert not conflicts, f"{kernel}: {conflicts}"
@@ -280,34 +283,31 @@ BUGS = {
 
 
 @pytest.mark.parametrize(("file", "old", "new", "case", "error"), BUGS.values(), ids=BUGS)
-def test_planted_bugs_are_found(file, old, new, case, error, changed_kernels, small_tile):
-    changed_kernels(file, old, new)
-    with pytest.raises(error):
+def test_planted_bugs_are_found(file, old, new, case, error, monkeypatch):
+    with planted_in(monkeypatch, file, old, new), pytest.raises(error):
         check(case, backend="simulator")
 
 
 @pytest.mark.parametrize("engine", ["simt", "mma"])
-def test_keys_are_addressed_in_one_place(engine, changed_kernels, small_tile):
+def test_keys_are_addressed_in_one_place(engine, monkeypatch):
     """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_rows."""
-    rng = np.random.default_rng(0)
-    dtype = np.float16 if engine == "mma" else np.float32
-    q, dout = rng.normal(size=(2, 1, 19, 4, 16)).astype(dtype)
-    k, v = rng.normal(size=(2, 1, 23, 2, 16)).astype(dtype)
-    attention_vjp = functools.partial(cupy_flash.attention_vjp, causal=True, backend="simulator", engine=engine)
-    expected, expected_vjp = attention_vjp(q, k, v)
-    expected = (expected, *expected_vjp(dout)[:3])
-    changed_kernels(
+    dtype = "float16" if engine == "mma" else "float32"
+    case = Case(q_len=19, kv_len=23, batch=1, causal=True, dtype=dtype)
+    call = case.call()
+    expected = run_kernels(case, tile=small_tile, engine=engine)
+    k, v = (np.ascontiguousarray(x[:, ::-1]) for x in (call.k, call.v))
+    with planted_in(
+        monkeypatch,
         "sequence.cuh",
         "return {keys<T>(x, kv_head), x.row, x.aligned};",
         "return {keys<T>(x, kv_head) + (kv_rows - 1) * x.row, -x.row, x.aligned};",
-    )
-    out, vjp = attention_vjp(q, *(np.ascontiguousarray(x[:, ::-1]) for x in (k, v)))
-    for actual, right in zip((out, *vjp(dout)[:3]), expected, strict=True):
-        np.testing.assert_array_equal(actual, right)
+    ):
+        actual = run_kernels(case, tile=small_tile, call=call._replace(k=k, v=v), engine=engine)
+    assert_bitwise_equal(actual, expected, case)
 
 
-def test_a_planted_stride_has_bank_conflicts(changed_kernels, watch):
-    changed_kernels("simt/tile.cuh", "/ VECTOR | 1) * VECTOR", "/ VECTOR) * VECTOR")
+def test_a_planted_stride_has_bank_conflicts(monkeypatch, watch):
     case = Case(q_len=16, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
-    backends.run_forward(*planned(case))
+    with planted_in(monkeypatch, "simt/tile.cuh", "/ VECTOR | 1) * VECTOR", "/ VECTOR) * VECTOR"):
+        kernels.forward(*planned(case), watch.start)
     assert watch.counters["forward"].bank_conflicts > 1000

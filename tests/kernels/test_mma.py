@@ -1,6 +1,7 @@
 """The mma kernels on the simulator: every option, sizes and tiles, the rescaling threshold, dropout's bits, orders,
 addresses, traffic, planted bugs. test_kernels.py tests the parts that they share with engine simt."""
 
+import functools
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,12 +20,11 @@ from cases import (
     check,
     covering,
     planned,
-    run,
     run_kernels,
 )
-from forget import forget_plans
+from planting import planted_in
 from tiers import exhaustive, in_tiers
-from tiles import SMALL_FRAGMENTS, every_kernel_in
+from tiles import SMALL_FRAGMENTS, fragments, small_tile
 
 from cupy_flash import backends
 from cupy_flash.backends.simulator.errors import (
@@ -36,6 +36,7 @@ from cupy_flash.backends.simulator.errors import (
     SimulationError,
     Uninitialised,
 )
+from cupy_flash.backends.simulator.run import start
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import mma
 from cupy_flash.engines.fragments import RESCALE_ABOVE
@@ -49,24 +50,6 @@ DQ = {"sm_75": "own", "sm_80": "own", "sm_90": "added"}  # the faster way of eac
 
 def run_mma(case, arch="sm_80", **how):
     return run_kernels(case, arch=arch, engine="mma", **how)
-
-
-@pytest.fixture
-def take(monkeypatch):
-    """Plan every kernel with this tile; dQ by its "own" kernel, or "added" atomically by that of dK and dV."""
-
-    def take(tile, dq="own"):
-        legal = every_kernel_in(tile)
-
-        def legal_tiles(kernel, problem, device, *, add_dq=False):
-            refused = {"own": add_dq, "added": kernel == "backward_q"}[dq]
-            return [] if refused else legal(kernel, problem, device, add_dq=add_dq)
-
-        monkeypatch.setattr("cupy_flash.engines.mma.legal_tiles", legal_tiles)
-        forget_plans()
-
-    yield take
-    forget_plans()
 
 
 # Every option and all pairs of options
@@ -103,14 +86,13 @@ OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal"
 @half_rows(
     HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING, "sm_80": HALF_OPTIONS.keys() - set(SCORES_AGAIN)}
 )
-def test_every_option(case, arch, small_tile):
-    check(case, run_mma(case, arch))
+def test_every_option(case, arch):
+    check(case, run_mma(case, arch, tile=small_tile))
 
 
 @half_rows(covering(6, without=("bfloat16", "float64")), "sm_80", "sm_90", default={"sm_80": ()}, sm_80="float16")
-def test_all_pairs_of_options(case, arch, take):
-    take(SMALL_FRAGMENTS, DQ[arch])
-    check(case, run_mma(case, arch))
+def test_all_pairs_of_options(case, arch):
+    check(case, run_mma(case, arch, tile=fragments(SMALL_FRAGMENTS, DQ[arch])))
 
 
 # Packing differs from the options of a rectangle in the addresses and the lengths only.
@@ -119,9 +101,8 @@ OF_PACKING += ("zero-length-in-the-middle", "zero-length-last", "no-sequence")
 
 
 @half_rows(PACKED_OPTIONS, "sm_90", default={"sm_90": OF_PACKING})
-def test_packed(case, arch, take):
-    take(SMALL_FRAGMENTS, DQ[arch])
-    check(case, run_mma(case, arch))
+def test_packed(case, arch):
+    check(case, run_mma(case, arch, tile=fragments(SMALL_FRAGMENTS, DQ[arch])))
 
 
 # Sizes and tiles
@@ -157,24 +138,22 @@ TILES = {
 @pytest.mark.parametrize(
     "tile", in_tiers(TILES, default=["three-stages", "eight-warps", "four-columns-of-warps", "columns-and-two-rows"])
 )
-def test_any_tiles(tile, take):
+def test_any_tiles(tile):
     """Sizes of tiles, numbers of warps and of stages change nothing but rounding."""
-    take(tile)
-    check(EVERYTHING, run_mma(EVERYTHING))
+    check(EVERYTHING, run_mma(EVERYTHING, tile=fragments(tile)))
 
 
 @pytest.mark.parametrize("tile", in_tiers(TILES, default=["one-stage", "four-columns-of-warps"]))
-def test_any_tiles_add_up_dq(tile, take):
-    take(tile, dq="added")
+def test_any_tiles_accumulate_dq(tile):
     case = replace(EVERYTHING, head_dim=40)
-    check(case, run_mma(case, "sm_90"))
+    check(case, run_mma(case, "sm_90", tile=fragments(tile, dq="added")))
 
 
 @pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
-def test_tiles_on_the_edge_of_a_window(left, right, small_tile):
+def test_tiles_on_the_edge_of_a_window(left, right):
     """Tiles that the window just covers, or misses by one key, on either side: only covered tiles skip the mask."""
     case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
-    check(case, run_mma(case))
+    check(case, run_mma(case, tile=small_tile))
 
 
 @pytest.mark.parametrize(
@@ -191,14 +170,14 @@ def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
     check(case, run_mma(case))
 
 
-def test_shared_memory_is_what_the_kernels_use(take):
+def test_shared_memory_is_what_the_kernels_use():
     """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
     found = []
     case = replace(EVERYTHING, q_len=70, kv_len=70, head_dim_v=40)
     call = case.call()
     for dq in ("own", "added"):
-        take(SMALL_FRAGMENTS._replace(q_in_registers=False), dq)
-        how = dict(arch="sm_90", engine="mma")
+        tile = fragments(SMALL_FRAGMENTS._replace(q_in_registers=False), dq)
+        how = dict(arch="sm_90", engine="mma", tile=tile)
         result = run_kernels(case, **how)
         for saved in (None, Saved(call.dout, result.out, result.lse, call.dlse)):
             chosen, operands = planned(case, saved, **how)
@@ -232,58 +211,60 @@ CREEPING = {"just-under": 7.96875, "at": 8.0, "just-over": 8.0625, "half": 4.031
 STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
 
 
-@pytest.fixture
-def forward(monkeypatch, small_tile):
-    """A function that runs a case with another threshold."""
+def forward(case, rescale_above=RESCALE_ABOVE):
+    """(out, lse) of a case with another threshold."""
+    chosen, operands = planned(case, None, "sm_75" if case.dtype == "float16" else "sm_80", small_tile, engine="mma")
+    (launch,) = chosen.launches
+    constants = dict(launch.constants) | {"RESCALE_ABOVE": rescale_above}
+    launches = (launch._replace(constants=tuple(constants.items())),)
+    out, lse = (array.numpy() for array in backends.run_forward(chosen._replace(launches=launches), operands))
+    return Result(out, lse, *[None] * 5)
 
-    def forward(case, rescale_above=RESCALE_ABOVE):
-        monkeypatch.setattr("cupy_flash.engines.fragments.RESCALE_ABOVE", rescale_above)
-        forget_plans()
-        return run_mma(case, "sm_75" if case.dtype == "float16" else "sm_80")
 
-    return forward
+def check_forward(case, *rescale_above):
+    check(case, forward(case, *rescale_above), only=("out", "lse"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", exhaustive("bfloat16")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "hidden-first"])
 @pytest.mark.parametrize("name", CREEPING)
-def test_the_threshold_at_its_extremes(name, causal, dtype, forward, monkeypatch):
+def test_the_threshold_at_its_extremes(name, causal, dtype, monkeypatch):
     """A row max that grows by less than the threshold causes no rescaling, and P, O and l do not overflow."""
     monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
     case = replace(STEEP, scores=f"creeping-{name}", causal=causal, dtype=dtype)
-    check(case, forward(case))
+    check(case, run_mma(case, "sm_75" if dtype == "float16" else "sm_80", tile=small_tile))
 
 
 @pytest.mark.parametrize("rescale_above", [0.0, 15.0])
-def test_any_threshold_that_fp16_holds(rescale_above, forward, monkeypatch):
+def test_any_threshold_that_fp16_holds(rescale_above, monkeypatch):
     for name in ("just-under", "half", "falling"):
         monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
         case = replace(STEEP, scores=f"creeping-{name}", dtype="float16")
-        check(case, forward(case, rescale_above))
+        check_forward(case, rescale_above)
 
 
-def test_a_threshold_that_fp16_does_not_hold(forward, monkeypatch):
+def test_a_threshold_that_fp16_does_not_hold(monkeypatch):
     """The tests above reach the threshold: they fail if 2**threshold exceeds the largest fp16."""
     monkeypatch.setitem(SCORES, "creeping-past", creeping(16.5))
     case = replace(STEEP, scores="creeping-past", dtype="float16")
-    check(case, forward(case))
+    check_forward(case)
     with pytest.raises(AssertionError):
-        check(case, forward(case, 17.0))
+        check_forward(case, 17.0)
 
 
 # Dropout's bits
 
 
 @pytest.mark.parametrize("dq", ["own", "added"])
-def test_dropout_draws_the_bits_of_its_twin(dq, take):
+def test_dropout_draws_the_bits_of_its_twin(dq):
     """If v is the identity, out is P. If q, k and dout are the identity and v is ones, dv is P, and dq and dk are dS,
     which changes sign where a probability was dropped, because dP is 1 everywhere."""
-    take(SMALL_FRAGMENTS, dq)
+    how = dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     case = Case(40, 48, heads=2, head_dim=48, head_dim_v=48, dropout=0.5, dtype="bfloat16", dlse=False)
     seed = case.call().options["seed"]
     kept = np.array([[keep_mask(seed, b * 2 + h, 0, 40, 0, 48, 0.5) for h in range(2)] for b in range(2)])
 
-    chosen, operands = planned(case, arch="sm_90", engine="mma")
+    chosen, operands = planned(case, **how)
     for name, x in (("q", np.eye(40, 48)), ("k", np.eye(48)), ("v", np.eye(48))):
         getattr(operands, name).numpy()[...] = x[:, None]
     out = backends.run_forward(chosen, operands)[0].numpy()
@@ -292,7 +273,7 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
     operands.v.numpy()[...] = 1
     out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
     dout = np.broadcast_to(np.eye(40, 48)[:, None], out.shape).astype(out.dtype)
-    chosen, others = planned(case, Saved(dout, out, lse, None), arch="sm_90", engine="mma")
+    chosen, others = planned(case, Saved(dout, out, lse, None), **how)
     assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
     gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
     of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
@@ -306,25 +287,24 @@ def test_dropout_draws_the_bits_of_its_twin(dq, take):
 
 
 @pytest.mark.parametrize("orders", [6, exhaustive(30)])
-def test_bitwise_equal_in_any_order(orders, watch, take):
+def test_bitwise_equal_in_any_order(orders):
     """The order of warps and blocks and the completion of copies change no bit."""
-    take(SMALL_FRAGMENTS, "own")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=37, dropout=0.0)
-    first = run_mma(case, "sm_90", deterministic=True)
+    how = dict(tile=fragments(SMALL_FRAGMENTS), deterministic=True)
+    first = run_mma(case, "sm_90", **how)
     check(case, first)
     for seed in range(orders):
-        watch.options = dict(order="random", seed=seed)
-        assert_bitwise_equal(run_mma(case, "sm_90", deterministic=True), first, case)
+        in_order = functools.partial(start, order="random", seed=seed)
+        assert_bitwise_equal(run_mma(case, "sm_90", start=in_order, **how), first, case)
 
 
-def test_added_up_in_any_order(watch, take):
+def test_dq_is_added_in_any_order():
     """Only the rounding of dQ depends on the order."""
-    take(SMALL_FRAGMENTS, "added")
+    tile = fragments(SMALL_FRAGMENTS, "added")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
-    first = run_mma(case, "sm_90")
+    first = run_mma(case, "sm_90", tile=tile)
     for seed in range(4):
-        watch.options = dict(order="random", seed=seed)
-        other = run_mma(case, "sm_90")
+        other = run_mma(case, "sm_90", tile=tile, start=functools.partial(start, order="random", seed=seed))
         check(case, other)
         assert_bitwise_equal(other._replace(dq=first.dq), first, case)
 
@@ -339,25 +319,22 @@ def shifted(x, by, extra):
     return wide[..., by : by + x.shape[-1]]
 
 
-def run_public(case, arch, monkeypatch, **arrays):
-    """Run the public functions with some of the case's arrays replaced."""
-    monkeypatch.setattr(backends, "SIMULATED", arch)
-    call = case.call()
-    return run(case, "simulator", call._replace(options=call.options | dict(engine="mma"), **arrays))
+def run_on(case, arch, **arrays):
+    """Run with some of the case's arrays replaced."""
+    return run_mma(case, arch, tile=small_tile, call=case.call()._replace(**arrays))
 
 
 @pytest.mark.parametrize(("by", "extra"), [(1, 8), (0, 1), (4, 8), (0, 4)], ids=["pointer", "row", "by-8", "row-by-8"])
 @pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
-def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra, small_tile, monkeypatch):
+def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra):
     """16-byte loads of aligned rows and scalar loads of others give the same values."""
     case = Case(head_dim=24, head_dim_v=16, dtype=BUILDS[arch])
     call = case.call()
     arrays = {name: shifted(getattr(call, name), by, extra) for name in ("q", "k", "v", "dout")}
-    unaligned = run_public(case, arch, monkeypatch, **arrays)
-    assert_bitwise_equal(unaligned, run_public(case, arch, monkeypatch), case)
+    assert_bitwise_equal(run_on(case, arch, **arrays), run_on(case, arch), case)
 
 
-def test_layouts_and_steps_backwards(small_tile, monkeypatch):
+def test_layouts_and_steps_backwards():
     """Any strides, also negative ones."""
     case = Case(dtype="bfloat16", causal=True)
     call = case.call()
@@ -365,7 +342,7 @@ def test_layouts_and_steps_backwards(small_tile, monkeypatch):
     for name in ("q", "k", "v", "dout"):
         x = getattr(call, name)
         arrays[name] = np.ascontiguousarray(x[:, ::-1].swapaxes(0, 2)).swapaxes(0, 2)[:, ::-1]
-    assert_bitwise_equal(run_public(case, "sm_80", monkeypatch, **arrays), run_public(case, "sm_80", monkeypatch), case)
+    assert_bitwise_equal(run_on(case, "sm_80", **arrays), run_on(case, "sm_80"), case)
 
 
 # Hidden inputs and exact zeros
@@ -382,11 +359,10 @@ def test_layouts_and_steps_backwards(small_tile, monkeypatch):
         pytest.param(Case(kv_len=0), id="no-keys"),
     ],
 )
-def test_rows_that_see_nothing_pass_no_gradient(case, dq, take):
+def test_rows_that_see_nothing_pass_no_gradient(case, dq):
     """Even if dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
-    take(SMALL_FRAGMENTS, dq)
     case = replace(case, dtype="bfloat16")
-    call, how = case.call(), dict(arch="sm_90", engine="mma")
+    call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
     empty = np.isneginf(lse)
     assert empty.any()
@@ -399,12 +375,12 @@ def test_rows_that_see_nothing_pass_no_gradient(case, dq, take):
     check(case, result)
 
 
-def test_keys_outside_every_window_are_never_read(small_tile, monkeypatch):
+def test_keys_outside_every_window_are_never_read():
     """60 leading keys of NaN that no query sees change nothing: the window is aligned to the end."""
     case = Case(q_len=20, kv_len=40, window=(19, 0), dtype="bfloat16")
     call = case.call()
     k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (call.k, call.v))
-    check(case, run_public(case, "sm_80", monkeypatch, k=k, v=v), only=("out", "lse"))
+    check(case, run_on(case, "sm_80", k=k, v=v), only=("out", "lse"))
 
 
 # Traffic
@@ -416,7 +392,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
     """No bank conflicts. A block reads its own tile once from global memory, and the tiles that it loops over once."""
     case = Case(128, 128, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=BUILDS[arch])
     call = case.call()
-    run_mma(case, arch)
+    run_mma(case, arch, start=watch.start)
     forward, backward = (
         {launch.function: launch for launch in planned(case, saved, arch, engine="mma")[0].launches}
         for saved in (None, Saved(call.dout, call.dout, np.zeros((1, 1, 128), np.float32), call.dlse))
@@ -440,12 +416,12 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
     assert {"forward", "delta", "backward_kv"} <= watch.counters.keys()
 
 
-def test_a_planted_slip_of_the_twist_has_bank_conflicts(changed_kernels, watch, take):
+def test_a_planted_error_of_the_swizzle_has_bank_conflicts(monkeypatch, watch):
     """Reads and writes use the same wrong swizzle, so every value is right."""
-    changed_kernels("mma/tile.cuh", "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;")
-    take(SMALL_FRAGMENTS)
     case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
-    check(case, run_mma(case))
+    good, bad = "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;"
+    with planted_in(monkeypatch, "mma/tile.cuh", good, bad):
+        check(case, run_mma(case, tile=small_tile, start=watch.start))
     assert watch.counters["forward"].bank_conflicts > 100
 
 
@@ -611,11 +587,10 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
-def test_planted_bugs_are_found(bug, changed_kernels, take):
-    take(bug.tile, bug.dq)
-    changed_kernels(bug.file, bug.old, bug.new)
-    with pytest.raises(bug.error):
+def test_planted_bugs_are_found(bug, monkeypatch):
+    how = dict(arch=bug.arch, engine="mma", tile=fragments(bug.tile, bug.dq))
+    with planted_in(monkeypatch, bug.file, bug.old, bug.new), pytest.raises(bug.error):
         # The backward is not compiled after a wrong forward.
-        out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, arch=bug.arch, engine="mma")))
+        out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, **how)))
         check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
-        check(bug.case, run_mma(bug.case, bug.arch))
+        check(bug.case, run_kernels(bug.case, **how))

@@ -101,7 +101,7 @@ def fences_of_all_memory(kernel, **constants):
     return sum("MEMBAR" in instruction and "CTA" not in instruction for instruction in instructions[first:])
 
 
-def test_who_waits_for_all_memory():
+def test_fences_of_global_memory():
     """A GPU-scope fence takes as long as a read of global memory. A KV-multicast pair has one, before it exits, and
     releases its slots without; blocks that add dQ in order have one, which releases each turn."""
     assert fences_of_all_memory("wgmma/forward", KV_MULTICAST=True, PERSISTENT=False, PINGPONG=False) == 1

@@ -7,16 +7,16 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case, Result, check, posed
-from forget import forget_plans
+from cases import Case, Result, check, planned, posed
 from planting import planted
 from tiers import exhaustive
 from wgmma_cases import LONG, OPTIONS
 
 import cupy_flash
-from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import errors, launch
+from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.params import pack_maps
 from cupy_flash.plan import plan
@@ -25,7 +25,7 @@ from cupy_flash.problem import Options, UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.tensor_map import Box, decode, encode_for_simulator
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "hopper")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
 DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
@@ -34,30 +34,14 @@ LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(
 PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=(100, 30, 190), packed=True))
 
 
-@pytest.fixture
-def small_tile(monkeypatch):
-    monkeypatch.setattr(wgmma, "tiles", lambda problem, device: [TILE])
-    forget_plans()
-    yield
-    forget_plans()
-
-
-def forward(case, tile=None, blocks=None, **asked):
-    """(out, lse) of a case as planned, or with `tile`; a persistent grid has `blocks` blocks."""
-    call = case.call()
-    options = call.options | dict(backend="simulator", engine="wgmma") | asked
-    chosen, operands = posed_as(case, call._replace(options=options))
-    if tile is not None:
-        *others, step = wgmma.launches(chosen.problem, chosen.device, tile)
-        step = step if blocks is None else step._replace(grid=(blocks, 1, 1))
-        chosen = chosen._replace(launches=(*others, step), tile=tile)
-    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+def forward(case, tile=TILE, blocks=None, start=start, call=None):
+    """(out, lse) of a case in a tile (None: that of its plan); a persistent grid has `blocks` blocks."""
+    chosen, operands = planned(case, None, "sm_90a", tile, call, engine="wgmma")
+    if blocks is not None:
+        *others, step = chosen.launches
+        chosen = chosen._replace(launches=(*others, step._replace(grid=(blocks, 1, 1))))
+    out, lse = (array.numpy() for array in kernels.forward(chosen, operands, start))
     return Result(out, lse, *[None] * 5)
-
-
-def posed_as(case, call):
-    problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
-    return backends.plan_for(problem), operands
 
 
 def check_forward(case, result=None):
@@ -65,7 +49,7 @@ def check_forward(case, result=None):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_option(options, small_tile):
+def test_option(options):
     check_forward(Case(**LONG | options))
 
 
@@ -77,7 +61,7 @@ DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-caus
 
 
 @pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
-def test_blocks_draw_tiles(options, small_tile, monkeypatch):
+def test_blocks_draw_tiles(options, monkeypatch):
     """The tile scheduler gives out each tile once. L2 holds the keys of two heads here: the last of five is alone."""
     case = Case(**LONG | options)
     with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
@@ -90,11 +74,12 @@ def test_blocks_draw_tiles(options, small_tile, monkeypatch):
 def test_planned_tile(dims, dtype):
     """The tile that a plan chooses for each head dimension, with partial last tiles."""
     dim, dim_v = dims
-    check_forward(Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True)))
+    case = Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True))
+    check_forward(case, forward(case, tile=None))
 
 
 @pytest.mark.parametrize(("case", "other"), [(PLAIN, PAIRED), (LENGTHS, DRAWING)], ids=["plain", "lengths"])
-def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
+def test_every_order_gives_the_same_bits(case, other):
     """Copies and wgmmas complete early, late or at random; one block, several, a multicast pair or a block per
     tile."""
     results = []
@@ -106,27 +91,18 @@ def test_every_order_gives_the_same_bits(case, other, small_tile, monkeypatch):
         ("random", 1, other),
         ("random", 2, DRAWING, 2),
     ):
-        in_order = functools.partial(launch, order=order, seed=seed)
-        monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
-        results.append(forward(case, *how))
+        results.append(forward(case, *how, start=functools.partial(start, order=order, seed=seed)))
     check_forward(case, results[0])
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
 
 
 @pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
-def test_bytes_and_conflicts(how, small_tile, monkeypatch):
+def test_bytes_and_conflicts(how, watch):
     """Each tile of queries loads its keys once, in a grid, persistent or with KV multicast; no bank conflicts."""
-    counters = []
-
-    def counting(*args, **kw):
-        counters.append(launch(*args, **kw))
-        return counters[-1]
-
-    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", counting)
     case = Case(**LONG | dict(q_len=256, kv_len=192, heads=1))
-    forward(case, *how)
-    count, row, draws = counters[-1], 2 * case.head_dim, 2 * how[0].persistent
+    forward(case, *how, start=watch.start)
+    count, row, draws = watch.counters["forward"], 2 * case.head_dim, 2 * how[0].persistent
     assert count.global_bytes_read == case.q_len * row + 2 * 2 * case.kv_len * row
     assert count.global_bytes_written == case.q_len * (row + 4) + 4 * draws
     assert count.bank_conflicts == 0
@@ -250,19 +226,18 @@ BUGS = {
 
 
 @pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, how, good, bad, found, small_tile, monkeypatch):
+def test_planted_bug_is_found(case, how, good, bad, found, monkeypatch):
     """One persistent block computes all tiles, so that every slot is reused; or a pair of blocks."""
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
         check_forward(case, forward(case, *how))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_wait_without_a_loop_is_found(seed, small_tile, monkeypatch):
+def test_wait_without_a_loop_is_found(seed, monkeypatch):
     """A try_wait may return before the phase is complete."""
-    in_order = functools.partial(launch, order="random", seed=seed)
-    monkeypatch.setattr("cupy_flash.backends.simulator.run.launch", in_order)
+    in_order = functools.partial(start, order="random", seed=seed)
     with planted(monkeypatch, ('"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
-        forward(PLAIN)
+        forward(PLAIN, start=in_order)
 
 
 HOPPER = device.named("sm_90a", "cuda")
@@ -294,7 +269,7 @@ def test_the_largest_tiles_compile_without_spills(words):
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_what_a_plan_may_choose(dims):
+def test_switches_of_the_tiles(dims):
     """Every head dimension has tiles with and without each switch; KV multicast only if neighbours visit the same keys,
     a persistent grid if there are many unequal tiles."""
     problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
@@ -318,9 +293,8 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     """The reasons for which wgmma refuses a problem."""
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
-    chosen, _ = posed_as(case, call._replace(options=call.options | dict(backend="simulator")))
-    problem = chosen.problem._replace(**dict(engine="wgmma") | changes)
-    return wgmma.refusals(problem, device.named(arch))
+    problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
+    return wgmma.refusals(problem._replace(**dict(engine="wgmma") | changes), device.named(arch))
 
 
 @pytest.mark.parametrize(
@@ -368,8 +342,8 @@ def test_rows_that_no_box_can_take():
         assert (reasons == []) == aligned, arrays.keys()
     odd = call._replace(q=shifted(call.q, 1))
     with pytest.raises(UnsupportedError, match="wgmma: not every row of q, k and v starts at a multiple of 16 bytes"):
-        cupy_flash.attention(*odd[:3], backend="simulator", engine="wgmma")
-    assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator")
+        cupy_flash.attention(*odd[:3], backend="simulator:sm_90a", engine="wgmma")
+    assert "not wgmma  not every row" in cupy_flash.explain(*odd[:3], backend="simulator:sm_90a")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -378,7 +352,7 @@ def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
     """max_seqlen allows rows, but there are none: refused before any tensor map is encoded."""
     q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
     bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
-    how = dict(backend="simulator", engine="wgmma")
+    how = dict(backend="simulator:sm_90a", engine="wgmma")
     with pytest.raises(UnsupportedError, match="wgmma: TMA cannot load from a tensor without elements"):
         cupy_flash.attention_varlen(q, k, k, *bounds, 5, 5, **how)
     if dtype == "bfloat16":
@@ -388,7 +362,7 @@ def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 60])
-def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
+def test_odd_rows_that_a_box_can_take(head_dim_v):
     """Rows of 60 elements with a stride of 64, which TMA cannot store; column-major V, which is copied first."""
     case = Case(**LONG | dict(head_dim=60, head_dim_v=head_dim_v, kv_heads=2))
     call = case.call()
@@ -400,9 +374,7 @@ def test_odd_rows_that_a_box_can_take(head_dim_v, small_tile):
 
     v = np.asfortranarray(call.v) if head_dim_v == 64 else in_rows_of_64(call.v)
     call = call._replace(q=in_rows_of_64(call.q), k=in_rows_of_64(call.k), v=v)
-    options = call.options | dict(backend="simulator", engine="wgmma", return_lse=True)
-    out, lse = cupy_flash.attention(call.q, call.k, call.v, **options)
-    check_forward(case, Result(out, lse, *[None] * 5))
+    check_forward(case, forward(case, call=call))
 
 
 # Tensor maps

@@ -1,19 +1,19 @@
 """The wgmma engine's backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
-from forget import forget_plans
 from planting import planted
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import ahead, backends, device, nvrtc
-from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
 from cupy_flash.problem import Gradients, Saved
@@ -30,20 +30,13 @@ GRADIENTS = Gradients._fields
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
 
-@pytest.fixture
-def take(monkeypatch):
-    """A function that makes every plan use a tile."""
-
-    def take(tile):
-        monkeypatch.setattr(wgmma.backward, "tiles", lambda problem, device: [tile])
-        forget_plans()
-
-    yield take
-    forget_plans()
+def run(case, tile=None, **how):
+    """Results with this tile of the backward, and the plan's of the forward."""
+    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=of_backward(tile), **how)
 
 
-def run(case, **how):
-    return run_kernels(case, arch="sm_90a", engine="wgmma", **how)
+def of_backward(tile):
+    return lambda chosen: tile if chosen.problem.backward else None
 
 
 def check_gradients(case, result):
@@ -59,17 +52,15 @@ SHARED_KEYS = in_tiers({name: OPTIONS[name] for name in OF_SHARES}, ["causal", "
 
 
 @pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
-def test_option(options, take):
-    take(TILES["keys"])
+def test_option(options):
     case = Case(**LONG | options)
-    check_gradients(case, run(case))
+    check_gradients(case, run(case, TILES["keys"]))
 
 
 @pytest.mark.parametrize("options", SHARED_KEYS)
-def test_option_with_shared_keys(options, take):
-    take(TILES["shared keys"])
+def test_option_with_shared_keys(options):
     case = Case(**LONG | options)
-    check_gradients(case, run(case))
+    check_gradients(case, run(case, TILES["shared keys"]))
 
 
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
@@ -84,7 +75,7 @@ def posed_backwards(dims, **words):
 @pytest.mark.parametrize(
     "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
 )
-def test_every_tile(dims, take):
+def test_every_tile(dims):
     """Every tile that a plan may choose for these head dimensions, with partial last tiles of queries and of keys."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
@@ -93,8 +84,7 @@ def test_every_tile(dims, take):
     assert {tile.dq_in_bulk for tile in found} == ({False, True} if dim < 192 else {False})
     assert {tile.shares for tile in found} == {1 if dim < 192 else 2}
     for tile in found:
-        take(tile)
-        check_gradients(case, run(case))
+        check_gradients(case, run(case, tile))
 
 
 ORDERS = [dict(order="early"), dict(order="late"), *(dict(order="random", seed=seed) for seed in range(2))]
@@ -103,13 +93,13 @@ ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # two blocks, one
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_bitwise_equal_in_any_order(tile, take, watch):
+def test_bitwise_equal_in_any_order(tile):
     """The order of blocks, warps, copies and wgmmas changes no bit; dQ is added in order."""
-    take(TILES[tile]._replace(dq_in_bulk=False))
-    first = run(IN_ORDER, deterministic=True)
+    how = dict(tile=TILES[tile]._replace(dq_in_bulk=False), deterministic=True)
+    first = run(IN_ORDER, **how)
     check_gradients(IN_ORDER, first)
-    for watch.options in ORDERS:
-        assert_bitwise_equal(run(IN_ORDER, deterministic=True), first, IN_ORDER)
+    for order in ORDERS:
+        assert_bitwise_equal(run(IN_ORDER, start=functools.partial(start, **order), **how), first, IN_ORDER)
 
 
 # name -> (original text, in a header of several kernels, planted text, error message)
@@ -132,43 +122,30 @@ TURNS_PLANTED = {
 
 
 @pytest.mark.parametrize("bug", TURNS_PLANTED)
-def test_planted_bug_of_turns_is_found(bug, take, monkeypatch):
+def test_planted_bug_of_turns_is_found(bug, monkeypatch):
     """The race is found even if the sums were in order: on a GPU only release and acquire order the additions of
     different blocks."""
     good, bad, message = TURNS_PLANTED[bug]
-    take(TILES["keys"])
-    planted_in = []
-
-    def assemble_planted(kernel, constants):
-        text = assemble(kernel, constants)
-        assert text.count(good) <= 1
-        planted_in.append(good in text)
-        return text.replace(good, bad)
-
-    monkeypatch.setattr(kernels, "assemble", assemble_planted)
-    with pytest.raises(errors.Race, match=message):
-        run(ONE_TURN, deterministic=True)
-    assert any(planted_in)
+    with planted(monkeypatch, (good, bad), in_header=True), pytest.raises(errors.Race, match=message):
+        run(ONE_TURN, TILES["keys"], deterministic=True)
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_added_up_in_any_order(tile, take, watch):
+def test_dq_is_added_in_any_order(tile):
     """Only the rounding of dQ depends on the order."""
-    take(TILES[tile])
     case = replace(LENGTHS, heads=1)
-    first = run(case)
-    for watch.options in ORDERS:
-        other = run(case)
+    first = run(case, TILES[tile])
+    for order in ORDERS:
+        other = run(case, TILES[tile], start=functools.partial(start, **order))
         check_gradients(case, other)
         assert_bitwise_equal(other._replace(dq=first.dq), first, case)
 
 
 @pytest.mark.parametrize(("tile", "dim"), [("keys", 64), ("keys", 96), ("shared keys", 64)])
-def test_bytes_and_conflicts(tile, dim, take, watch):
+def test_bytes_and_conflicts(tile, dim, watch):
     """K and V are read once, Q and dO once per block; no bank conflicts."""
-    take(TILES[tile])
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=dim, head_dim_v=dim))
-    run(case)
+    run(case, TILES[tile], start=watch.start)
     count, blocks = watch.counters["backward"], 256 // TILES[tile].block_kv
     tensor, numbers = 256 * 2 * case.head_dim, 256 * 4
     assert count.global_bytes_read == 2 * tensor + blocks * (2 * tensor + 2 * numbers)
@@ -176,22 +153,21 @@ def test_bytes_and_conflicts(tile, dim, take, watch):
     assert count.bank_conflicts == 0
 
 
-def test_a_gradient_that_no_box_can_take(take):
+def test_a_gradient_that_no_box_can_take():
     """dout with strides of 0, as from a sum, or at an unaligned address is copied first."""
-    take(TILES["keys"])
-    case = Case(**LONG)
+    case, how = Case(**LONG), dict(arch="sm_90a", engine="wgmma", tile=of_backward(TILES["keys"]))
     call = case.call()
     same = np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape)
     odd = np.ones(call.dout.size + 1, call.dout.dtype)[1:].reshape(call.dout.shape)
     saved = [
         Saved(
             dout,
-            *(array.numpy() for array in backends.run_forward(*planned(case, arch="sm_90a", engine="wgmma"))),
+            *(array.numpy() for array in backends.run_forward(*planned(case, **how))),
             None,
         )
         for dout in (same.copy(), same, odd)
     ]
-    expected, *results = (backends.run_backward(*planned(case, its, arch="sm_90a", engine="wgmma")) for its in saved)
+    expected, *results = (backends.run_backward(*planned(case, its, **how)) for its in saved)
     for result, name in product(results, ("dk", "dv")):
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
@@ -292,11 +268,10 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bug_is_found(bug, take, monkeypatch):
+def test_planted_bug_is_found(bug, monkeypatch):
     tile, good, bad, found = PLANTED[bug]
-    take(TILES[tile])
     with planted(monkeypatch, (good, bad)), pytest.raises(found):
-        check_gradients(LENGTHS, run(LENGTHS))
+        check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_the_lengths_in_shapes_are_in_the_bucket():
 
 def problems(engine, backward):
     """A problem of an engine on a device that it runs on."""
-    if engine == "cpu":
-        return PROBLEM._replace(backward=backward), CPU
+    if engine in ("cpu", "cpu_decode"):
+        return PROBLEM._replace(backward=backward, engine=engine), CPU
     dtype = "float32" if engine == "simt" else "bfloat16"
     problem = ahead.problems(dtype=dtype, head_dim=64, causal=True, engine=engine, backward=backward)[-1]
     problem = problem._replace(batch=2, heads=8, kv_heads=8, whole_heads=8)
@@ -58,11 +58,19 @@ def problems(engine, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("engine", MODULES)
+@pytest.mark.parametrize("engine", [engine for engine in MODULES if engine != "cpu_decode"])
 def test_a_bucket_shares_its_tile(engine, backward):
     """The tile, the threads and the refusals of a bucket's last lengths; the launches of the exact ones."""
+    check_buckets(engine, backward, (1, 100, 1100))
+
+
+def test_a_bucket_of_few_queries_shares_its_tile():
+    check_buckets("cpu_decode", False, (1, 3, 8))
+
+
+def check_buckets(engine, backward, q_lengths):
     problem, device = problems(engine, backward)
-    for q_length, kv_length in product((1, 100, 1100), (7, 137, 2100)):
+    for q_length, kv_length in product(q_lengths, (7, 137, 2100)):
         lasts = (bucket_of(q_length)[1], bucket_of(kv_length)[1])
         of_bucket = plan(problem._replace(q_len=lasts[0], kv_len=lasts[1]), device)
         shared = (of_bucket.engine, of_bucket.tile, of_bucket.threads, of_bucket.cost, of_bucket.refused)

@@ -125,7 +125,7 @@ def test_a_compilation_is_logged_and_a_hit_is_not(folder: Path, caplog: pytest.L
     )
 
 
-def test_a_hit_on_disk_runs_no_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_on_disk_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store()
     monkeypatch.setattr(Entry, "publish", None)
     assert cache.compiled(TEXT, NAME, TARGET).path is not None
@@ -238,7 +238,7 @@ def test_the_users_cache_folder_is_the_default(tmp_path: Path, monkeypatch: pyte
     assert store().parent.is_relative_to(tmp_path)
 
 
-def test_what_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_and_files_belong_to_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "new" / "deep" / "cache"
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(folder))
     umask = os.umask(0)
@@ -251,7 +251,7 @@ def test_what_is_made_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert {stat.S_IMODE(path.stat().st_mode) for path in entry.iterdir()} == {0o600}
 
 
-def test_who_may_read_the_folder_may_read_its_entries(folder: Path) -> None:
+def test_entries_are_readable_as_the_folder_is(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o755)
     umask = os.umask(0o022)
@@ -281,7 +281,7 @@ def test_a_symbolic_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_file_in_place_of_the_folder_is_told(folder: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_reported(folder: Path) -> None:
     folder.write_text("not a folder")
     assert str(folder) in assert_unstored()
 
@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(folder.iterdir())
 
 
-def test_without_owners_and_modes_neither_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owners_and_modes_are_not_checked_on_windows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on Windows.
     folder.mkdir()
     folder.chmod(0o777)
@@ -547,7 +547,7 @@ def test_the_text_of_a_failed_compilation_is_kept(folder: Path, compiles: list[s
 
 
 @pytest.mark.filterwarnings("ignore:compiled kernels cannot be stored")
-def test_a_failed_compilation_is_told_where_nothing_can_be_written(folder: Path) -> None:
+def test_a_failed_compilation_is_reported_if_nothing_can_be_written(folder: Path) -> None:
     folder.mkdir()
     for mode in (0o555, 0o777):
         folder.chmod(mode)

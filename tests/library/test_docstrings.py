@@ -12,35 +12,13 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import BLOCKS, CUPY_BLOCKS, PAGES, ROOT, python_blocks, run_block
 
 import cupy_flash
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(cupy_flash.__path__, "cupy_flash.") if "__main__" not in module.name
 )
-
-
-def python_blocks(text):
-    """(line number, code) of each ```python block."""
-    return [
-        (text[: found.start(1)].count("\n") + 1, found[1])
-        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    ]
-
-
-def blocks(cupy):
-    """The Python blocks of all pages, either those that import CuPy or the others."""
-    return [
-        pytest.param(page, line, code, id=f"{page.stem}-{line}")
-        for page in PAGES
-        for line, code in python_blocks(page.read_text(encoding="utf-8"))
-        if bool(re.search(r"\bimport cupy\b", code)) == cupy
-    ]
-
-
-BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
 
 
 def documented():
@@ -76,10 +54,6 @@ def accepted_arguments(item):
     return [stars.get(x.kind, "") + x.name for x in parameters if x.name != "self"]
 
 
-def run_block(page, line, code):
-    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": page.stem})
-
-
 @pytest.mark.parametrize("name", ["cupy_flash", *MODULES])
 def test_docstrings(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
@@ -88,6 +62,12 @@ def test_docstrings(name):
 @pytest.mark.parametrize("name", WITH_ARGUMENTS)
 def test_docstrings_describe_the_arguments(name):
     assert described_arguments(WITH_ARGUMENTS[name]) == accepted_arguments(WITH_ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+def test_every_argument_has_a_type(name):
+    parameters = inspect.signature(WITH_ARGUMENTS[name]).parameters.values()
+    assert [x.name for x in parameters if x.name != "self" and x.annotation in (x.empty, "Any")] == []
 
 
 def test_the_api_reference_is_found():
@@ -113,11 +93,10 @@ def test_there_are_docstring_examples():
 
 
 @pytest.mark.parametrize(("page", "line", "code"), BLOCKS)
-def test_page(page, line, code, tmp_path, monkeypatch, request):
+def test_page(page, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page.name == "fp8.md":  # Hopper alone serves fp8
-        request.getfixturevalue("hopper")
-        monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator:sm_90a")
     run_block(page, line, code)
 
 

@@ -73,7 +73,7 @@ def paper(training, a, s, h, t):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "tensor-sequence"])
 @pytest.mark.parametrize("t", [1, 8])
 @pytest.mark.parametrize("name", ["gpt2", "mt-530b"])
-def test_paper(name, t, sequence_parallel, checkpoint):
+def test_coefficients_are_those_of_the_paper(name, t, sequence_parallel, checkpoint):
     # 8 GPUs cannot share GPT-2's 12 heads; the formula also holds for 16 heads of another size.
     model = replace(PRESETS[name], heads=16, kv_heads=16, head_dim=48) if name == "gpt2" else PRESETS[name]
     training = Training(4, 2048, "standard", checkpoint, tensor=t, sequence_parallel=sequence_parallel)
@@ -82,7 +82,7 @@ def test_paper(name, t, sequence_parallel, checkpoint):
     assert alpha + beta * a * s / h == pytest.approx(paper(training, a, s, h, t), rel=1e-12)
 
 
-def test_paper_ends():
+def test_embedding_and_head_are_those_of_the_paper():
     # Section 4.3: 34 s b h L / t + 4 s b h (1 + v / h) / t, and s b h / t for the embedding's dropout.
     model, training = PRESETS["mt-530b"], Training(1, 2048, tensor=8, checkpoint="selective")
     sbh = training.seqlen * model.embed_dim
@@ -432,7 +432,7 @@ def test_errors_name_every_reason(wrong, message):
 
 @pytest.mark.parametrize("checkpoint", memory.KEPT)
 @pytest.mark.parametrize("attention", memory.ATTENTIONS)
-def test_what_fits(attention, checkpoint):
+def test_largest_batch_and_longest_sequence(attention, checkpoint):
     model, training, limit = PRESETS["llama3-8b"], Training(2, 1000, attention, checkpoint, fsdp=16), 80 * memory.GB
     batch = memory.largest_batch(model, training, limit)
     seqlen = memory.longest_sequence(model, training, limit)

@@ -148,7 +148,7 @@ def test_an_architecture_that_the_compiler_does_not_know_is_an_error() -> None:
         nvrtc.compile(REVERSE, "REVERSE", "sm_20")
 
 
-def test_errors_of_the_assembler_are_told() -> None:
+def test_errors_of_the_assembler_are_reported() -> None:
     text = 'extern "C" __global__ void k() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }'
     with pytest.raises(nvrtc.CompileError, match=r"ptxas .*setmaxnreg.* not supported on \.target 'sm_90'"):
         nvrtc.compile(text, "k", "sm_90")

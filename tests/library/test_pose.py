@@ -193,7 +193,7 @@ class Changing:
         return self.value
 
 
-def test_words_that_may_change_are_read_at_every_call():
+def test_mutable_options_are_read_at_every_call():
     scale, window = Changing(), [1, 0]
     for scale.value in (1.0, 2.0):
         assert pose("case", (Q, K, V), Options(scale=scale))[0].scale == scale.value
@@ -223,7 +223,7 @@ def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
     assert others | arrays == set(NAMES) and not others & arrays
 
 
-def test_what_is_kept_is_bounded_and_keeps_no_array_alive():
+def test_caches_are_bounded_and_keep_no_array_alive():
     assert module._state.cache_info().maxsize == module.CACHED < 10_000
     q = zeros(2, 7, 4, 8)
     alive = weakref.ref(q)

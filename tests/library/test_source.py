@@ -174,7 +174,7 @@ int after;
     ],
     ids=["off", "on"],
 )
-def test_what_a_switch_leaves_out_is_absent_from_the_text(
+def test_code_that_a_switch_disables_is_absent_from_the_text(
     kernels: Callable[..., Path], bias: bool, expected: str
 ) -> None:
     kernels(**{"f.cu": SWITCHED, "bias.cuh": "int bias;\n"})

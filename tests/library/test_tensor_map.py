@@ -71,7 +71,7 @@ def test_other_bytes_are_no_map():
         ({"l2_promotion": 1}, "l2_promotion must be"),
     ],
 )
-def test_what_the_driver_refuses(changed, reason):
+def test_refusals_of_the_driver(changed, reason):
     with pytest.raises(ValueError, match=reason):
         TensorMap(**(GOOD | changed))
 

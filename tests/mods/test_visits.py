@@ -18,6 +18,8 @@ WHOLE = Positions(0, 0, 0, 1)
 def check_visits(mask_mod, mask, q_len, kv_len, block_q, block_kv, positions=WHOLE):
     """Compare both lists of visits with the mask; the number of pairs that are visited in vain."""
     mod = Mod(mask_mod=mask_mod)
+    if mod.program.mask is None:  # it is simplified to True
+        return 0
     visits = Visits(TileClasses(mod.program.mask, mod.arrays, mod.numbers), block_q, block_kv)
     band = mask.band(q_len, kv_len, positions.offset, positions.step)
     i = (positions.q_first + positions.step * np.arange(q_len)).astype(np.int32)[:, None]

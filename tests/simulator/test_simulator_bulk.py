@@ -100,7 +100,7 @@ def test_box_of_a_tensor_with_any_strides(name):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_place_that_is_added_from_twice(order):
+def test_two_reductions_from_one_buffer(order):
     case = BY_NAME["bulk.add-twice"]
     assert np.array_equal(result(case, order=order)[0], case.out + 2 * case.inputs[0] + 3)
     for missing in (

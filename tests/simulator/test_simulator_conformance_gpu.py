@@ -171,5 +171,5 @@ def test_a_run_that_is_ended_stores_what_it_has(tmp_path, monkeypatch):
     ("name", "capabilities"),
     [("wgmma.bf16-n8", [90]), ("add.u32", [80, 89, 90, 120]), ("mma.m16n8k32-e4m3", [90, 120]), ("stmatrix", [90])],
 )
-def test_what_runs_where(name, capabilities):
+def test_architectures_of_the_micro_kernels(name, capabilities):
     assert [each for each in (75, 80, 89, 90, 120) if KERNELS[name].runs_on(each)] == capabilities

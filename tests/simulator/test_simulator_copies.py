@@ -129,7 +129,7 @@ def test_uninitialised_source():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_parts_of_pieces(order):
+def test_src_size_below_cp_size(order):
     """src-size bytes, then zeros."""
     case = BY_NAME["cp.async"]
     out = case.out.copy()

@@ -89,7 +89,7 @@ def test_release_and_acquire_order(parts):
 
 @pytest.mark.parametrize(("parts", "message"), UNORDERED.values(), ids=UNORDERED)
 def test_race(parts, message):
-    """Although in the simulator's memory every write is visible at once."""
+    """A missing order is reported, although the simulator's memory shows every write at once."""
     with pytest.raises(errors.Race, match=message) as caught:
         passed_on(**parts)
     if message is SCOPES:

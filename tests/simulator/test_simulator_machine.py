@@ -662,10 +662,9 @@ def test_blocks_that_take_turns_round_in_their_order(order):
     assert np.array_equal(out, total) and not np.array_equal(out, case.inputs[0][::-1].cumsum(0)[-1])
 
 
-def test_blocks_start_in_any_order(monkeypatch):
+def test_blocks_start_in_any_order():
     """Random order shuffles the start order of clusters by seed and starts each block once; blocks draw numbers while
     one cluster at a time is resident."""
-    monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 64)
     body = """
         atom.global.add.u32 %r0, [%p0], 1;
         mad.wide.u32 %d0, %block, 4, %p1;
@@ -674,24 +673,23 @@ def test_blocks_start_in_any_order(monkeypatch):
     starts = []
     for options in (dict(order="late"), *(dict(order="random", seed=seed) for seed in (0, 1, 1))):
         drawn = np.zeros(16, np.uint32)
-        run(body, np.zeros(1, np.uint32), drawn, threads=1, blocks=16, directives=".reqnctapercluster 2", **options)
+        options |= dict(threads=1, blocks=16, directives=".reqnctapercluster 2", resident_lanes=64)
+        run(body, np.zeros(1, np.uint32), drawn, **options)
         starts.append((drawn // 2).reshape(8, 2))
         assert (starts[-1][:, 0] == starts[-1][:, 1]).all() and set(starts[-1][:, 0]) == set(range(8))
     assert np.array_equal(starts[0][:, 0], np.arange(8)) and np.array_equal(starts[2], starts[3])
     assert not np.array_equal(starts[0], starts[1]) and not np.array_equal(starts[1], starts[2])
 
 
-def test_turns_count_on_blocks_that_start_in_order(monkeypatch):
+def test_turns_count_on_blocks_that_start_in_order():
     """Deadlock if not all blocks are resident, as kernels_cu/dq_sums.cuh documents."""
-    monkeypatch.setattr("cupy_flash.backends.simulator.machine.launch._RESIDENT_LANES", 32 * 32)
-    case, out = launched("turns")
+    case, out = launched("turns", resident_lanes=32 * 32)
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
-    monkeypatch.setattr("cupy_flash.backends.simulator.machine.scheduler._LIMIT", 2000)
     with pytest.raises(errors.Deadlock, match="no end after 2000 basic blocks"):
-        launched("turns", order="random")
+        launched("turns", order="random", resident_lanes=32 * 32, most_basic_blocks=2000)
 
 
-def test_a_turn_passed_before_all_lanes_have_added():
+def test_a_turn_that_is_passed_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
     with pytest.raises(errors.Race, match="release without a __syncwarp after the write of lane 1"):

@@ -201,7 +201,7 @@ def test_wait_for_too_few_groups():
         changed(WAIT, "wgmma.wait_group.sync.aligned 1;")
 
 
-def test_product_that_is_not_committed():
+def test_wgmma_that_is_not_committed():
     with pytest.raises(errors.PendingRegister):
         changed("wgmma.commit_group.sync.aligned;", "")
 
@@ -222,7 +222,7 @@ def test_fence_before_the_last_use_of_a_register():
         changed("wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; add.f32 %f0, %f0, %f0;")
 
 
-def test_first_product_needs_a_fence_too():
+def test_first_wgmma_needs_a_fence_too():
     with pytest.raises(errors.MissingFence, match=r"no wgmma\.fence"):
         changed("wgmma.fence.sync.aligned;", "", BY_NAME["wgmma.f16-overwrites"])
 
@@ -234,7 +234,7 @@ def test_registers_of_a_in_flight():
     changed(WAIT, f"{WAIT} mov.b32 %r1, 0;", case)
 
 
-def test_accumulators_of_another_product_in_flight():
+def test_accumulators_of_another_wgmma_in_flight():
     registers = re.search(r"\{(%f0, .*?)\}", CASE.body)[1]
     turned = ", ".join(reversed(registers.split(", ")))
     second = CASE.body.rindex(f"{{{registers}}}")

@@ -2,6 +2,7 @@
 
 from torch.nn.attention import register_flash_attention_impl
 
+from .cache_drop_in import flash_attn_with_kvcache
 from .drop_in import (
     attention,
     attention_varlen,
@@ -28,6 +29,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "forward",
     "scaled_dot_product_attention",
     "sdpa",

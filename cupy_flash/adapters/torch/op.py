@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import backends
-from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, MODS, NUMBERS, record
+from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
+from ...mods.facts import floating_reads
+from ...mods.trace import Mod, decoded, mod_of
 from ...pose import pose
-from ...problem import Options, Packed, Saved, UnsupportedError
+from ...problem import Options, Packed, Saved
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' argument: the caller's
@@ -32,7 +35,6 @@ ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # with whether None is legal
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
-MOD_NAMES = tuple(feature.name for feature in MODS)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
 TENSORS = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "seed")
@@ -78,9 +80,10 @@ class Call(_Call):
         batch, first, second, _ = self.q.shape
         return (batch, second, first) if self.layout == "bshd" else (batch, first, second)
 
-    def pose(self, saved: Saved | None = None) -> Any:
+    def pose(self, saved: Saved | None = None, mod: Mod | None = None) -> Any:
         """(problem, operands), or the one error with every reason."""
         options = Options(
+            score_mod=mod,
             causal=CAUSAL[self.causal],
             window=(self.window_left, self.window_right),
             **dict(zip(UNCHANGED, _unchanged(self), strict=True)),
@@ -97,14 +100,21 @@ SCHEMA = ", ".join(
 )
 GRADIENTS = ", ".join(f"Tensor d{name}" for name in DIFFERENTIATED)
 library = torch.library.Library("cupy_flash", "DEF")
+SAVED = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse, bool bias_gradient"
+# Calls with mods have operators of their own: torch spends a third more time on one that takes lists of tensors.
+MODS = "Tensor[] captured, str mods"
 for schema in (
     f"attention_forward({SCHEMA}) -> (Tensor out, Tensor lse)",
-    f"attention_backward({SCHEMA}, Tensor dout, Tensor out, Tensor lse, Tensor? dlse, bool bias_gradient)"
-    f" -> ({GRADIENTS})",
+    f"attention_backward({SCHEMA}, {SAVED}) -> ({GRADIENTS})",
+    f"modified_attention_forward({SCHEMA}, {MODS}) -> (Tensor out, Tensor lse)",
+    f"modified_attention_backward({SCHEMA}, {MODS}, {SAVED}, bool[] captured_gradient)"
+    f" -> ({GRADIENTS}, Tensor[] dcaptured)",
 ):
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention_forward = torch.ops.cupy_flash.attention_forward.default
 attention_backward = torch.ops.cupy_flash.attention_backward.default
+modified_attention_forward = torch.ops.cupy_flash.modified_attention_forward.default
+modified_attention_backward = torch.ops.cupy_flash.modified_attention_backward.default
 
 
 def forward(
@@ -114,31 +124,53 @@ def forward(
 
     The operator checks the call with `pose`; checked here is only what the operator's schema cannot express.
     """
+    mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
+    is_traced = all(isinstance(mod, Mod) for mod in mods)
+    if torch.compiler.is_compiling() and not is_traced:
+        return _recorded_outside_of_graph(function, arrays, options, packed, fp8)
+    return _recorded(function, arrays, options, packed, fp8)
+
+
+def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Any:
     try:
         arguments = _arguments(arrays, options, packed, fp8)
+        mod = _mod(options)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
             pose(function, arrays, options, packed)  # raises the same reason together with all others
         raise
-    out, lse = attention_forward(*arguments)
+    if mod is None:
+        out, lse = attention_forward(*arguments)
+    else:
+        out, lse = modified_attention_forward(*arguments, list(mod.arrays), mod.encoded)
     return (out, lse) if options.return_lse else out
+
+
+# torch.compile cannot follow the trace of a Python function: it ends its graph before the call and begins another.
+_recorded_outside_of_graph = torch.compiler.disable(
+    _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
+)
+
+
+def _mod(options: Options) -> Mod | None:
+    """The mods of a call, which capture tensors alone."""
+    mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
+    if not mods:
+        return None
+    mod = mods[0] if len(mods) == 1 and isinstance(mods[0], Mod) else mod_of(options.score_mod, options.mask_mod)
+    for array in mod.arrays:
+        _require_tensor(array)
+    return mod
 
 
 def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
     """The operator's arguments (`Call`) for a caller's; TypeError or ValueError for what its schema cannot express."""
-    given = [name for name in MOD_NAMES if getattr(options, name) is not None]
-    if given:
-        raise UnsupportedError(f"{' and '.join(given)}: torch's operators have no mods yet; NumPy arrays do")
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
     features = [getattr(options, name) for name in ARRAY_NAMES]
     required = arrays if packed is None else (*arrays, *bounds)
     for array in (*required, *(feature for feature in features if feature is not None)):
-        if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
-            raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
-        # The operator would drop a tangent silently: torch.func.jvp would return zeros.
-        if forward_ad.unpack_dual(array).tangent is not None:
-            raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
+        _require_tensor(array)
     flags = {name: getattr(options, name) for name in FLAG_NAMES}
     for name, flag in (*flags.items(), ("return_lse", options.return_lse), ("fp8", fp8)):
         if not isinstance(flag, (bool, np.bool_)):
@@ -165,6 +197,14 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
         *(bool(flag) for flag in flags.values()),
         bool(fp8),
     )  # fmt: skip
+
+
+def _require_tensor(array: Any) -> None:
+    if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
+        raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
+    # The operator would drop a tangent silently: torch.func.jvp would return zeros.
+    if forward_ad.unpack_dual(array).tangent is not None:
+        raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
 
 
 def _sides(window: Any) -> tuple[Any, Any]:
@@ -242,12 +282,20 @@ def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _forward(*arguments: Any) -> tuple[Any, Any]:
-    call = Call(*arguments)
+    return _run_forward(Call(*arguments))
+
+
+def _modified_forward(*arguments: Any) -> tuple[Any, Any]:
+    *plain, captured, mods = arguments
+    return _run_forward(Call(*plain), decoded(mods, captured))
+
+
+def _run_forward(call: Call, mod: Mod | None = None) -> tuple[Any, Any]:
     dtype = _dtype_of_out(call)
     with _on_device_of(call.q):
         if call.fp8:
             call = rounded(call)
-        out, lse = backends.forward(*call.pose())
+        out, lse = backends.forward(*call.pose(mod=mod))
     return out.result().to(dtype), lse.result()
 
 
@@ -259,13 +307,29 @@ def _backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
     with _on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
-    returned = gradients[: len(DIFFERENTIATED)]
-    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in returned)
+    return _returned(call, gradients[: len(DIFFERENTIATED)])
+
+
+def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
+    call, captured, mods, saved = _split_modified(arguments)
+    with _on_device_of(call.q):
+        *gradients, dcaptured = backends.backward(*call.pose(saved, decoded(mods, captured)))
+    return (*_returned(call, gradients), list(_returned(call, dcaptured or (None,) * len(captured))))
+
+
+def _returned(call: Call, gradients: Any) -> tuple[Any, ...]:
+    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in gradients)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
     count = len(Call._fields)
     return Call(*arguments[:count]), Saved(*arguments[count:])
+
+
+def _split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Saved]:
+    count = len(Call._fields)
+    captured, mods, *saved, captured_gradient = arguments[count:]
+    return Call(*arguments[:count]), captured, mods, Saved._make((*saved, tuple(captured_gradient)))
 
 
 def _absent(call: Call) -> Any:
@@ -277,15 +341,18 @@ def _absent(call: Call) -> Any:
 # instead of torch's "no kernel".
 library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+library.impl("modified_attention_forward", _modified_forward, "CompositeExplicitAutograd")
+library.impl("modified_attention_backward", _modified_backward, "CompositeExplicitAutograd")
 
 
-def _require_one_device(call: Call, saved: Saved | None = None) -> None:
+def _require_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
     """ValueError for tensors on several devices.
 
     The fake kernel is the Meta kernel too, which torch runs where any tensor is a meta tensor: beside tensors of
     another device the result would be memory that nothing has written.
     """
     arguments = call._asdict() | ({} if saved is None else saved._asdict())
+    arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
     devices = {name: str(x.device) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     if len(set(devices.values())) > 1:
         function = "attention_varlen" if call.is_packed else "attention"
@@ -297,6 +364,18 @@ def _require_one_device(call: Call, saved: Saved | None = None) -> None:
 def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
     call = Call(*arguments)
     _require_one_device(call)
+    return _fake_results(call)
+
+
+@torch.library.register_fake("cupy_flash::modified_attention_forward", lib=library)
+def _fake_modified_forward(*arguments: Any) -> tuple[Any, Any]:
+    *plain, captured, _ = arguments
+    call = Call(*plain)
+    _require_one_device(call, captured=captured)
+    return _fake_results(call)
+
+
+def _fake_results(call: Call) -> tuple[Any, Any]:
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=_dtype_of_out(call))
     return out, call.q.new_empty(call.lse_shape, dtype=lse_dtype)
@@ -306,6 +385,23 @@ def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
 def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
     _require_one_device(call, saved)
+    return _fake_gradients(call, saved)
+
+
+@torch.library.register_fake("cupy_flash::modified_attention_backward", lib=library)
+def _fake_modified_backward(*arguments: Any) -> tuple[Any, ...]:
+    call, captured, mods, saved = _split_modified(arguments)
+    _require_one_device(call, saved, captured)
+    floating = floating_reads(decoded(mods, captured).program)
+    wanted = [x if asked and slot in floating else None for slot, (x, asked) in _asked(captured, saved)]
+    return (*_fake_gradients(call, saved), [_absent(call) if x is None else x.new_empty(x.shape) for x in wanted])
+
+
+def _asked(captured: Sequence[Any], saved: Saved) -> Iterator[tuple[int, tuple[Any, bool]]]:
+    return enumerate(zip(captured, saved.captured_gradient or (), strict=True))
+
+
+def _fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
     inputs = call._asdict() | ({} if saved.bias_gradient else {"bias": None})
     wanted = (inputs[name] for name in DIFFERENTIATED)
     return tuple(_absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
@@ -314,9 +410,10 @@ def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     """Save tensors by save_for_backward alone: an attribute of ctx lives as long as anything refers to the graph."""
     ctx.set_materialize_grads(False)
-    call = Call(*inputs)
+    *plain, captured, ctx.mods = inputs if len(inputs) > len(Call._fields) else (*inputs, [], None)
+    call = Call(*plain)
     arguments = tuple(call._replace(seed=call.seed if call.dropout else None))
-    ctx.save_for_backward(*arguments[: len(TENSORS)], *output)
+    ctx.save_for_backward(*arguments[: len(TENSORS)], *captured, *output)
     ctx.others = arguments[len(TENSORS) :]
 
 
@@ -324,10 +421,21 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     if dout is None:  # only lse was used
         dout = out.new_zeros(()).expand(out.shape)
-    needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=True))
-    gradients = attention_backward(*tensors, *ctx.others, dout, out, lse, dlse, needed["bias"])
+    needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))
+    saved = (dout, out, lse, dlse, needed["bias"])
+    if ctx.mods is None:
+        gradients = attention_backward(*tensors, *ctx.others, *saved)
+    else:
+        tensors, captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
+        *_, of_captured, _ = ctx.needs_input_grad
+        *gradients, dcaptured = modified_attention_backward(
+            *tensors, *ctx.others, captured, ctx.mods, *saved, list(of_captured)
+        )
     by_input = dict(zip(DIFFERENTIATED, gradients, strict=True))
-    return tuple(by_input.get(name) if needed[name] else None for name in Call._fields)
+    returned = tuple(by_input.get(name) if needed[name] else None for name in Call._fields)
+    if ctx.mods is None:
+        return returned
+    return (*returned, [x if asked else None for x, asked in zip(dcaptured, of_captured, strict=True)], None)
 
 
 def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:
@@ -337,8 +445,9 @@ def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:
     )
 
 
-torch.library.register_autograd("cupy_flash::attention_forward", _differentiate, setup_context=_save, lib=library)
-torch.library.register_autograd("cupy_flash::attention_backward", _refuse_second_gradient, lib=library)
+for name in ("attention", "modified_attention"):
+    torch.library.register_autograd(f"cupy_flash::{name}_forward", _differentiate, setup_context=_save, lib=library)
+    torch.library.register_autograd(f"cupy_flash::{name}_backward", _refuse_second_gradient, lib=library)
 
 
 # torch's convention for attention, so that counts are comparable with those of its own operators: two matmuls over all
@@ -361,13 +470,17 @@ def _lengths(cu_seqlens: Any, longest: int | None) -> list[Any]:
     return [longest] * (cu_seqlens.shape[0] - 1)
 
 
-@register_flop_formula(torch.ops.cupy_flash.attention_forward, get_raw=True)
+@register_flop_formula(
+    [torch.ops.cupy_flash.attention_forward, torch.ops.cupy_flash.modified_attention_forward], get_raw=True
+)
 def _forward_flops(*arguments: Any, **_: Any) -> int:
-    call = Call(*arguments)
+    call = Call(*arguments[: len(Call._fields)])
     return _score_products(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
-@register_flop_formula(torch.ops.cupy_flash.attention_backward, get_raw=True)
+@register_flop_formula(
+    [torch.ops.cupy_flash.attention_backward, torch.ops.cupy_flash.modified_attention_backward], get_raw=True
+)
 def _backward_flops(*arguments: Any, **_: Any) -> int:
-    call, _saved = _split(arguments)
+    call = Call(*arguments[: len(Call._fields)])
     return _score_products(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

@@ -9,6 +9,7 @@ from ...tensor_map import ALIGNMENT, encode_for_simulator
 from .. import kernels
 from ..kernels import compile_launch
 from . import Memory, launch
+from .asynchrony.copies import Order
 from .counters import Counters
 
 
@@ -22,8 +23,8 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     return kernels.backward(plan, operands, start)
 
 
-def start(work: kernels.Work) -> list[Counters]:
-    """Run every launch in order; return the counters of each."""
+def start(work: kernels.Work, *, order: Order = "late", seed: int = 0) -> list[Counters]:
+    """Run every launch in order; return the counters of each. `order` and `seed` are those of `launch`."""
     memory = Memory()
     addresses: dict[int, int] = {}
     for name, array in work.inputs.items():
@@ -46,6 +47,9 @@ def start(work: kernels.Work) -> list[Counters]:
             # Pad to the next argument's offset: tensor maps are aligned to ALIGNMENT, Params holds 8-byte numbers.
             parameters = parameters.ljust(-(-len(parameters) // ALIGNMENT) * ALIGNMENT, b"\0") + argument.tobytes()
         counters.append(
-            launch(ptx, step.function, step.grid, block, parameters, memory=memory, dynamic_shared=step.shared_bytes)
-        )
+            launch(
+                ptx, step.function, step.grid, block, parameters, memory=memory, dynamic_shared=step.shared_bytes,
+                order=order, seed=seed,
+            )
+        )  # fmt: skip
     return counters

@@ -126,7 +126,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     boxes = (Box("q", *of_q), Box("k", *of_kv), Box("v", *of_kv), Box("dout", *of_q))
     grid = max(-(-problem.kv_len // tile.block_kv), 1), problem.kv_heads, sequences(problem)
     launch = Launch(kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), boxes)
-    tile_launches = [launch, *mma.bias_launches(problem, device)]
+    tile_launches = [launch, *mma.bias_launches(problem, mma.bias_tile(problem, device))]
     return fragment_backward(problem, tile_launches, add_dq=True, in_order=problem.deterministic)
 
 

@@ -26,10 +26,10 @@ from .context import Context
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
-from .scheduler import Scheduler
+from .scheduler import MOST_BASIC_BLOCKS, Scheduler
 
 # Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
-_RESIDENT_LANES = 1 << 13
+RESIDENT_LANES = 1 << 13
 _MAX_THREADS = 1024  # per block
 
 
@@ -45,13 +45,17 @@ def launch(
     checks: bool = True,
     order: Order = "late",
     seed: int = 0,
+    resident_lanes: int = RESIDENT_LANES,
+    most_basic_blocks: int = MOST_BASIC_BLOCKS,
 ) -> Counters:
     """Run a kernel over its whole grid, in place on the arrays of `memory`; return the counters.
 
     `parameters` is the parameter buffer as the driver takes it. `order` is when asynchronous instructions take effect:
     at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start order of
     blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out; `seed` makes
-    it reproducible). Raises a subclass of SimulationError for what a GPU rejects, and for bugs that a GPU may not show.
+    it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
+    `most_basic_blocks` counts as a deadlock. Raises a subclass of SimulationError for what a GPU rejects, and for bugs
+    that a GPU may not show.
     """
     module = parse(ptx) if isinstance(ptx, str) else ptx
     if kernel not in module.kernels:
@@ -72,7 +76,7 @@ def launch(
         raise SimulationError(
             f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or do not extend along x only"
         )
-    resident = max(1, min(blocks, _RESIDENT_LANES // (32 * warps)) // cluster) * cluster
+    resident = max(1, min(blocks, resident_lanes // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
     starts = np.arange(blocks)
     if order == "random":  # CUDA does not define the order in which blocks start
@@ -101,7 +105,7 @@ def launch(
         Copies(context, order)
         BulkCopies(context, order)
         WgmmaQueue(context, order)
-        Scheduler(context).run()
+        Scheduler(context, most_basic_blocks).run()
     return counters
 
 

@@ -58,7 +58,7 @@ _LANDING = 0.1  # probability that a bulk load completes after a turn, in random
 # Number of successive time-outs of mbarrier waits, with nothing else able to run, that count as a deadlock.
 _MAX_TIME_OUTS = 3
 # Basic blocks before the run counts as a deadlock: one costs at least ten microseconds, so this is minutes of spinning.
-_LIMIT = 20_000_000
+MOST_BASIC_BLOCKS = 20_000_000
 
 
 class _CompiledBlock:
@@ -75,9 +75,10 @@ class _CompiledBlock:
 
 
 class Scheduler:
-    """Runs one set of resident blocks until all lanes have exited."""
+    """Runs one set of resident blocks until all lanes have exited; at most so many basic blocks."""
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, most_basic_blocks: int):
+        self.most_basic_blocks = most_basic_blocks
         self.context, self.program = context, context.program
         self.code = context.program.function.instructions
         self.barriers, self.mbarriers = context.unit(Barriers), context.unit(Mbarriers)
@@ -441,9 +442,10 @@ class Scheduler:
                     self._enqueue(group.block, group.rows, group.mask)
                     return
             self.executed += 1
-            if self.executed > _LIMIT:
+            if self.executed > self.most_basic_blocks:
                 raise Deadlock(
-                    f"no end after {_LIMIT} basic blocks; the last was at {self.code[blocks[place].start].where}"
+                    f"no end after {self.most_basic_blocks} basic blocks; "
+                    f"the last was at {self.code[blocks[place].start].where}"
                 )
 
     def _converged(self, block: _CompiledBlock, group: Group) -> Group | None:

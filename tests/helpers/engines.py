@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import cupy
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from cases import DTYPES, Case, Result, check
+from on_gpu import in_numpy, torch_has_gpu
 
 import cupy_flash
 from cupy_flash import device
 
-ENGINES = {"simt": "float32", "mma": "bfloat16"}
+FRAMEWORKS = ["cupy"]
+if torch_has_gpu():
+    import torch
+
+    FRAMEWORKS.append("torch")
+
+HALF = "float16" if device.gpu(0).arch == "sm_75" else "bfloat16"
+ENGINES = {"simt": "float32", "mma": HALF}
 if device.gpu(0).arch == "sm_90a":
     ENGINES["wgmma"] = "bfloat16"
 
 on_every_engine = pytest.mark.parametrize("engine", ENGINES)
-on_both_frameworks = pytest.mark.parametrize("framework", ["cupy", "torch"])
+on_both_frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 
-HEADS, HEAD_DIM = 4, 64
+BATCH, LENGTH, HEADS, HEAD_DIM = (1, 8, 2, 8) if in_numpy() else (2, 100, 4, 64)
 
 
 def case(engine: str, seed: int = 0) -> Case:
     """The case that `step` computes from `inputs`."""
-    return Case(100, 100, 2, HEADS, HEADS, HEAD_DIM, HEAD_DIM, ENGINES[engine], causal=True, dlse=False, seed=seed)
+    sizes = LENGTH, LENGTH, BATCH, HEADS, HEADS, HEAD_DIM, HEAD_DIM
+    return Case(*sizes, ENGINES[engine], causal=True, dlse=False, seed=seed)
 
 
 def inputs(framework: str, engine: str, seed: int = 0) -> list[Any]:
@@ -57,7 +65,7 @@ def on_host(x: Any) -> np.ndarray:
 
 def empty(framework: str, engine: str, length: int) -> list[Any]:
     """Uninitialised q, k, v and dout of the given length."""
-    shape = 2, length, HEADS, HEAD_DIM
+    shape = BATCH, length, HEADS, HEAD_DIM
     if framework == "cupy":
         return [cupy.empty(shape, DTYPES[ENGINES[engine]]) for _ in range(4)]
     return [torch.empty(shape, dtype=getattr(torch, ENGINES[engine]), device="cuda") for _ in range(4)]
@@ -104,11 +112,37 @@ def new_stream() -> Any:
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Make this stream current for CuPy and torch."""
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+    """Make this stream current for CuPy, and for torch where torch has a GPU."""
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)) if torch_has_gpu() else nullcontext():
         yield
 
 
+SPIN = """
+extern "C" __global__ void spin(long long cycles) {
+    long long start = clock64();
+    while (clock64() - start < cycles) {}
+}
+"""
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Make this device current for CuPy, and for torch where torch has a GPU."""
+    with cupy.cuda.Device(index), torch.cuda.device(index) if torch_has_gpu() else nullcontext():
+        yield
+
+
+def library_of(framework: str) -> Any:
+    """The module of a framework."""
+    return cupy if framework == "cupy" else torch
+
+
 def keep_busy(milliseconds: float) -> None:
-    """Occupy torch's current stream, so that later work on it waits."""
-    torch.cuda._sleep(int(2e6 * milliseconds))
+    """Occupy CuPy's current stream, so that later work on it waits."""
+    cycles = 1 if in_numpy() else int(2e6 * milliseconds)
+    cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(cycles),))
+
+
+def synchronise() -> None:
+    """Wait for all work on the current device."""
+    cupy.cuda.Device().synchronize()

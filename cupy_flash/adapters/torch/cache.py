@@ -1,0 +1,185 @@
+"""A KV cache of torch tensors: the operators cupy_flash::attention_with_kv_cache and cupy_flash::append_to_kv_cache.
+
+Both declare the caches as written in place, so that torch.compile neither reorders nor copies them, and record no
+gradient. `attend` and `append` lead to them from a caller's words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import backends
+from ...features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
+from ...pose_cache import CacheOptions, pose_append, pose_with_cache
+from .op import _index, _number, _on_device_of, _sides
+
+ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
+# The other arguments of the operator, with their types in its schema.
+TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
+OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
+OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
+WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
+REQUIRED = ("q", "k_cache", "v_cache")
+
+library = torch.library.Library("cupy_flash", "FRAGMENT")
+
+
+def _schema(tensors: tuple[str, ...], required: tuple[str, ...]) -> str:
+    return ", ".join(
+        [f"Tensor{WRITTEN.get(name, '')}{'?' * (name not in required)} {name}" for name in tensors]
+        + [f"{kind} {name}" for name, kind in OTHERS.items()]
+    )
+
+
+ATTEND = (*REQUIRED, *ARRAY_NAMES)
+APPEND = ("k", "v", "k_cache", "v_cache", "cu_seqlens", *(x for x in ARRAY_NAMES if x not in ("k", "v", "out")))
+for schema in (
+    f"attention_with_kv_cache({_schema(ATTEND, REQUIRED)}) -> (Tensor result, Tensor lse)",
+    f"append_to_kv_cache({_schema(APPEND, ('k', 'v', 'k_cache', 'v_cache'))}) -> ()",
+):
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+attention_with_kv_cache = torch.ops.cupy_flash.attention_with_kv_cache.default
+append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
+
+
+def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
+    """The result of `cupy_flash.attention_with_kv_cache` on tensors; where `out` is given, that tensor."""
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    reasons = _recorded(given)
+    try:
+        arguments = _arguments(ATTEND, given, options, reasons)
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
+            pose_with_cache(q, k_cache, v_cache, options, reasons)  # the same complaint, among all others
+        raise
+    result, lse = attention_with_kv_cache(*arguments)
+    if options.out is not None:
+        result = options.out
+    return (result, lse) if options.return_lse else result
+
+
+def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions) -> None:
+    """`cupy_flash.append_to_kv_cache` on tensors."""
+    given = {**_tensors(options), "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
+    reasons = _recorded(given)
+    try:
+        arguments = _arguments(APPEND, given, options, reasons)
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():
+            pose_append(k, v, k_cache, v_cache, cu_seqlens, options, reasons)
+        raise
+    append_to_kv_cache(*arguments)
+
+
+def _tensors(options: CacheOptions) -> dict[str, Any]:
+    """The tensors among the options; cache_seqlens may be a number, which is none of them."""
+    tensors = {name: getattr(options, name) for name in ARRAY_NAMES}
+    if _is_whole(tensors["cache_seqlens"]):
+        tensors["cache_seqlens"] = None
+    return tensors
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
+    """The requirement that autograd records nothing, where it would have to: to detach in silence loses gradients."""
+    if not torch.is_grad_enabled():
+        return ()
+    names = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not names:
+        return ()
+    return (f"{', '.join(names)} require grad, and a KV cache records no gradients: call it under torch.no_grad()",)
+
+
+def _arguments(
+    names: tuple[str, ...], given: dict[str, Any], options: CacheOptions, reasons: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """A caller's words as an operator's arguments; TypeError or ValueError for one that has no such form."""
+    if reasons:
+        raise ValueError(reasons[0])
+    tensors = [given[name] for name in names]
+    for tensor in tensors:
+        if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_nested):
+            raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(tensor)}")
+    left, right = _sides(options.window)
+    others = {name: getattr(options, name, None) for name in OTHERS}
+    others["length"] = options.cache_seqlens if _is_whole(options.cache_seqlens) else None
+    others |= {"window_left": left, "window_right": right}
+    for name, kind in OTHERS.items():
+        value = others[name]
+        if value is None and kind.endswith("?"):
+            continue
+        if kind == "bool":
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
+            others[name] = bool(value)
+        elif kind == "float?":
+            others[name] = _number(value)
+        elif kind in ("int?", "SymInt?"):
+            others[name] = value if isinstance(value, torch.SymInt) else _index(value)
+        elif not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, not {value!r}")
+    return (*tensors, *others.values())
+
+
+def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[str, Any], CacheOptions]:
+    """The tensors by name, and the options, of an operator's arguments."""
+    given = dict(zip((*names, *OTHERS), arguments, strict=True))
+    options = {feature.name: given.get(feature.name) for feature in CACHE_FEATURES if feature.name != "window"}
+    if given["length"] is not None:
+        options["cache_seqlens"] = given["length"]
+    return given, CacheOptions(window=(given["window_left"], given["window_right"]), **options)
+
+
+def _attend(*arguments: Any) -> tuple[Any, Any]:
+    given, options = _options(ATTEND, arguments)
+    with _on_device_of(given["q"]):
+        result, lse = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
+    written = [given[name] for name in ("out", *(("k_cache", "v_cache") if options.k is not None else ()))]
+    _bump(*written)
+    # An operator does not return what it writes: `attend` returns `out` itself.
+    return (result.result() if options.out is None else given["q"].new_empty((0,))), lse.result()
+
+
+def _append(*arguments: Any) -> None:
+    given, options = _options(APPEND, arguments)
+    options.k = options.v = None
+    k, v, k_cache, v_cache, cu_seqlens = (given[name] for name in APPEND[:5])
+    with _on_device_of(k):
+        backends.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+    _bump(given["k_cache"], given["v_cache"])
+
+
+def _bump(*written: Any) -> None:
+    """Tell autograd that these tensors have changed, as an operation in place of torch's own does."""
+    for tensor in written:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")
+library.impl("append_to_kv_cache", _append, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
+def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
+    given, options = _options(ATTEND, arguments)
+    q = given["q"]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if options.cu_seqlens_q is not None:
+        lse_shape: tuple[Any, ...] = (q.shape[1], q.shape[0])
+    else:
+        heads, rows = (1, 2) if options.layout == "bhsd" else (2, 1)
+        lse_shape = (q.shape[0], q.shape[heads], q.shape[rows])
+    result = q.new_empty((0,) if options.out is not None else (*q.shape[:-1], given["v_cache"].shape[-1]))
+    return result, q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+@torch.library.register_fake("cupy_flash::append_to_kv_cache", lib=library)
+def _fake_append(*arguments: Any) -> None:
+    pass

@@ -1,0 +1,160 @@
+"""flash_attn_with_kvcache on torch tensors, with the arguments of flash-attn 2 and of FlashAttention 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...pose_cache import SPLIT_UNIT, CacheOptions
+from ...problem import UnsupportedError
+from .cache import append, attend
+from .drop_in import _is_zero
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    sinks: torch.Tensor | None = None,
+    scheduler_metadata: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    split_size: int | None = None,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """flash_attn.flash_attn_with_kvcache of flash-attn 2; keyword-only arguments are FlashAttention 3's, or ours.
+
+    The arguments have the meanings of `cupy_flash.attention_with_kv_cache`, with these differences. Queries are rotated
+    as flash-attn does it: query i by n_b + i, and all queries of a sequence by n_b if neither causal nor a window is
+    given.
+
+    Args:
+        q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q.
+        k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table.
+        v_cache: likewise.
+        k: rows to append, (B, Snew, Hk, D), or packed as q.
+        v: likewise.
+        rotary_cos: floating (R, rd / 2); k and v are then needed.
+        rotary_sin: likewise.
+        cache_seqlens: int32 (B,) or an int: the keys before the append.
+        cache_batch_idx: int32 (B,).
+        cache_leftpad: int32 (B,).
+        block_table: int32 (B, columns).
+        softmax_scale: default 1 / sqrt(D).
+        causal: hide the keys after a query.
+        window_size: (left, right), -1 unbounded.
+        softcap: 0.0 means no softcap.
+        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
+        alibi_slopes: float32 (Hq,) or (B, Hq).
+        num_splits: 0 is equal work for all processors; n means pieces of an n-th of the capacity, rounded up to a
+            multiple of 64, as `split_size`: bits that do not depend on the batch.
+        return_softmax_lse: also return softmax_lse, (B, Hq, Sq) or (Hq, T).
+        page_table: another name of block_table.
+        cu_seqlens_q: int32 (B + 1,), of packed queries.
+        cu_seqlens_k_new: None or cu_seqlens_q itself where k is given; else ignored.
+        max_seqlen_q: with cu_seqlens_q.
+        qv: UnsupportedError unless None.
+        q_descale: UnsupportedError unless None.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
+        v_descale: likewise.
+        attention_chunk: UnsupportedError unless 0.
+        sinks: floating (Hq,), `sink` of `cupy_flash.attention`.
+        scheduler_metadata: ignored, as are pack_gqa and sm_margin: they tune flash-attn's kernels.
+        pack_gqa: ignored.
+        sm_margin: ignored.
+        split_size: as in `cupy_flash.attention_with_kv_cache`; not with num_splits.
+        out: where the result goes.
+
+    Returns:
+        out (B, Sq, Hq, D), or (out, softmax_lse).
+    """
+    name = "flash_attn_with_kvcache"
+    _refuse(name, {"qv": qv is not None, "q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
+    if block_table is not None and page_table is not None:
+        raise ValueError(f"{name}: block_table and page_table are names of one argument")
+    table = page_table if block_table is None else block_table
+    if k is not None and cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
+        raise UnsupportedError(f"{name}: k and v are packed as q is: cu_seqlens_k_new must be cu_seqlens_q itself")
+    if rotary_cos is not None and k is None:
+        raise ValueError(f"{name}: rotary_cos and rotary_sin need k and v, as in flash-attn")
+    options: dict[str, Any] = {
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table,
+        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window_size,
+        "scale": softmax_scale, "softcap": None if _is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes,
+        "sink": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out, "return_lse": return_softmax_lse,
+        "split_size": _split_size(name, num_splits, split_size, k_cache, table),
+    }  # fmt: skip
+    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+    is_local = bool(causal) or tuple(window_size) != (-1, -1)
+    if rotary_cos is None or k is None or (_as_many_rows(q, k) and (is_local or _has_one_query(q, max_seqlen_q))):
+        return attend(q, k_cache, v_cache, CacheOptions(k, v, cache_seqlens, **rotary, **options))
+    if cu_seqlens_q is not None:
+        raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
+    # flash-attn rotates queries by other positions than where they lie: append first, then attend.
+    places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
+    append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
+    positions = _positions(q, cache_seqlens, advance=is_local)
+    lengths = cache_seqlens + k.shape[1]
+    return attend(
+        q, k_cache, v_cache, CacheOptions(cache_seqlens=lengths, positions=positions, **rotary, **options)
+    )  # fmt: skip
+
+
+def _refuse(function: str, given: dict[str, bool]) -> None:
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise UnsupportedError(f"{function}: {', '.join(names)} is not supported")
+
+
+def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, table: Any) -> Any:
+    """split_size for a number of pieces of the capacity."""
+    if not num_splits:
+        return split_size
+    if split_size is not None:
+        raise ValueError(f"{function}: num_splits and split_size are two ways to say one thing: give one")
+    if num_splits < 0:
+        raise ValueError(f"{function}: num_splits must be at least 0, not {num_splits}")
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    return max(-(-capacity // (num_splits * SPLIT_UNIT)), 1) * SPLIT_UNIT
+
+
+def _as_many_rows(q: Any, k: Any) -> bool:
+    return q.dim() == 3 or q.shape[1] == k.shape[1]
+
+
+def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
+    return (max_seqlen_q if q.dim() == 3 else q.shape[1]) == 1
+
+
+def _positions(q: Any, lengths: Any, advance: bool) -> Any:
+    """int32 (B, Sq): n_b for every query of a sequence, plus its index with `advance`."""
+    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
+    before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
+    return (before[:, None] + steps).to(torch.int32)

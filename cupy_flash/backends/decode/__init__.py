@@ -1,0 +1,241 @@
+"""Attention of few queries, or on a KV cache, on the CPU: every key is read once for all heads that attend to it.
+
+A task is a tile of query rows, of all heads, and a piece of the keys. It goes through the piece in chunks: the scores
+of all heads, online softmax, O += P V. The pieces of a tile are merged in their order. Neither tiles nor pieces depend
+on the number of threads.
+
+With split_size, pieces end at its multiples, tiles have a fixed number of rows and start at fixed positions, and chunks
+are filled up with zeros: all arithmetic for a query then depends on its own sequence alone. A chunk that a row does not
+see changes none of its bits (O times 1, plus 0).
+
+Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max, l
+row sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, empty
+from ...plan import Plan
+from ...problem import Operands, Problem
+from ...spans import read_spans
+from ..products import product, square_sum
+from ..workers import Stop, run_tasks
+from . import append as appending
+from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
+
+# Pieces without split_size: about so many tasks in all, of at least so many chunks of keys.
+TASKS = 32
+CHUNKS = 8
+
+
+class Part(NamedTuple):
+    """The result of a row tile over a piece of the keys: O (Hk, rows, Dv), normalised, and lse (Hk, rows)."""
+
+    O: np.ndarray
+    lse: np.ndarray
+
+
+def append(plan: Plan, operands: Operands) -> None:
+    """Append the rows of k and v of a call to its caches."""
+    with np.errstate(all="ignore"):
+        appending.append(plan.problem, operands, read_spans(plan.problem, operands))
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Append to the cache, if the call does, and compute attention: (out, lse) as `backends.cpu.forward`."""
+    problem, q = plan.problem, operands.q
+    given = operands.cache
+    if given is None or given.out is None:
+        out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    else:
+        out = given.out
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    rows = (out.numpy(), lse.numpy())
+    if problem.has_lengths:  # no tile covers the rows outside the sequences
+        rows[0][...] = 0
+        rows[1][...] = -np.inf
+    with np.errstate(all="ignore"):
+        if problem.cache is None:
+            sequences = sequences_of_batch(problem, operands, *rows)
+        else:
+            spans = read_spans(problem, operands)
+            appending.append(problem, operands, spans)
+            sequences = sequences_of_cache(problem, operands, spans, *rows)
+        call = _Call(problem, operands)
+
+        def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
+            """The chunks of a piece [first, last) of which the keys from `start` on are seen.
+
+            With split_size they are whole chunks of the piece.
+            """
+            skipped = max(start - first, 0) // plan.block_kv * plan.block_kv
+            grid = range(first + skipped, last, plan.block_kv)
+            if call.padded:
+                return [(chunk, min(chunk + plan.block_kv, first + piece)) for chunk in grid]
+            return [(max(chunk, start), min(chunk + plan.block_kv, last)) for chunk in grid]
+
+        tiles = [tile for sequence in sequences for tile in row_tiles(plan, sequence)]
+        ranges = [call.visible(tile) for tile in tiles]
+        piece = _piece(problem, sum(stop - start for start, stop in ranges), plan.block_kv)
+        parts: list[list[Part | None]] = []
+        tasks: list[Callable[[], None]] = []
+        for tile, (start, stop) in zip(tiles, ranges, strict=True):
+            pieces = range(start // piece * piece, stop, piece) if start < stop else range(0)
+            parts.append([None] * len(pieces))
+            Q = call.load(tile)
+            tasks += [
+                partial(call.attend, parts[-1], index, tile, Q, chunks(first, min(first + piece, stop), start))
+                for index, first in enumerate(pieces)
+            ]
+        run_tasks(plan.threads, tasks, call.stop)
+        for tile, of_tile in zip(tiles, parts, strict=True):
+            tile.store(*call.finish(tile, of_tile), problem)
+    return out, lse
+
+
+def _piece(problem: Problem, keys: int, chunk: int) -> int:
+    """The keys of a piece, a multiple of a chunk unless split_size is given."""
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return problem.cache.split_size
+    return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
+
+
+class _Call:
+    """What all tasks of a call share."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.problem, self.stop = problem, Stop()
+        dtype = problem.accumulation
+        self.padded = problem.cache is not None and problem.cache.split_size is not None
+        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        scale, one = dtype.type(problem.scale), dtype.type(1)
+        self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
+        self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
+        self.modifies |= problem.dense_mask is not None
+        by_head = (-1, problem.kv_heads, problem.group)
+        slopes, sink = operands.alibi_slopes, operands.sink
+        self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
+        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(by_head)[0]
+        self.k_descale, self.v_descale = (
+            None if x is None else x.numpy().astype(dtype) for x in (operands.k_descale, operands.v_descale)
+        )
+
+    def visible(self, tile: RowTile) -> tuple[int, int]:
+        """The keys [start, stop) that any query of the tile sees by its position."""
+        keys, mask = tile.sequence.keys, self.problem.mask
+        first = tile.sequence.position + tile.queries.start
+        last = tile.sequence.position + tile.queries.stop - 1
+        start = keys.start if mask.left is None else max(keys.start, first - mask.left)
+        stop = keys.stop if mask.right is None else min(keys.stop, last + mask.right + 1)
+        return start, max(start, stop)
+
+    def load(self, tile: RowTile) -> np.ndarray:
+        """Q of the tile, scaled."""
+        Q = tile.load(self.problem)
+        if self.k_descale is not None:
+            Q *= self.k_descale[tile.sequence.batch, :, None, None]
+        Q *= self.q_scale
+        return Q
+
+    def attend(
+        self, parts: list[Part | None], index: int, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]]
+    ) -> None:
+        """Compute parts[index], attention of the tile over the keys of these chunks."""
+        part = self._attend(tile, Q, chunks, np.matmul)
+        if not np.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
+            part = self._attend(tile, Q, chunks, product)
+        parts[index] = part
+
+    def _attend(
+        self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
+    ) -> Part:
+        shape, dtype, width = Q.shape[:2], Q.dtype, 0
+        # m starts at the lowest finite number: less it, the score -inf of a hidden key is still -inf.
+        m, l = np.full(shape, np.finfo(dtype).min, dtype), np.zeros(shape, dtype)
+        O = np.zeros((*shape, self.problem.head_dim_v), dtype)
+        for start, stop in chunks:
+            self.stop.poll()
+            K, V = tile.sequence.keys.load(start, stop)
+            if stop - start != width:
+                width = stop - start
+                S = np.empty((*shape, width), dtype)
+            np.matmul(Q, K.swapaxes(1, 2), out=S)
+            if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
+                self.modify(S, tile, start)
+            top = np.maximum.reduce(S, axis=2)
+            if (top > m).any():  # else O and l would be multiplied by 1
+                reference = np.maximum(m, top)
+                rescale = np.exp(m - reference)
+                l *= rescale
+                O *= rescale[..., None]
+                m = reference
+            S -= m[..., None]
+            np.exp(S, out=S)
+            l += np.add.reduce(S, axis=2)
+            O += multiply(S, V)
+        O /= np.where(l == 0, 1, l)[..., None]
+        return Part(O, m + np.log(l))
+
+    def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
+        """Turn products into scores, and hide what is not seen, of the keys [start, start + S.shape[2])."""
+        problem, keys, stop = self.problem, tile.sequence.keys, start + S.shape[2]
+        if self.product_scale != 1:
+            S *= self.product_scale
+        if problem.softcap is not None:
+            S /= problem.softcap
+            np.tanh(S, out=S)
+            S *= problem.softcap
+        left, right = problem.mask.left, problem.mask.right
+        if self.slopes is not None or tile.is_partly_hidden(problem.mask, start, stop):
+            distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
+            if self.slopes is not None:
+                slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
+                group = np.arange(S.shape[1]) % problem.group
+                S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
+            if left is not None:
+                np.copyto(S, -np.inf, where=distance > left)
+            if right is not None:
+                np.copyto(S, -np.inf, where=distance < -right)
+            S[..., : max(keys.start - start, 0)] = -np.inf
+            S[..., max(keys.stop - start, 0) :] = -np.inf
+        sequence = tile.sequence
+        if sequence.mask is not None and stop > sequence.mask_start:
+            masked, end = max(start, sequence.mask_start), min(stop, keys.stop)
+            mask = tile.cut_mask(problem, masked, end)
+            np.copyto(S[..., masked - start : end - start], -np.inf, where=~mask)
+
+    def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
+        """The result of the tile: its parts, and the sink, merged in their order."""
+        shape = (self.problem.kv_heads, tile.rows)
+        dtype = self.problem.accumulation
+        complete = [part for part in parts if part is not None]
+        if self.sink is not None:
+            group = np.arange(tile.rows) % self.problem.group
+            complete.append(Part(np.zeros((*shape, self.problem.head_dim_v), dtype), self.sink[:, group]))
+        if not complete:
+            return Part(np.zeros((*shape, self.problem.head_dim_v), dtype), np.full(shape, -np.inf, dtype))
+        result = complete[0] if len(complete) == 1 else _merged(complete)
+        if self.v_descale is not None:
+            result.O[...] *= self.v_descale[tile.sequence.batch, :, None, None]
+        return result
+
+
+def _merged(parts: list[Part]) -> Part:
+    """The average of the parts by exp(lse), summed in their order; a part that saw no key changes no bit of a row."""
+    lse = np.stack([part.lse for part in parts])
+    largest = lse.max(axis=0)
+    reference = np.where(largest == -np.inf, 0, largest)
+    weights = np.exp(lse - reference)
+    total, O = np.zeros_like(reference), np.zeros_like(parts[0].O)
+    for weight in weights:
+        total += weight
+    divisor = np.where(total == 0, 1, total)
+    for weight, part in zip(weights, parts, strict=True):
+        O += (weight / divisor)[..., None] * part.O
+    return Part(O, reference + np.log(total))

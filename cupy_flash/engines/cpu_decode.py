@@ -1,0 +1,71 @@
+"""The CPU engine of few queries and of KV caches, which reads every key once for all heads (backends/decode)."""
+
+from __future__ import annotations
+
+from ..device import Device
+from ..problem import Problem
+from .cpu import FLOP, LOAD, SCORE, TILE, Tile, alike, launches, workspaces, worth
+from .shared import dtype_refusals
+
+__all__ = ["BACKENDS", "MEASURED", "alike", "launches", "refusals", "seconds", "threads", "tiles", "workspaces"]
+
+BACKENDS: tuple[str, ...] = ("cpu",)
+MEASURED: str | None = "bench/results/cpu.json"
+
+# Bytes of K and V of a chunk, all heads, in the accumulation dtype: they stay in the L2 cache between the two products.
+# Of 4096 keys of 32/8 heads, D 128, float32, 64 keys a chunk take 5.9 ms, 128 6.5, 256 6.7, 512 8.6 (one core).
+CHUNK_BYTES = 2**19
+ROWS = 128  # of a tile: pairs of a query and a head of its group
+FIXED_ROWS = 16  # with split_size: a query is in the same row of an equal tile, whatever there is beside it
+FEW = 8  # queries of a sequence without a cache; of more, the tiles of the other engine are faster
+
+
+def refusals(problem: Problem, device: Device) -> list[str]:
+    """Reasons why the engine cannot serve a problem."""
+    reasons = dtype_refusals(problem)
+    if problem.backward:
+        reasons.append("it has no backward")
+    if problem.cache is None:
+        if problem.q_len > FEW:
+            reasons.append(f"without a KV cache it takes at most {FEW} queries, not {problem.q_len}")
+        features = {
+            "a packed batch": problem.layout == "thd",
+            "a shard": problem.shard,
+            "dropout": bool(problem.dropout),
+            "a bias": problem.bias is not None,
+            "a score_mod or mask_mod": bool(problem.mods),
+        }
+        reasons += [f"it takes no {name.removeprefix('a ')}" for name, given in features.items() if given]
+    return reasons
+
+
+def tiles(problem: Problem, device: Device) -> list[Tile]:
+    """The one tile. With split_size it depends on the group alone, never on batch or lengths."""
+    split = None if problem.cache is None else problem.cache.split_size
+    key = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.accumulation.itemsize
+    chunk = min(max(1 << (CHUNK_BYTES // key).bit_length() - 1, 64), 512) if key <= CHUNK_BYTES else 64
+    if split is None:
+        return [Tile(max(ROWS // problem.group, 1), chunk)]
+    return [Tile(max(FIXED_ROWS // problem.group, 1), min(chunk, split))]
+
+
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
+    """Predicted core seconds: matmuls and passes over the scores of all rows, loads of K and V, overhead of the calls.
+
+    Of a KV cache every sequence counts as long as the capacity.
+    """
+    dims = problem.head_dim + problem.head_dim_v
+    row_tiles = -(-problem.q_len // tile.block_q)
+    rows = problem.q_len * problem.group
+    if problem.cache is not None and problem.cache.split_size is not None:
+        rows = row_tiles * -(-tile.block_q * problem.group // FIXED_ROWS) * FIXED_ROWS
+    keys = pairs / max(problem.q_len, 1)
+    score = 2 * dims * FLOP + SCORE[0]
+    load = row_tiles * keys * dims * LOAD
+    chunks = row_tiles * -(-keys // tile.block_kv)
+    return problem.batch * (problem.kv_heads * (rows * keys * score + load) + chunks * TILE[0]) * 1e-9
+
+
+def threads(device: Device, tile: Tile, cost: float) -> int:
+    """As many threads as `cost` keeps busy, at most one per core."""
+    return worth(cost, device.units)

@@ -1,0 +1,50 @@
+"""What the mods of one call read, as kernels get it: the member `captured` of Params and the tables of extremes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..arrays import Array, empty
+from ..problem import Operands, Problem
+from .cuda_code import captured_numbers, captured_struct, chunked, table_of
+from .ir import parse
+
+
+class Captured:
+    """The arrays and numbers that the mods of a call read, and what their kernels write.
+
+    `workspaces` are tables of extremes, sums of gradients and, of the arrays that get one, the gradients.
+    """
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.program, self.numbers, self.wanted = parse(problem.mods), operands.numbers, problem.captured_gradient
+        self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
+        self.workspaces: dict[str, Array | None] = {}
+        for slot in chunked(self.program):
+            shape, dtype = table_of(self.program, slot, operands.captured[slot].shape)
+            self.workspaces[f"chunks{slot}"] = empty(shape, dtype, operands.q)
+        for slot, array in enumerate(operands.captured):
+            if self.wanted[slot]:
+                self.workspaces[f"sums{slot}"] = empty(array.shape, problem.accumulation, operands.q)
+                self.workspaces[f"gradient{slot}"] = empty(array.shape, array.dtype, operands.q)
+
+    @property
+    def text(self) -> str:
+        """The declaration of `struct Captured`."""
+        return captured_struct(self.program, self.wanted)
+
+    @property
+    def gradients(self) -> tuple[Array | None, ...] | None:
+        """The gradients of the arrays by slot, None where there is none; None without a score_mod."""
+        if self.program.score is None:
+            return None
+        return tuple(self.workspaces.get(f"gradient{slot}") for slot in range(len(self.arrays)))
+
+    def members(self, address: Callable[[Array], int]) -> tuple[float, ...]:
+        """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
+        for name, array in self.arrays.items():
+            if any(abs(stride) >= 2**31 for stride in array.strides):
+                raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
+        arrays = [(address(array), array.shape, array.strides) for array in self.arrays.values()]
+        workspaces = {name: address(array) for name, array in self.workspaces.items() if array is not None}
+        return captured_numbers(self.program, arrays, workspaces, self.numbers)

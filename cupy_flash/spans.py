@@ -1,0 +1,101 @@
+"""Rows, keys and positions of the sequences of a call on a KV cache, from arrays in host memory.
+
+Sequence b has n_b keys before the call, appends s_b rows and then sees L_b = n_b + s_b keys. Query i of its Sq lies at
+position L_b - Sq + i, an appended key i at n_b + i. Slots put the rows anywhere: cache_seqlens then counts all keys,
+s_b is 0, and the last rows of k are the last keys of their sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .arrays import Array
+from .problem import Operands, Problem
+
+
+class Spans(NamedTuple):
+    """The lengths of each sequence, int64 (B,)."""
+
+    q_rows: np.ndarray
+    k_rows: np.ndarray  # rows of k
+    before: np.ndarray  # n_b
+    appended: np.ndarray  # s_b
+
+    @property
+    def kv_lengths(self) -> np.ndarray:
+        """L_b."""
+        return self.before + self.appended
+
+    @property
+    def q_starts(self) -> np.ndarray:
+        """The first row of each sequence among all queries, in the order of the batch."""
+        return np.cumsum(self.q_rows) - self.q_rows
+
+
+def read_spans(problem: Problem, operands: Operands) -> Spans:
+    """The lengths of the sequences of a call."""
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    every = np.ones(problem.batch, np.int64)
+    if operands.cu_seqlens_q is not None:
+        rows = np.diff(operands.cu_seqlens_q.numpy().astype(np.int64))
+        q_rows, k_rows = rows, rows
+    else:
+        q_rows, k_rows = problem.q_len * every, (cache.appended or 0) * every
+    if operands.q.shape[-1] == 0:  # an append has no queries
+        q_rows = 0 * every
+    if given.k is None:
+        k_rows = 0 * every
+    lengths = given.cache_seqlens
+    if isinstance(lengths, Array):
+        before = lengths.numpy().astype(np.int64)
+    else:
+        before = (problem.kv_len if lengths is None else lengths) * every
+    return Spans(q_rows, k_rows, before, 0 * every if cache.slots else k_rows)
+
+
+def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
+    """The position by which each query is rotated, int64, all sequences in a row.
+
+    A query before the first key of its sequence is rotated by 0; it sees no key if it is causal.
+    """
+    assert operands.cache is not None
+    if operands.cache.positions is not None:
+        return operands.cache.positions.numpy().ravel()[: spans.q_rows.sum()].astype(np.int64)
+    return np.maximum(_ranges(spans.kv_lengths - spans.q_rows, spans.q_rows), 0)
+
+
+def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
+    """The position by which each appended key is rotated, int64, all sequences in a row."""
+    assert operands.cache is not None
+    if operands.cache.positions is not None:
+        return operands.cache.positions.numpy().ravel()[: spans.k_rows.sum()].astype(np.int64)
+    return np.maximum(_ranges(spans.before + spans.appended - spans.k_rows, spans.k_rows), 0)
+
+
+def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """(block, row in it) of each appended row, int64, all sequences in a row; block -1 where a row is dropped.
+
+    A block is a page, or the cache of one sequence.
+    """
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    if given.slots is not None:
+        slots = given.slots.numpy()
+        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
+        return np.where(slots < 0, -1, slots // rows), slots % rows
+    sequences = np.repeat(np.arange(problem.batch), spans.k_rows)
+    keys = _ranges(spans.before, spans.k_rows)
+    if given.block_table is not None and cache.page is not None:
+        return given.block_table.numpy()[sequences, keys // cache.page].astype(np.int64), keys % cache.page
+    if given.cache_batch_idx is not None:
+        sequences = given.cache_batch_idx.numpy().astype(np.int64)[sequences]
+    return sequences, keys
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... of each range, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

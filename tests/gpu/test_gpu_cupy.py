@@ -1,0 +1,148 @@
+"""What belongs to CuPy: its allocators, memory that is not its own, views, odd addresses, compile and explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+from cases import Result, check
+from engines import ENGINES, HEAD_DIM, LENGTH, assert_right, case, inputs, new_stream, on_every_engine, step
+
+import cupy_flash
+from cupy_flash import device
+from cupy_flash.backends import cuda
+
+
+def from_python(size: int, device_id: int) -> int:
+    """An allocation of a function in Python, as of another library's pool."""
+    return cupy.cuda.runtime.malloc(size)
+
+
+def free(pointer: int, device_id: int) -> None:
+    cupy.cuda.runtime.free(pointer)
+
+
+ALLOCATORS: dict[str, Callable[[], Any]] = {
+    "pool": lambda: cupy.cuda.MemoryPool().malloc,
+    "async-pool": lambda: cupy.cuda.MemoryAsyncPool().malloc,
+    "async": lambda: cupy.cuda.malloc_async,
+    "no-pool": lambda: None,
+    "python": lambda: cupy.cuda.PythonFunctionAllocator(from_python, free).malloc,
+}
+
+
+@pytest.mark.orders
+@pytest.mark.parametrize("in_stream", [False, True], ids=["default-stream", "new-stream"])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_allocators_of_cupy(allocator: str, in_stream: bool) -> None:
+    stream: AbstractContextManager = new_stream() if in_stream else nullcontext()
+    with stream, cupy.cuda.using_allocator(ALLOCATORS[allocator]()):
+        assert_right(step(inputs("cupy", "simt"), "simt"), "simt")
+
+
+VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
+    "reversed": lambda x: x[:, ::-1, ::-1],
+    "steps": lambda x: x.repeat(2, 1).repeat(3, 2)[:, ::2, ::3],
+    "columns": lambda x: x.repeat(2, 3)[..., ::2],
+    "fortran": lambda x: x.T.copy().T,
+    "one-row": lambda x: cupy.broadcast_to(x[:, :1], x.shape),
+    "read-over": lambda x: cupy.lib.stride_tricks.as_strided(x, x.shape, (0, *x.strides[1:])),
+}
+
+
+class Exporter:
+    """Device memory of an unknown library that has only one of the two protocols."""
+
+    def __init__(self, array: cupy.ndarray, protocol: str) -> None:
+        self.array = array
+        if protocol == "interface":
+            self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+class DlpackExporter(Exporter):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **words: Any) -> Any:
+        return self.array.__dlpack__(**words)
+
+
+EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
+
+
+@pytest.mark.orders
+@pytest.mark.parametrize("protocol", EXPORTERS)
+def test_exporters_of_device_memory(protocol: str) -> None:
+    """Also of views whose last dimension is not contiguous, which are copied. Results are CuPy's."""
+    q, k, v, dout = inputs("cupy", "simt")
+    q = VIEWS["fortran"](q)
+    given = [EXPORTERS[protocol](x, protocol) for x in (q, k, v, dout)]
+    out, vjp = cupy_flash.attention_vjp(*given[:3], causal=True)
+    results = [out, *vjp(given[3])[:3]]
+    assert {type(x) for x in results} == {cupy.ndarray}
+    assert_right(results, "simt")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@on_every_engine
+def test_views_of_every_kind(engine: str, view: str) -> None:
+    q, k, v, dout = (VIEWS[view](x) for x in inputs("cupy", engine))
+    out, dq, dk, dv = map(cupy.asnumpy, step([q, k, v, dout], engine))
+    q, k, v, dout = map(cupy.asnumpy, (q, k, v, dout))
+    call = case(engine).call()._replace(q=q, k=k, v=v, dout=dout)
+    check(case(engine), Result(out, None, dq, dk, dv, None, None), only=("out", "dq", "dk", "dv"), call=call)
+
+
+def moved(x: cupy.ndarray, elements: int) -> cupy.ndarray:
+    """A copy that starts so many elements after an address that is a multiple of 256 bytes."""
+    memory = cupy.empty(x.size + elements, x.dtype)
+    assert memory.data.ptr % 256 == 0
+    copy = memory[elements:].reshape(x.shape)
+    copy.view(cupy.uint8)[...] = x.view(cupy.uint8)
+    return copy
+
+
+@pytest.mark.parametrize("elements", [1, 2, 4])
+@on_every_engine
+def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: int) -> None:
+    """Only the first of each is aligned in another way. wgmma refuses q, k and v that TMA cannot read."""
+    arrays = inputs("cupy", engine)
+    q, *others = arrays
+    if engine == "wgmma":
+        with pytest.raises(cupy_flash.UnsupportedError, match="16 bytes"):
+            step([moved(q, elements), *others], engine)
+        assert_right(step([*arrays[:3], moved(arrays[3], elements)], engine), engine)
+    else:
+        assert_right(step([moved(q, elements), *(moved(x, 1) for x in others)], engine), engine)
+
+
+def test_an_address_inside_an_element_is_refused() -> None:
+    """A kernel that reads it would end the process's context."""
+    bytes_ = cupy.zeros(1 + 4 * 64, cupy.uint8)
+    inside = cupy.ndarray((1, 4, 1, 16), np.float32, bytes_.data + 1)
+    aligned = cupy.zeros((1, 4, 1, 16), np.float32)
+    with pytest.raises(ValueError, match=r"k \(cupy\.ndarray\): its memory starts at 0x\w+, .* 4 bytes"):
+        cupy_flash.attention(aligned, inside, aligned)
+
+
+def test_explain_names_the_card_and_runs_nothing() -> None:
+    q, k, v, _ = inputs("cupy", "simt")
+    text = cupy_flash.explain(q, k, v, causal=True)
+    assert "cupy on cuda:0" in text and device.gpu(0).arch in text
+    with pytest.raises(cupy_flash.UnsupportedError, match="arrays never change device"):
+        cupy_flash.explain(q, k, v, backend="cpu")
+
+
+@on_every_engine
+def test_after_compile_nothing_is_loaded(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_loaded", {})
+    cupy_flash.compile(dtype=ENGINES[engine], head_dim=HEAD_DIM, causal=True, engine=engine)
+    loaded = dict(cuda._loaded)
+    step(inputs("cupy", engine), engine)
+    q, k, v, _ = (x[:, : LENGTH // 2] for x in inputs("cupy", engine))
+    cupy_flash.attention(q, k, v, causal=True, engine=engine)
+    assert cuda._loaded == loaded

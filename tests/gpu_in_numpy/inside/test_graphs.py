@@ -1,0 +1,150 @@
+"""Captures and graphs: what the library says during a capture, and the rules that a driver enforces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+from engines import assert_right, assign, inputs, step
+from gpu_in_numpy.errors import (
+    CAPTURE_IMPLICIT,
+    CAPTURE_INVALIDATED,
+    CAPTURE_ISOLATION,
+    CAPTURE_UNJOINED,
+    CAPTURE_UNMATCHED,
+    CAPTURE_UNSUPPORTED,
+)
+
+runtime = cupy.cuda.runtime
+ADD = cupy.RawKernel('extern "C" __global__ void add(float* x, float y) { *x += y; }', "add")
+
+
+def new_stream() -> Any:
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+@contextmanager
+def fails(status: int) -> Iterator[None]:
+    with pytest.raises(runtime.CUDARuntimeError) as raised:
+        yield
+    assert raised.value.status == status
+
+
+# The library
+
+
+def test_an_allocation_that_a_capture_forbids_is_explained() -> None:
+    """A card's cudaMalloc fails like this allocator if the capture is not relaxed."""
+    arrays, stream = inputs("cupy", "simt"), new_stream()
+    step(arrays, "simt")
+
+    def forbidden(size: int) -> Any:
+        raise runtime.CUDARuntimeError(CAPTURE_UNSUPPORTED)
+
+    with stream:
+        stream.begin_capture(runtime.streamCaptureModeGlobal)
+        with (
+            cupy.cuda.using_allocator(forbidden),
+            pytest.raises(RuntimeError, match="capture in the relaxed mode, CuPy's default, or call the function once"),
+        ):
+            step(arrays, "simt")
+        stream.end_capture()
+
+
+def test_cudamalloc_during_a_capture_that_is_not_relaxed() -> None:
+    stream = new_stream()
+    for mode in (runtime.streamCaptureModeGlobal, runtime.streamCaptureModeThreadLocal):
+        runtime.streamBeginCapture(stream.ptr, mode)
+        with fails(CAPTURE_UNSUPPORTED):
+            runtime.malloc(16)
+        with fails(CAPTURE_INVALIDATED):
+            runtime.streamEndCapture(stream.ptr)
+    runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
+    runtime.free(runtime.malloc(16))
+    runtime.streamEndCapture(stream.ptr)
+
+
+def test_a_graph_with_the_memory_that_a_warm_pool_has() -> None:
+    """After a call, a capture of the same call allocates nothing from the driver, in any mode."""
+    arrays, stream, pool = inputs("cupy", "simt"), new_stream(), cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        step(arrays, "simt")
+        stream.begin_capture(runtime.streamCaptureModeGlobal)
+        results = step(arrays, "simt")
+        graph = stream.end_capture()
+        for seed in (1, 2):
+            assign(arrays, inputs("cupy", "simt", seed))
+            graph.launch()
+            stream.synchronize()
+            assert_right(results, "simt", seed)
+
+
+# The rules
+
+
+def test_a_capture_of_two_streams_replays_in_order() -> None:
+    first, second, x = new_stream(), new_stream(), cupy.zeros(2, np.float32)
+    cupy.cuda.Device().synchronize()
+    first.begin_capture()
+    second.wait_event(first.record())
+    ADD((1,), (1,), (x, np.float32(1)), stream=first)
+    ADD((1,), (1,), (x[1:], np.float32(2)), stream=second)
+    first.wait_event(second.record())
+    ADD((1,), (1,), (x[1:], np.float32(4)), stream=first)
+    graph = first.end_capture()
+    assert x.get().tolist() == [0, 0]  # a capture runs nothing
+    for _ in range(3):
+        graph.launch(first)
+    first.synchronize()
+    assert x.get().tolist() == [3, 18]
+
+
+def test_a_stream_that_does_not_come_back() -> None:
+    first, second, x = new_stream(), new_stream(), cupy.zeros(1, np.float32)
+    first.begin_capture()
+    second.wait_event(first.record())
+    ADD((1,), (1,), (x, np.float32(2)), stream=second)
+    with fails(CAPTURE_UNJOINED):
+        runtime.streamEndCapture(first.ptr)
+
+
+def test_a_synchronisation_makes_a_capture_invalid() -> None:
+    for call in (runtime.streamSynchronize, runtime.streamQuery):
+        stream = new_stream()
+        stream.begin_capture()
+        with fails(CAPTURE_UNSUPPORTED):
+            call(stream.ptr)
+        with fails(CAPTURE_INVALIDATED):
+            runtime.streamEndCapture(stream.ptr)
+
+
+def test_an_event_from_outside_and_one_from_inside() -> None:
+    stream, outside = new_stream(), new_stream()
+    event = outside.record()
+    stream.begin_capture()
+    with fails(CAPTURE_ISOLATION):
+        runtime.streamWaitEvent(stream.ptr, event.ptr)
+    inside = stream.record()
+    with fails(CAPTURE_UNSUPPORTED):
+        runtime.eventSynchronize(inside.ptr)
+    stream.end_capture()
+
+
+def test_the_legacy_default_stream_and_a_blocking_stream_that_captures() -> None:
+    stream, memory = cupy.cuda.Stream(), cupy.cuda.alloc(16)
+    stream.begin_capture()
+    with fails(CAPTURE_IMPLICIT):
+        runtime.memsetAsync(memory.ptr, 0, 16, 0)
+    with fails(CAPTURE_INVALIDATED):
+        runtime.streamEndCapture(stream.ptr)
+
+
+def test_an_end_without_a_beginning() -> None:
+    stream = new_stream()
+    with fails(CAPTURE_UNMATCHED):
+        runtime.streamEndCapture(stream.ptr)

@@ -1,0 +1,116 @@
+"""Replaces the runtime's functions in CuPy: the capsules for its Cython modules, and the attributes for Python."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import CudaError
+
+if TYPE_CHECKING:
+    from . import Machine
+
+_TYPES = {
+    "intptr_t": ctypes.c_ssize_t,
+    "size_t": ctypes.c_size_t,
+    "int": ctypes.c_int,
+    "unsigned int": ctypes.c_uint,
+    "float": ctypes.c_float,
+    "PyObject *": ctypes.py_object,
+}
+_SKIP_DISPATCH, _OPTIONS = "int __pyx_skip_dispatch", "__pyx_optional_args"
+_kept: list[Any] = []  # capsules hold only addresses
+
+_api = ctypes.pythonapi
+_api.PyCapsule_GetName.restype, _api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_api.PyCapsule_New.restype = ctypes.py_object
+_api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_api.Py_IncRef.argtypes = [ctypes.py_object]
+
+
+class _Options(ctypes.Structure):
+    """Optional arguments as Cython passes them: how many are given, and their values."""
+
+    _fields_ = (("count", ctypes.c_int), ("value", ctypes.c_int))
+
+
+def install(machine: Machine, versions: tuple[str, ...]) -> None:
+    """Replace every function that a part of the machine answers. ImportError for an unknown CuPy."""
+    from cupy_backends.cuda.api import runtime
+
+    found = [
+        d for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") for d in importlib.metadata.distributions(name=name)
+    ]
+    version = found[0].version if found else "unknown"
+    if not version.startswith(versions):
+        raise ImportError(f"the stand-in is written for CuPy {', '.join(versions)}*, not {version}")
+    for name, capsule in list(runtime.__pyx_capi__.items()):
+        answer = machine.answer(name)
+        if answer is not None:
+            runtime.__pyx_capi__[name] = _capsule(machine, name, capsule, answer)
+            setattr(runtime, name, _python(machine, name, answer, runtime.CUDARuntimeError))
+    runtime.getLastError = machine.devices.getLastError
+
+
+def _python(machine: Machine, name: str, answer: Callable[..., Any], error_type: type[Exception]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        with machine.lock:
+            try:
+                return answer(*arguments, **options)
+            except CudaError as error:
+                machine.refusals.append(str(error))
+                raise error_type(error.status) from error
+
+    call.__name__ = name
+    return call
+
+
+def _caller() -> str:
+    """The Python function that called CuPy, and its line."""
+    here = Path(__file__).parent
+    frame = next(x for x in reversed(traceback.extract_stack()) if Path(x.filename).parent != here)
+    return f"{frame.name}, {frame.filename}:{frame.lineno}"
+
+
+def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
+    """A capsule with the signature of `capsule`, in which the answer is called."""
+    signature = _api.PyCapsule_GetName(capsule)
+    result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature.decode()).groups()
+    arguments = [argument.strip() for argument in text.split(",") if argument.strip() != "void"]
+    has_options = any(_OPTIONS in argument for argument in arguments)
+    given = [x for x in arguments if x != _SKIP_DISPATCH and _OPTIONS not in x]
+    parameters = inspect.signature(answer).parameters.values()
+    required = [x for x in parameters if x.default is x.empty]
+    if len(given) != len(required) or not all(x in _TYPES or x.endswith("*") for x in given):
+        raise ImportError(f"CuPy's {name} is {signature.decode()}, and the stand-in's takes {len(required)}")
+    returns_object = result not in _TYPES or _TYPES[result] is ctypes.py_object
+
+    def call(*values: Any) -> Any:
+        values, options = values[: len(given)], values[-1] if has_options else None
+        if options:
+            optional = _Options.from_address(options)
+            values += (optional.value,) * min(optional.count, len(parameters) - len(required))
+        with machine.lock:
+            try:
+                value = answer(*values)
+            except Exception as error:
+                machine.errors.append(f"{name} in {_caller()}: {error!r}")
+                value = None if returns_object else 0
+        if returns_object:
+            _api.Py_IncRef(value)
+            return id(value)
+        return value
+
+    kinds = [_TYPES.get(x, ctypes.c_void_p) for x in given]
+    kinds += [ctypes.c_int] * (_SKIP_DISPATCH in arguments) + [ctypes.c_void_p] * has_options
+    function = ctypes.PYFUNCTYPE(ctypes.c_void_p if returns_object else _TYPES[result], *kinds)(call)
+    _kept.extend((function, signature))
+    replacement = _api.PyCapsule_New(ctypes.cast(function, ctypes.c_void_p), ctypes.c_char_p(signature), None)
+    _kept.append(replacement)
+    return replacement

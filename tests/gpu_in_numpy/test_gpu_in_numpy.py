@@ -1,0 +1,75 @@
+"""The real CuPy on devices made of NumPy: each row is a process with these devices, in which pytest runs these tests.
+
+`python -m gpu_in_numpy --archs sm_80 tests/gpu` runs tests by hand. CuPy is imported and kernels are parsed once per
+process, so a row has many tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import in_tiers
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDERED = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs", "cupy")]
+INSIDE = "tests/gpu_in_numpy/inside"
+BEHAVIOUR = [f"tests/behaviour/test_{name}.py" for name in ("attention", "backward", "varlen", "merge")]
+
+# These rows of SIMULATED_PAIRS have every feature at least once.
+EVERY_FEATURE = [
+    "causal+window+scale+softcap+alibi+bias",
+    "dropout+top-left+bhsd+bfloat16+kv-lengths+grouped",
+    "grouped+mask+q-lengths+more-queries+huge+float64",
+    "bias+sink+wide-values+float64+more-queries+top-left",
+]
+COVERING = [
+    f"tests/behaviour/test_{module}.py::test_all_pairs_of_options[cuda-{row}]"
+    for module in ("attention", "backward")
+    for row in EVERY_FEATURE
+]
+PACKED = [f"tests/behaviour/test_varlen.py::test_packed[cuda-{name}]" for name in ("causal", "bfloat16")]
+
+# Each launch costs about 0.04 s, so the tests of the longest sequences and loops run for one engine only.
+SHORT = "-k=not (mma and (streams or threads or graphs)) and not (simt and (twenty or linear))"
+
+RUNS = {
+    "sm_80": (
+        "--archs=sm_80,sm_80", "--seeds=5", "tests/gpu", INSIDE, *COVERING, *PACKED,
+        "--ignore=tests/gpu/test_gpu_half.py", SHORT,
+    ),
+    "sm_75": ("--archs=sm_75", "tests/gpu/test_gpu_engine.py", "-k=come_back"),
+    "sm_90a": (
+        "--archs=sm_90a", "tests/gpu/test_gpu_engine.py::test_arrays_come_back_as_they_were_given[wgmma-cupy]",
+        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[window-causal-any-order]",
+        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]", f"{INSIDE}/test_tensor_maps.py",
+    ),
+    "sm_80-behaviour": ("--archs=sm_80", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
+    "sm_75-behaviour": ("--archs=sm_75", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
+    "sm_80-half": ("--archs=sm_80", "tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "sm_90a-half": ("--archs=sm_90a", "tests/gpu/test_gpu_half.py", "-k=wgmma", "--exhaustive"),
+    "sm_80-all": ("--archs=sm_80,sm_80", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "sm_90a-all": ("--archs=sm_90a,sm_90a", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
+    "simt-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=not mma", "--exhaustive"),
+    "mma-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=mma", "--exhaustive"),
+    "wgmma-orders": ("--archs=sm_90a,sm_90a", "--seeds=50", *ORDERED, "-k=wgmma", "--exhaustive"),
+}  # fmt: skip
+
+if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
+
+    @pytest.mark.parametrize("arguments", in_tiers(RUNS, default=["sm_80", "sm_75", "sm_90a"]))
+    def test_in_a_process_of_its_own(arguments: tuple[str, ...], tmp_path: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+            "KERNELS": os.environ["CUPY_FLASH_CACHE_DIR"],
+        }
+        command = [sys.executable, "-m", "gpu_in_numpy", "-q", f"--basetemp={tmp_path / 'inside'}", *arguments]
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert re.search(r"^\d+ passed(, \d+ deselected)? in ", ran.stdout, re.MULTILINE), ran.stdout

@@ -1,0 +1,212 @@
+"""One call on a KV cache as a record, and its check against the formula. Its repr is a reproducer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from cases import DTYPES
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import reference
+
+CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
+
+
+class CacheCall(NamedTuple):
+    """q and the caches, in the layout of the case, and the other arguments."""
+
+    q: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    options: dict[str, Any]
+
+    def copied(self) -> CacheCall:
+        """The same with caches of its own, in the same strides."""
+        return self._replace(k_cache=_copied(self.k_cache), v_cache=_copied(self.v_cache))
+
+
+def _copied(cache):
+    base = cache if cache.base is None else cache.base
+    same = base.copy(order="K")
+    offset = cache.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    return np.ndarray(cache.shape, cache.dtype, same, offset, cache.strides)
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A call; `lengths` are the keys before it. Everything in the caches that is no valid key is NaN."""
+
+    lengths: tuple[int, ...] = (5, 23)
+    q_len: int = 1
+    appended: int | None = None
+    capacity: int = 40
+    page: int | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int = 16
+    dtype: str = "float32"
+    cache_dtype: str | None = None  # None: that of q
+    layout: str = "bshd"
+    packed: tuple[int, ...] | None = None  # rows of q, and of k, of each sequence
+    slots: bool = False
+    rotary: tuple[int, bool] | None = None  # dimensions, interleaved
+    positions: bool = False
+    leftpad: tuple[int, ...] | None = None
+    batch_idx: tuple[int, ...] | None = None
+    hole: int = -1  # in the block table, past the keys
+    pool: str = "own"  # "interleaved": K and V are views of one pool
+    one_length: bool = False  # cache_seqlens is an int
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: str | None = None  # "h" or "bh"
+    sink: bool = False
+    mask: str | None = None  # letters of bhqs, or 1; s is 3
+    split_size: int | None = None
+    descales: bool = False
+    seed: int = 0
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Appended rows of each sequence."""
+        if self.appended is None:
+            return (0,) * len(self.lengths)
+        return self.packed or (self.appended,) * len(self.lengths)
+
+    def call(self) -> CacheCall:
+        """The arrays of the case, always the same."""
+        rng = np.random.default_rng([self.seed, 7])
+        batch = len(self.lengths)
+        tokens = (sum(self.packed) + 2,) if self.packed else (batch, self.q_len)
+        q = rng.normal(size=(*tokens, self.heads, self.head_dim))
+        blocks, width, table = self._blocks(rng)
+        caches = [np.full((blocks, width, self.kv_heads, dim), np.nan) for dim in (self.head_dim, self.head_dim_v)]
+        for b, length in enumerate(self.lengths):
+            for j in range(length):
+                place = (table[b, j // width], j % width) if self.page else (self.batch_idx or range(batch))[b], j
+                place = place if self.page is None else place[0]
+                for cache in caches:
+                    cache[place] = rng.normal(size=cache.shape[2:])
+        options: dict[str, Any] = {"cache_seqlens": np.array(self.lengths, np.int32), "causal": self.causal}
+        if self.one_length:
+            options["cache_seqlens"] = self.lengths[0]
+        if self.page:
+            options["block_table"] = table
+        for name in ("window", "scale", "softcap", "split_size"):
+            options[name] = getattr(self, name)
+        if self.batch_idx is not None:
+            options["cache_batch_idx"] = np.array(self.batch_idx, np.int32)
+        if self.leftpad is not None:
+            options["cache_leftpad"] = np.array(self.leftpad, np.int32)
+            for b, pad in enumerate(self.leftpad):
+                for cache in caches:
+                    cache[(self.batch_idx or range(batch))[b], :pad] = np.nan
+        if self.packed:
+            options["cu_seqlens_q"] = np.cumsum([0, *self.packed], dtype=np.int32)
+            options["max_seqlen_q"] = max(self.packed)
+        if self.appended is not None:
+            new = tokens if self.packed else (batch, self.appended)
+            options |= {
+                name: rng.normal(size=(*new, self.kv_heads, dim))
+                for name, dim in (("k", self.head_dim), ("v", self.head_dim_v))
+            }
+        if self.slots:
+            options |= self._by_slots(table, width)
+        if self.rotary is not None:
+            angles = np.outer(np.arange(self.capacity + 8), 0.7 ** np.arange(self.rotary[0] // 2))
+            options |= {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+            options["rotary_interleaved"] = self.rotary[1]
+        if self.positions:
+            options["positions"] = rng.integers(0, self.capacity, tokens).astype(np.int32)
+        if self.alibi is not None:
+            shape = {"h": (self.heads,), "bh": (batch, self.heads)}[self.alibi]
+            options["alibi_slopes"] = rng.uniform(0, 0.5, shape).astype(np.float32)
+        if self.sink:
+            options["sink"] = rng.normal(size=self.heads)
+        if self.mask is not None:
+            sizes = {"b": batch, "h": self.heads, "q": self.q_len, "s": 3, "1": 1}
+            options["mask"] = np.asarray(rng.random([sizes[axis] for axis in self.mask]) < 0.6)
+        if self.descales:
+            options |= {
+                name: rng.uniform(0.5, 2, (batch, self.kv_heads)).astype(np.float32)
+                for name in ("k_descale", "v_descale")
+            }
+        dtype, cache_dtype = DTYPES[self.dtype], CACHE_DTYPES[self.cache_dtype or self.dtype]
+        options |= {
+            name: options[name].astype(dtype)
+            for name in ("k", "v", "rotary_cos", "rotary_sin", "sink")
+            if name in options
+        }
+        k_cache, v_cache = (cache.astype(cache_dtype) for cache in caches)
+        q = q.astype(dtype)
+        if self.layout == "bhsd":
+            options["layout"] = "bhsd"
+            k_cache, v_cache = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k_cache, v_cache))
+            if not self.packed:
+                q = np.ascontiguousarray(q.swapaxes(1, 2))
+                options |= {n: np.ascontiguousarray(options[n].swapaxes(1, 2)) for n in ("k", "v") if n in options}
+        if self.pool == "interleaved":  # one (blocks, 2, ...) pool, as flashinfer has it
+            both = np.stack([k_cache, v_cache], axis=1)
+            k_cache, v_cache = both[:, 0], both[:, 1]
+        return CacheCall(q, k_cache, v_cache, options)
+
+    def _blocks(self, rng):
+        """(blocks, keys of a block, table or None): shuffled pages, with some that no sequence has."""
+        batch = len(self.lengths)
+        if self.page is None:
+            return max(self.batch_idx or (batch - 1,)) + 1, self.capacity, None
+        columns = -(-self.capacity // self.page)
+        used = [-(-(length + rows) // self.page) for length, rows in zip(self.lengths, self.rows, strict=True)]
+        pages = rng.permutation(sum(used) + 3)
+        table = np.full((batch, columns), self.hole, np.int32)
+        for b, count in enumerate(used):
+            table[b, :count], pages = pages[:count], pages[count:]
+        return sum(used) + 3, self.page, table
+
+    def _by_slots(self, table, width):
+        """cache_seqlens that count all keys, and a slot for each row of k; some are dropped."""
+        slots = []
+        for b, (length, rows) in enumerate(zip(self.lengths, self.rows, strict=True)):
+            for j in range(length, length + rows):
+                page = b if table is None else int(table[b, j // width])
+                slots.append(page * width + j % width)
+        if self.packed:
+            slots += [-1] * 2
+        totals = np.add(self.lengths, self.rows).astype(np.int32)
+        return {"slots": np.array(slots, np.int64), "cache_seqlens": totals}
+
+
+def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]:
+    """(out, lse, k_cache, v_cache) by the formula in fp64, and in the precision of the call."""
+    skipped = ("split_size", "max_seqlen_q")
+    options = {name: value for name, value in call.options.items() if name not in skipped}
+    with np.errstate(invalid="ignore", over="ignore"):
+        return [reference.attention_with_kv_cache(*call[:3], **options, dtype=x) for x in (None, dtype)]
+
+
+def run(call: CacheCall, **options: Any) -> tuple[np.ndarray, ...]:
+    """(out, lse, k_cache, v_cache) of the library."""
+    ours = call.copied()
+    out, lse = cupy_flash.attention_with_kv_cache(*ours[:3], **ours.options, return_lse=True, **options)
+    return out, lse, ours.k_cache, ours.v_cache
+
+
+def check(case: CacheCase) -> None:
+    """Compare a call with the formula, and what it leaves in the caches."""
+    call, dtype = case.call(), DTYPES[case.dtype]
+    results, (exact, low) = run(call), references(call, dtype)
+    accumulation = np.float64 if case.dtype == "float64" else np.float32
+    for name, actual, expected, approximate in zip(
+        ("out", "lse", "k_cache", "v_cache"), results, exact, low, strict=True
+    ):
+        of = accumulation if name == "lse" else actual.dtype
+        assert_matches_reference(actual, expected, approximate, of, f"{name} of {case}")
+    for actual, before in zip(results[2:], call[1:3], strict=True):
+        written = sum(case.rows) * case.kv_heads * before.shape[-1]
+        assert np.count_nonzero(actual.view(f"u{actual.itemsize}") != before.view(f"u{actual.itemsize}")) <= written

@@ -1,0 +1,34 @@
+"""The Python blocks of the README and of docs/."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def python_blocks(text):
+    """(line number, code) of each ```python block."""
+    return [
+        (text[: found.start(1)].count("\n") + 1, found[1])
+        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    ]
+
+
+def blocks(cupy):
+    """The Python blocks of all pages, either those that import CuPy or the others."""
+    return [
+        pytest.param(page, line, code, id=f"{page.stem}-{line}")
+        for page in PAGES
+        for line, code in python_blocks(page.read_text(encoding="utf-8"))
+        if bool(re.search(r"\bimport cupy\b", code)) == cupy
+    ]
+
+
+BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
+
+
+def run_block(page, line, code):
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), {"__name__": page.stem})

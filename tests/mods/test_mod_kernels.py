@@ -1,0 +1,99 @@
+"""Mods in the kernels of simt and mma, in the simulator: against the dense formula, and hidden tiles are not loaded."""
+
+import numpy as np
+import pytest
+from cases import DTYPES, Case, check, run, run_kernels
+from helpers.tiers import in_tiers
+from mods import MASK_MODS, SCORE_MODS, arrays_of
+from planting import planted
+from test_mod_attention import BESIDE, by_autograd
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash.problem import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SIMT, MMA = dict(dtype="float32"), dict(dtype="float16")
+EACH = {
+    f"{name}-{engine}": Case(**{kind: name}, **dtype)
+    for engine, dtype in (("simt", SIMT), ("mma", MMA))
+    for kind, names in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS))
+    for name in names
+}
+BOTH = {
+    f"{name}-{engine}": Case(score_mod="relative", mask_mod="document", **(dtype | beside))
+    for engine, dtype in (("simt", SIMT), ("mma", MMA))
+    for name, beside in BESIDE.items()
+    if "dtype" not in beside
+}
+
+
+def kernels_of(case):
+    return run_kernels(case, engine="simt" if case.dtype in ("float32", "float64") else "mma")
+
+
+def check_kernels(case):
+    """Results and gradients, those of captured arrays included."""
+    result = kernels_of(case)
+    check(case, result)
+    expected = by_autograd(case) if case.score_mod is not None and case in EACH.values() else {}
+    if not expected:
+        return
+    arrays = cupy_flash.Mod(**{k: v for k, v in case.call().options.items() if k in ("score_mod", "mask_mod")}).arrays
+    names = [next(name for name, x in arrays_of(case).items() if np.array_equal(x, array)) for array in arrays]
+    on_cpu = dict(zip(names, run(case).dcaptured, strict=True))
+    for name, gradient in zip(names, result.dcaptured, strict=True):
+        assert (gradient is None) == (name not in expected), name
+        if gradient is not None:
+            assert_matches_reference(gradient, expected[name], on_cpu[name], DTYPES[case.dtype], f"{name} of {case}")
+
+
+@pytest.mark.parametrize("case", in_tiers(EACH, ["learned-twice-simt", "sliding-simt", "document-mma"]))
+def test_every_mod(case):
+    check_kernels(case)
+
+
+@pytest.mark.parametrize("case", in_tiers(BOTH, ["packed-mma", "bias-hides-simt"]))
+def test_mods_beside_every_option(case):
+    check_kernels(case)
+
+
+# A mask that hides much, over several tiles of every kernel.
+LONG = {name: dict(q_len=260, kv_len=260, heads=2, kv_heads=1, batch=1, head_dim=16, **dtype)
+        for name, dtype in (("simt", SIMT), ("mma", MMA))}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", in_tiers({name: name for name in LONG}, ["mma"]))
+def test_hidden_tiles_are_not_loaded(engine, watch):
+    """A sliding mask_mod reads less than causal attention, of which it hides most."""
+    read = {}
+    for name, option in (("sliding", dict(mask_mod="sliding")), ("causal", dict(causal=True))):
+        check(Case(**LONG[engine], **option), kernels_of(Case(**LONG[engine], **option)))
+        read[name] = {kernel: counters.global_bytes_read for kernel, counters in watch.counters.items()}
+    print(read)
+    for kernel in read["causal"].keys() & {"forward", "backward_kv", "backward_q"}:
+        assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
+
+
+PLANTS = {
+    "cut tiles count as full": ("(MASK_MOD && (may_hide & 1))", "(MASK_MOD && false)"),
+    "a visible tile is skipped": ("return advance(__ffs(may_see) - 1);", "return advance(__popc(may_see) - 1);"),
+    "the slope is not multiplied": ("derivative = times(derivative, by_score);", ""),
+}
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTS, ["cut tiles count as full"]))
+def test_planted_bugs_are_found(plant, monkeypatch):
+    case = Case(**LONG["simt"], score_mod="softcap", mask_mod="sliding")
+    with planted(monkeypatch, plant), pytest.raises(AssertionError):
+        check(case, kernels_of(case))
+
+
+def test_a_deterministic_order_of_captured_gradients_is_refused():
+    case = Case(score_mod="relative")
+    call = case.call()
+    options = call.options | dict(backend="simulator", deterministic=True)
+    out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, **options)
+    with pytest.raises(UnsupportedError, match="deterministic gradient of an array that score_mod captures"):
+        cupy_flash.attention_backward(call.dout, call.q, call.k, call.v, out, lse, **options)

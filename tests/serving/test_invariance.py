@@ -1,0 +1,95 @@
+"""With split_size, bits of a sequence depend on nothing but itself: at least three pieces in every call."""
+
+import numpy as np
+import pytest
+from cache_cases import CacheCall, CacheCase, run
+from forget import forget_plans
+
+import cupy_flash
+
+OPTIONS = {
+    "plain": {},
+    "bfloat16": dict(dtype="bfloat16"),
+    "multi-head": dict(kv_heads=4),
+    "group-of-3": dict(heads=6),
+    "window-alibi-sink": dict(window=(300, None), alibi="h", sink=True),
+    "wide": dict(head_dim=128, head_dim_v=128),
+}
+LENGTHS = (430, 1030, 7, 700)
+
+
+def case_of(options, **changes):
+    sizes = dict(lengths=LENGTHS, capacity=1100, q_len=2, appended=2, split_size=256, head_dim=32, head_dim_v=32)
+    return CacheCase(**sizes | options | changes)
+
+
+def at(call, rows):
+    """The sequences `rows` of a call on contiguous caches."""
+    options = {name: x[rows] if name in ("k", "v", "cache_seqlens") else x for name, x in call.options.items()}
+    return CacheCall(*(x[rows] for x in call[:3]), options)
+
+
+def assert_bits(actual, expected, rows):
+    """out and lse of sequences are bitwise those of a larger call."""
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        assert a.tobytes() == b[rows].tobytes()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_batch_changes_no_bit(options):
+    """Alone, permuted, and beside other sequences."""
+    call = case_of(options).call()
+    whole = run(call)
+    for rows in ([1], [3, 1, 0, 2], [0, 0, 3], [2, 1]):
+        assert_bits(run(at(call, rows)), whole, rows)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_pages_change_no_bit(options):
+    """Other page numbers, other columns of padding, another pool."""
+    one = run(case_of(options, page=64, capacity=1088).call())
+    call = case_of(options, page=64, capacity=1088).call()
+    shuffle = np.random.default_rng(3).permutation(len(call.k_cache) + 5)
+    pools = []
+    for cache in call[1:3]:
+        pool = np.full((len(shuffle), *cache.shape[1:]), np.nan, cache.dtype)
+        pool[shuffle[: len(cache)]] = cache
+        pools.append(pool)
+    table = call.options["block_table"]
+    table = np.where(table < 0, -1, shuffle[np.maximum(table, 0)]).astype(np.int32)
+    table = np.concatenate([table, np.full((len(table), 7), -1, np.int32)], axis=1)
+    other = run(CacheCall(call.q, *pools, call.options | {"block_table": table}))
+    assert_bits(other, one, slice(None))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("steps", [(700,), (256, 300, 144), (1, 5, 690, 3, 1)], ids=str)
+def test_chunks_of_a_prefill_change_no_bit(options, steps):
+    """A query has the bits that it has alone, a token at a time, however many queries there are beside it."""
+    sizes = dict(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, dtype="float32") | options
+    sample = CacheCase(**{**sizes, "lengths": (0,), "q_len": 700, "appended": 700, "capacity": 704}).call()
+    q, caches, rest = sample.q, sample.copied()[1:3], dict(sample.options, split_size=128)
+    k, v = rest.pop("k"), rest.pop("v")
+    outs, done = [], 0
+    for step in steps:
+        here = slice(done, done + step)
+        rest["cache_seqlens"] = done
+        outs.append(
+            cupy_flash.attention_with_kv_cache(q[:, here], *caches, k=k[:, here], v=v[:, here], **rest, return_lse=True)
+        )
+        done += step
+    for i in (0, 1, 5, 127, 128, 300, 695, 699):  # a step of a decode
+        rest["cache_seqlens"] = i + 1
+        out, lse = cupy_flash.attention_with_kv_cache(q[:, i : i + 1], *caches, **rest, return_lse=True)
+        assert np.concatenate([x[0] for x in outs], axis=1)[:, i].tobytes() == out[:, 0].tobytes()
+        assert np.concatenate([x[1] for x in outs], axis=2)[:, :, i].tobytes() == lse[:, :, 0].tobytes()
+
+
+def test_without_split_size_threads_change_no_bit(monkeypatch):
+    """Equal work is cut by the lengths alone, never by the number of threads."""
+    call = case_of({}, split_size=None).call()
+    expected = run(call)
+    monkeypatch.setattr("cupy_flash.engines.cpu_decode.threads", lambda device, tile, cost: 3)
+    forget_plans()
+    assert_bits(run(call), expected, slice(None))
+    forget_plans()

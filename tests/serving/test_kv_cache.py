@@ -1,0 +1,128 @@
+"""Attention on a KV cache against the formula on the gathered keys, in every option and layout."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cache_cases import CacheCall, CacheCase, check, run
+
+import cupy_flash
+import cupy_flash.reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CASES = {
+    "plain": CacheCase(),
+    "one-length": CacheCase(lengths=(7, 7), one_length=True),
+    "full": CacheCase(lengths=(40, 40)),
+    "empty": CacheCase(lengths=(0, 0, 3)),
+    "empty-sink": CacheCase(lengths=(0, 9), sink=True),
+    "more-queries-than-keys": CacheCase(lengths=(2, 9), q_len=5),
+    "several-queries": CacheCase(q_len=4),
+    "not-causal": CacheCase(q_len=4, causal=False),
+    "append": CacheCase(appended=1),
+    "append-several": CacheCase(appended=4, q_len=4),
+    "append-fewer-than-queries": CacheCase(appended=2, q_len=4),
+    "append-more-than-queries": CacheCase(appended=5, q_len=2),
+    "append-to-empty": CacheCase(lengths=(0, 0), appended=3, q_len=3),
+    "append-to-the-end": CacheCase(lengths=(37, 20), appended=3, q_len=1),
+    "no-queries": CacheCase(q_len=0, appended=2),
+    "no-batch": CacheCase(lengths=(), appended=1),
+    "bhsd": CacheCase(layout="bhsd", appended=2, q_len=2),
+    "interleaved": CacheCase(pool="interleaved", appended=2),
+    "paged": CacheCase(page=8, appended=1),
+    "paged-holes": CacheCase(page=4, hole=2**31 - 1, appended=3, q_len=3),
+    "paged-bhsd": CacheCase(page=8, layout="bhsd", appended=2, q_len=2),
+    "paged-interleaved": CacheCase(page=16, pool="interleaved", appended=2),
+    "paged-interleaved-bhsd": CacheCase(page=4, pool="interleaved", layout="bhsd", q_len=3),
+    "batch-idx": CacheCase(batch_idx=(3, 1), appended=2),
+    "leftpad": CacheCase(leftpad=(2, 9), q_len=2),
+    "leftpad-hides-all": CacheCase(leftpad=(30, 0), lengths=(20, 10)),
+    "slots": CacheCase(slots=True, appended=2, q_len=2),
+    "slots-paged": CacheCase(slots=True, appended=3, q_len=2, page=4),
+    "slots-rotary": CacheCase(slots=True, appended=3, q_len=2, page=4, rotary=(8, True)),
+    "packed": CacheCase(packed=(3, 1), appended=0),
+    "packed-zero-rows": CacheCase(lengths=(4, 9, 11), packed=(0, 5, 1), appended=0, page=8),
+    "packed-reads": CacheCase(lengths=(9, 30), packed=(4, 2)),
+    "packed-slots": CacheCase(lengths=(9, 30), packed=(4, 2), appended=0, slots=True, page=16, rotary=(16, False)),
+    "packed-bhsd": CacheCase(packed=(3, 1), appended=0, layout="bhsd"),
+    "packed-options": CacheCase(packed=(3, 1), window=(6, None), alibi="bh", sink=True, softcap=1.5),
+    "rotary-interleaved": CacheCase(rotary=(16, True), appended=2, q_len=2),
+    "rotary-halves": CacheCase(rotary=(16, False), appended=2, q_len=2),
+    "rotary-some-dimensions": CacheCase(rotary=(6, False), appended=1, q_len=3),
+    "rotary-not-causal": CacheCase(rotary=(8, True), appended=3, q_len=3, causal=False),
+    "rotary-empty": CacheCase(rotary=(8, True), lengths=(0, 4)),
+    "rotary-positions": CacheCase(rotary=(8, True), appended=3, q_len=3, positions=True),
+    "rotary-positions-packed": CacheCase(rotary=(8, True), packed=(2, 3), appended=0, positions=True, page=8),
+    "rotary-bfloat16": CacheCase(rotary=(16, True), appended=2, q_len=2, dtype="bfloat16"),
+    "window": CacheCase(window=(6, None), q_len=3),
+    "window-not-causal": CacheCase(window=(6, 1), q_len=5, causal=False),
+    "scale": CacheCase(scale=-2.5),
+    "softcap": CacheCase(softcap=1.5, scale=1.0),
+    "alibi": CacheCase(alibi="h", q_len=3),
+    "alibi-per-sequence": CacheCase(alibi="bh", q_len=2, causal=False),
+    "sink": CacheCase(sink=True, q_len=2),
+    "tree": CacheCase(mask="bhqs", q_len=3, appended=3, causal=False, rotary=(8, True), positions=True),
+    "mask-shared": CacheCase(mask="11qs", q_len=2, page=8),
+    "mask-longer-than-keys": CacheCase(mask="b1qs", q_len=2, lengths=(1, 2), sink=True),
+    "one-head": CacheCase(heads=1, kv_heads=1, appended=1),
+    "many-heads": CacheCase(heads=40, kv_heads=1, q_len=5),
+    "wide-values": CacheCase(head_dim_v=40, appended=1, page=8),
+    "odd-dims": CacheCase(head_dim=7, head_dim_v=3, rotary=(6, True), appended=1),
+    "float16": CacheCase(dtype="float16", appended=1, q_len=3),
+    "bfloat16": CacheCase(dtype="bfloat16", appended=1, page=8),
+    "float64": CacheCase(dtype="float64", appended=1, alibi="h", softcap=2.0),
+    "fp8": CacheCase(dtype="bfloat16", cache_dtype="float8_e4m3fn", appended=2),
+    "fp8-descales": CacheCase(dtype="float16", cache_dtype="float8_e4m3fn", appended=1, descales=True, page=4),
+    "long": CacheCase(lengths=(2900, 300), capacity=3000, q_len=2, appended=1, sink=True, head_dim=8, head_dim_v=8),
+    "long-paged": CacheCase(lengths=(2900, 300), capacity=3072, page=512, appended=1, head_dim=8, head_dim_v=8),
+    "long-window": CacheCase(lengths=(2900, 300), capacity=3000, window=(400, None), q_len=3, head_dim=8, head_dim_v=8),
+    "long-chunk": CacheCase(lengths=(290, 500), capacity=800, q_len=200, appended=200, head_dim=8, head_dim_v=8),
+}  # fmt: skip
+IDS = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+
+
+@IDS
+def test_the_formula(case):
+    check(case)
+
+
+@IDS
+def test_split_size(case):
+    check(replace(case, split_size=64))
+
+
+@pytest.mark.parametrize("page", [1, 2, 8, 16, 64, 256])
+@pytest.mark.parametrize("split_size", [None, 128])
+def test_every_page_size(page, split_size):
+    """Lengths around the ends of pages, with an append across them."""
+    lengths = tuple({0, 1, page - 1, page, page + 1, 300 - 2})
+    check(CacheCase(lengths=lengths, page=page, capacity=-(-300 // page) * page, appended=2, q_len=2,
+                    split_size=split_size, heads=2, kv_heads=1, head_dim=8, head_dim_v=8))  # fmt: skip
+
+
+def test_the_capacity_changes_no_bit():
+    """A full cache and a longer one with the same lengths (pieces cut by the capacity would differ)."""
+    case = CacheCase(lengths=(300, 1200), capacity=1300, head_dim=8, head_dim_v=8)
+    one, longer = run(case.call()), run(replace(case, capacity=9000).call())
+    for a, b in zip(one[:2], longer[:2], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tokens_one_at_a_time_in_chunks_or_at_once():
+    """The same tokens through a cache in any steps: the same to rounding, and the same cache to the bit."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 12, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    results = []
+    for steps in ([1] * 12, [5, 4, 3], [12]):
+        caches, outs, done = np.full((2, 2, 20, 2, 8), np.nan, np.float32), [], 0
+        for step in steps:
+            here = slice(done, done + step)
+            call = CacheCall(q[:, here], *caches, dict(k=k[:, here], v=v[:, here], cache_seqlens=done))
+            outs.append(cupy_flash.attention_with_kv_cache(*call[:3], **call.options))
+            done += step
+        results.append((np.concatenate(outs, axis=1), caches))
+    expected, _ = cupy_flash.reference.attention(q, k, v, causal=True)
+    for out, caches in results:
+        np.testing.assert_array_equal(caches, results[0][1])
+        np.testing.assert_allclose(out, expected, atol=2e-6)

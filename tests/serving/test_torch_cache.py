@@ -1,0 +1,168 @@
+"""KV caches of torch tensors: the formula, in place, no gradients, torch.compile without a copy of a cache."""
+
+import numpy as np
+import pytest
+import torch
+from cache_cases import CacheCase, references
+from tolerance import assert_matches_reference
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+
+import cupy_flash
+
+
+def as_tensor(x):
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.dtype.name in ("bfloat16", "float8_e4m3fn"):
+        return torch.from_numpy(x.view(f"u{x.dtype.itemsize}").copy()).view(getattr(torch, x.dtype.name))
+    return torch.from_numpy(x.copy())
+
+
+def tensors_of(call):
+    return [as_tensor(x) for x in call[:3]], {name: as_tensor(x) for name, x in call.options.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CacheCase(appended=2, q_len=2, rotary=(8, True)),
+        CacheCase(page=8, appended=1, dtype="bfloat16", alibi="h", sink=True),
+        CacheCase(dtype="bfloat16", cache_dtype="float8_e4m3fn", appended=1, descales=True),
+        CacheCase(packed=(3, 1), appended=0, page=4),
+        CacheCase(lengths=(7, 7), one_length=True, layout="bhsd", mask="11qs", split_size=64),
+    ],
+    ids=["rotary", "paged-bfloat16", "fp8", "packed", "bhsd-mask"],
+)
+def test_the_formula(case):
+    call = case.call()
+    arrays, options = tensors_of(call)
+    out, lse = cupy_flash.attention_with_kv_cache(*arrays, **options, return_lse=True)
+    exact, low = references(call, call.q.dtype)
+    assert out.dtype == arrays[0].dtype and lse.dtype == torch.float32
+    assert_matches_reference(out.float(), exact[0], low[0], call.q.dtype, "out")
+    assert_matches_reference(lse, exact[1], low[1], np.float32, "lse")
+    for tensor, expected, approximate in zip(arrays[1:], exact[2:], low[2:], strict=True):
+        assert_matches_reference(tensor.float(), expected, approximate, expected.dtype, "cache")
+
+
+def step(**changes):
+    """(q, caches, options) of a step that appends."""
+    arrays, options = tensors_of(CacheCase(appended=1, **changes).call())
+    return arrays, options
+
+
+def test_out_is_the_callers_tensor():
+    (q, *caches), options = step()
+    out = torch.full_like(q, torch.nan)
+    assert cupy_flash.attention_with_kv_cache(q, *caches, **options, out=out) is out
+    assert not out.isnan().any()
+
+
+def test_a_cache_records_no_gradients():
+    """A silent detachment would lose them."""
+    (q, *caches), options = step()
+    for name in ("q", "k"):
+        x = q if name == "q" else options["k"]
+        x.requires_grad_()
+        with pytest.raises(ValueError, match=f"{name} require grad, .* call it under torch.no_grad"):
+            cupy_flash.attention_with_kv_cache(q, *caches, **options)
+        with torch.no_grad():
+            assert not cupy_flash.attention_with_kv_cache(q, *caches, **options).requires_grad
+        x.requires_grad_(False)
+    options["k"].requires_grad_()
+    rest = {name: options[name] for name in ("k", "v", "cache_seqlens")}
+    with pytest.raises(ValueError, match="append_to_kv_cache(.|\n)*k require grad"):
+        cupy_flash.append_to_kv_cache(rest["k"], rest["v"], *caches, cache_seqlens=rest["cache_seqlens"])
+
+
+def test_an_append_counts_as_a_change_in_place():
+    """autograd refuses a backward through a tensor that was saved before it was overwritten."""
+    (q, *caches), options = step()
+    versions = [cache._version for cache in caches]
+    cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=options["cache_seqlens"])
+    assert [cache._version for cache in caches] == versions
+    cupy_flash.attention_with_kv_cache(q, *caches, **options)
+    assert all(cache._version > version for cache, version in zip(caches, versions, strict=True))
+
+
+def test_append():
+    arrays, options = step(page=8)
+    expected, _ = step(page=8)
+    cupy_flash.attention_with_kv_cache(*expected, **options)
+    rest = {name: options[name] for name in ("cache_seqlens", "block_table")}
+    assert cupy_flash.append_to_kv_cache(options["k"], options["v"], *arrays[1:], **rest) is None
+    for cache, same in zip(arrays[1:], expected[1:], strict=True):
+        torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
+
+
+def test_compiled_without_a_copy_of_a_cache():
+    """Traced in one graph; a second length needs no new one; nothing clones a cache or reads it again."""
+    graphs = []
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(inference_compiler=compiler, fw_compiler=compiler))
+    def decode(q, k_cache, v_cache, options):
+        out = cupy_flash.attention_with_kv_cache(q * 1, k_cache, v_cache, **options)
+        return out + 1
+
+    arrays, options = step()
+    expected, _ = step()
+    for _ in range(2):
+        out = decode(*arrays, options)
+        eager = cupy_flash.attention_with_kv_cache(*expected, **options) + 1
+        torch.testing.assert_close(out, eager, rtol=0, atol=0)
+        for cache, same in zip(arrays[1:], expected[1:], strict=True):
+            torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
+        options["cache_seqlens"] = options["cache_seqlens"] + 1
+    assert len(graphs) == 1
+    names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("auto_functionalized" in name for name in names) == 1
+    assert not any("clone" in name or "copy" in name for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+def test_inductor_writes_to_the_caches():
+    """Inductor turns the functional form back into writes in place: its program has no copy of a cache."""
+    (q, *caches), options = step()
+
+    @torch.compile(fullgraph=True, backend="inductor")
+    def decode(q, k_cache, v_cache, options):
+        return cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options)
+
+    with torch.no_grad():
+        _, programs = run_and_get_code(decode, q, *caches, options)
+    call = programs[0].partition("def call")[2].partition("def get_args")[0]
+    assert "attention_with_kv_cache" in call and "clone" not in call and "copy_(" not in call
+    for cache, rows in zip(caches, (options["k"], options["v"]), strict=True):
+        for b, length in enumerate(options["cache_seqlens"].tolist()):
+            torch.testing.assert_close(cache[b, length], rows[b, 0], rtol=0, atol=0)
+
+
+def test_opcheck():
+    """Schema (mutation included), autograd registration and fake kernel agree with the operator."""
+    (q, *caches), options = step()
+    from cupy_flash.adapters.torch import cache
+
+    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
+    asked = cache.CacheOptions(**options)
+    arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(asked)}, asked, ())
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(cache.attention_with_kv_cache, arguments, test_utils=tests)
+
+
+def test_all_reasons_at_once():
+    (q, *caches), options = step()
+    options |= {"cache_seqlens": options["cache_seqlens"].long(), "causal": "top_left", "v": None}
+    with pytest.raises(TypeError) as error:
+        cupy_flash.attention_with_kv_cache(q, *caches, **options)
+    for text in (
+        "cache_seqlens must be int32, not int64",
+        "to(torch.int32)",
+        "causal must be True or False",
+        "k and v",
+    ):
+        assert text in str(error.value)

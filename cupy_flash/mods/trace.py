@@ -45,7 +45,12 @@ class Mod:
     Give it as score_mod= or mask_mod= in place of the functions that it was made of. It keeps the arrays and numbers
     that the functions had captured when it was made; contents of the arrays are read in every call.
 
-    Raises TypeError if a function does what cannot be traced, with the user's line and what to write instead.
+    Args:
+        score_mod: a function (score, b, h, q_idx, kv_idx) -> score.
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend.
+
+    Raises:
+        TypeError: a function does what cannot be traced; the message has the user's line and what to write instead.
     """
 
     __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
@@ -65,7 +70,11 @@ class Mod:
             setattr(self, name, getattr(mod, name))
 
     def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
-        """The same mod of other arrays, of the same dtypes and ranks."""
+        """The same mod with other arrays.
+
+        Args:
+            arrays: of the same dtypes and ranks, in the same order.
+        """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
     def __repr__(self) -> str:

@@ -82,6 +82,16 @@ def check_buckets(engine, backward, q_lengths):
             assert chosen.launches == MODULES[engine].launches(exact, device, chosen.tile)
 
 
+@pytest.mark.parametrize("engine", MODULES)
+def test_an_engine_serves_a_bucket_or_refuses_it(engine):
+    """An engine with a limit of lengths has it at the end of a bucket: else lengths that it serves would be refused."""
+    problem, device = problems(engine, backward=False)
+    for q_len, kv_len in product((*range(20), 33, 100), repeat=2):
+        exact = problem._replace(q_len=q_len, kv_len=kv_len, engine=engine)
+        of_exact, of_last = (MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact)))
+        assert bool(of_exact) == bool(of_last), (q_len, kv_len, of_exact, of_last)
+
+
 def test_a_growing_cache_of_keys_plans_once_per_bucket():
     """A decode has a new length at every step."""
     problem, device = problems("mma", backward=False)
@@ -171,3 +181,4 @@ def test_explain_says_which_bucket():
     q, k = np.zeros((1, 1, 2, 16), np.float32), np.zeros((1, 1100, 2, 16), np.float32)
     text = cupy_flash.explain(q, k, k)
     assert "bucket     1 queries x 1025 to 1280 keys" in text and "1 queries x 1100 keys" in text
+    assert "takes at most 8 queries, not 1100" in cupy_flash.explain(k, k, k)  # its own lengths, not the bucket's

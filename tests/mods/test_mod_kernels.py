@@ -5,7 +5,6 @@ import pytest
 from cases import DTYPES, Case, check, run, run_kernels
 from helpers.tiers import in_tiers
 from mods import MASK_MODS, SCORE_MODS, arrays_of
-from planting import planted
 from test_mod_attention import BESIDE, by_autograd
 from tolerance import assert_matches_reference
 
@@ -71,23 +70,25 @@ def test_hidden_tiles_are_not_loaded(engine, watch):
     for name, option in (("sliding", dict(mask_mod="sliding")), ("causal", dict(causal=True))):
         check(Case(**LONG[engine], **option), kernels_of(Case(**LONG[engine], **option)))
         read[name] = {kernel: counters.global_bytes_read for kernel, counters in watch.counters.items()}
-    print(read)
-    for kernel in read["causal"].keys() & {"forward", "backward_kv", "backward_q"}:
+    # The backward_kv of mma has other tiles under the causal mask.
+    for kernel in ("forward", "backward_q") + ("backward_kv",) * (engine == "simt"):
         assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
 
 
 PLANTS = {
-    "cut tiles count as full": ("(MASK_MOD && (may_hide & 1))", "(MASK_MOD && false)"),
-    "a visible tile is skipped": ("return advance(__ffs(may_see) - 1);", "return advance(__popc(may_see) - 1);"),
-    "the slope is not multiplied": ("derivative = times(derivative, by_score);", ""),
+    "cut tiles count as full": ("walk.cuh", "(MASK_MOD && (may_hide & 1))", "(MASK_MOD && false)"),
+    "a visible tile is skipped": ("walk.cuh", "advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))"),
+    "the slope is not multiplied": ("score.cuh", "derivative = times(derivative, by_score);", ""),
 }
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTS, ["cut tiles count as full"]))
-def test_planted_bugs_are_found(plant, monkeypatch):
+def test_planted_bugs_are_found(plant, changed_kernels):
+    changed_kernels(*plant)
     case = Case(**LONG["simt"], score_mod="softcap", mask_mod="sliding")
-    with planted(monkeypatch, plant), pytest.raises(AssertionError):
-        check(case, kernels_of(case))
+    result = kernels_of(case)
+    with pytest.raises(AssertionError):
+        check(case, result)
 
 
 def test_a_deterministic_order_of_captured_gradients_is_refused():

@@ -9,7 +9,16 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import captured_refusals, grid_refusals, known_constants, nonempty, owned_launches, sequences, with_mods
+from .shared import (
+    captured_reads,
+    captured_refusals,
+    grid_refusals,
+    known_constants,
+    nonempty,
+    owned_launches,
+    sequences,
+    with_mods,
+)
 from .simt import captured_launches
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -112,7 +121,7 @@ def bias_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _needs_bias_tile(problem: Problem) -> bool:
-    return problem.bias is not None or (problem.deterministic and any(problem.captured_gradient))
+    return problem.bias is not None or any(read.is_owned for read in captured_reads(problem))
 
 
 def alike(tile: Tiles) -> object:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
+
+if TYPE_CHECKING:
+    from ..mods.derive import Read
 
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 Grid = tuple[int, int, int]
@@ -100,17 +104,13 @@ def captured_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    if any(problem.captured_gradient) and problem.deterministic:
-        from ..mods.derive import gradient_reads  # imported by the first call that has a mod
-
-        reads = gradient_reads(problem.mods, problem.captured_gradient)
-        computed = sorted({read.slot for read in reads if read.axes is None})
-        if computed:
-            names = ", ".join(f"array{slot}" for slot in computed)
-            reasons.append(
-                f"the deterministic gradient of {names}, which score_mod reads at computed or repeated indices: "
-                "kernels add to it in any order"
-            )
+    shared = sorted({read.slot for read in captured_reads(problem) if not read.is_owned})
+    if shared and problem.deterministic:
+        names = ", ".join(f"array{slot}" for slot in shared)
+        reasons.append(
+            f"the deterministic gradient of {names}, which score_mod reads at computed or repeated indices: kernels "
+            "add to it in any order"
+        )
     return reasons
 
 
@@ -138,19 +138,28 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     return launches
 
 
-def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
-    """The launches of backward_bias for deterministic gradients of captured arrays, one for each read of such an array.
+def captured_reads(problem: Problem) -> tuple[Read, ...]:
+    """The reads by score_mod whose gradients a backward computes.
 
-    `tile` is (queries, keys) of a block, which owns the elements whose sums it computes; `launch` makes the launch of a
-    grid. Empty if no such gradient is wanted.
+    A block owns the elements of some and sums them (`owned_launches`), which is deterministic; the others any score may
+    add to (`simt.captured_launches`).
     """
-    if not (problem.deterministic and any(problem.captured_gradient)):
-        return []
+    if not any(problem.captured_gradient):
+        return ()
     from ..mods.derive import gradient_reads  # imported by the first call that has a mod
 
+    return gradient_reads(problem.mods, problem.captured_gradient)
+
+
+def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
+    """The launches of backward_bias that sum the gradients of captured arrays, one for each read that is owned.
+
+    `tile` is (queries, keys) of a block; `launch` makes the launch of a grid.
+    """
     launches = []
-    for n, read in enumerate(gradient_reads(problem.mods, problem.captured_gradient)):
-        inputs = read.axes or {}
+    for n, read in enumerate(captured_reads(problem)):
+        if (inputs := read.axes) is None:
+            continue
         q_tiles = -(-problem.q_len // tile[0]) if "q" in inputs else 1
         kv_tiles = -(-problem.kv_len // tile[1]) if "kv" in inputs else 1
         grid = (

@@ -9,6 +9,7 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    captured_reads,
     captured_refusals,
     dtype_refusals,
     grid_refusals,
@@ -120,7 +121,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch("simt/backward_q", (q_tiles, problem.heads, sequences(problem))),
     ]
-    if any(problem.captured_gradient) and not problem.deterministic:
+    if not all(read.is_owned for read in captured_reads(problem)):
         backward.append(launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
@@ -133,8 +134,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
-    """The launch that adds up the gradients of captured arrays in any order, for all engines; empty if not wanted."""
-    if problem.deterministic or not any(problem.captured_gradient):
+    """The launch that adds to the gradients of captured arrays which no block owns, for all engines; empty without."""
+    if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))
     return [x for x in launches(problem, device, largest) if x.kernel == "simt/backward_captured"]

@@ -136,13 +136,12 @@ def _headers(
     mods: str, backward: bool, largest: int, wanted: tuple[bool, ...], read: int | None
 ) -> tuple[tuple[str, str], ...]:
     program = parse(mods)
-    by, target = None, None
-    if read is not None:
-        target = gradient_reads(mods, wanted)[read]
-        by = Derivative(target.factor, ())
-    elif backward and program.score is not None:
-        by = derivative(program.score)
-    text = mod_struct(program, by, largest, wanted, target)
+    reads = gradient_reads(mods, wanted)
+    by = derivative(program.score) if backward and program.score is not None else None
+    if read is None:
+        text = mod_struct(program, by, largest, wanted, reads)
+    else:
+        text = mod_struct(program, Derivative(reads[read].factor, ()), largest, wanted, target=reads[read])
     return ("captured.cuh", captured_struct(program, wanted)), ("traced.cuh", text)
 
 
@@ -151,13 +150,15 @@ def mod_struct(
     by: Derivative | None = None,
     largest: int = SMALL,
     wanted: tuple[bool, ...] = (),
+    reads: tuple[Read, ...] = (),
     target: Read | None = None,
 ) -> str:
     """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
 
-    `target` is the read by which `by` is the derivative, where it is not by the score.
+    `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
+    the score.
     """
-    return "\n".join([*_Writer(program, by, largest, wanted, target).struct(), ""])
+    return "\n".join([*_Writer(program, by, largest, wanted, reads, target).struct(), ""])
 
 
 class _Writer:
@@ -169,12 +170,13 @@ class _Writer:
         by: Derivative | None,
         largest: int,
         wanted: tuple[bool, ...],
+        reads: tuple[Read, ...],
         target: Read | None,
     ) -> None:
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
         self.slope = None if by is None else by.slope
-        # (an element that is read, the derivative by it), of the arrays that get a gradient
-        self.reads = [] if by is None else [(load, d) for load, d in by.loads if any(wanted) and wanted[load.value]]
+        # (an element that is read, the derivative by it), of the reads to whose elements any score may add
+        self.reads = [(read.element, read.factor) for read in reads if not read.is_owned]
         self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
         for load, d in self.reads:
             self.roots += [d, *load.args]

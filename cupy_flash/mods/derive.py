@@ -32,8 +32,14 @@ class Read(NamedTuple):
     """
 
     slot: int
+    element: Node  # the load
     factor: Node  # the derivative of the new score by the element
     axes: dict[str, int] | None  # the axis that each input indexes; None where an index is no input, or repeats one
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether a block can own the elements that its scores read, so that nothing else adds to them."""
+        return self.axes is not None
 
 
 @lru_cache(maxsize=256)
@@ -43,7 +49,7 @@ def gradient_reads(mods: str, captured_gradient: tuple[bool, ...]) -> tuple[Read
     if score is None:
         return ()
     return tuple(
-        Read(load.value, factor, _axes(load))
+        Read(load.value, load, factor, _axes(load))
         for load, factor in derivative(score).loads
         if captured_gradient[load.value]
     )

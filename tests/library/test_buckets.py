@@ -65,12 +65,12 @@ def test_a_bucket_shares_its_tile(engine, backward):
 
 
 def test_a_bucket_of_few_queries_shares_its_tile():
-    check_buckets("cpu_decode", False, (1, 3, 8))
+    check_buckets("cpu_decode", False, (1, 3, 8), (65, 137, 2100))
 
 
-def check_buckets(engine, backward, q_lengths):
+def check_buckets(engine, backward, q_lengths, kv_lengths=(7, 137, 2100)):
     problem, device = problems(engine, backward)
-    for q_length, kv_length in product(q_lengths, (7, 137, 2100)):
+    for q_length, kv_length in product(q_lengths, kv_lengths):
         lasts = (bucket_of(q_length)[1], bucket_of(kv_length)[1])
         of_bucket = plan(problem._replace(q_len=lasts[0], kv_len=lasts[1]), device)
         shared = (of_bucket.engine, of_bucket.tile, of_bucket.threads, of_bucket.cost, of_bucket.refused)

@@ -57,8 +57,11 @@ struct BiasTile {
     for (int n = threadIdx.x; n < rows * columns; n += THREADS) {
       int row = n / columns, column = n % columns;
       real sum = 0;
-      for (int r = row; r < (all_rows ? BLOCK_Q : row + 1); ++r)
-        for (int c = column; c < (all_columns ? BLOCK_KV : column + 1); ++c) sum += dS[r * stride + c];
+      for (int r = row; r < (all_rows ? BLOCK_Q : row + 1); ++r) {
+        real of_row = 0;  // a single running sum over the tile would round more often
+        for (int c = column; c < (all_columns ? BLOCK_KV : column + 1); ++c) of_row += dS[r * stride + c];
+        sum += of_row;
+      }
       long long element = first + row * x.row + column * x.column;
       if constexpr (CAPTURED_GRADIENT)
         ((real*)x.data)[element] += sum;

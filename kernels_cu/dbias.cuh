@@ -64,7 +64,7 @@ struct BiasTile {
       }
       long long element = first + row * x.row + column * x.column;
       if constexpr (CAPTURED_GRADIENT)
-        ((real*)x.data)[element] += sum;
+        ((Mod::Sum*)x.data)[element] += sum;
       else
         ::store((bias_element*)x.data + element, sum);
     }

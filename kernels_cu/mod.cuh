@@ -15,6 +15,7 @@ struct DenseGradient {
 #include "traced.cuh"
 #else
 struct Mod {
+  using Sum = real;
   __device__ Mod(const Params& p, int batch) {}
 };
 #endif

@@ -121,14 +121,16 @@ __device__ inline Interval<int> narrowed(Interval<long long> x) {
   return {(int)min(max(x.lo, 0ll), 2147483647ll), (int)min(max(x.hi, 0ll), 2147483647ll)};
 }
 
-// Sums of the gradient of a captured array, contiguous.
-__device__ inline void add_to(void* sums, long long place, real x) {
-  atomicAdd((real*)sums + place, x);
+// Sums of the gradient of a captured array, contiguous: in double unless few scores read an element.
+template <typename Sum>
+__device__ void add_to(Sum* sums, long long place, real x) {
+  atomicAdd(sums + place, (Sum)x);
 }
-__device__ inline void clear(void* sums, long long count, int thread, int threads) {
-  for (long long n = thread; n < count; n += threads) ((real*)sums)[n] = 0;
+template <typename Sum>
+__device__ void clear(Sum* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) sums[n] = 0;
 }
-template <typename Element>
-__device__ void round_to(Element* gradient, const void* sums, long long count, int thread, int threads) {
-  for (long long n = thread; n < count; n += threads) store(gradient + n, ((const real*)sums)[n]);
+template <typename Element, typename Sum>
+__device__ void round_to(Element* gradient, const Sum* sums, long long count, int thread, int threads) {
+  for (long long n = thread; n < count; n += threads) store(gradient + n, (real)sums[n]);
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from ..arrays import Array, empty
 from ..problem import Operands, Problem
-from .cuda_code import captured_numbers, captured_struct, chunked, table_of
+from .cuda_code import captured_numbers, captured_struct, chunked, few_reads, table_of
 from .ir import parse
 
 
@@ -25,7 +27,8 @@ class Captured:
             self.workspaces[f"chunks{slot}"] = empty(shape, dtype, operands.q)
         for slot, array in enumerate(operands.captured):
             if self.wanted[slot]:
-                self.workspaces[f"sums{slot}"] = empty(array.shape, problem.accumulation, operands.q)
+                dtype = problem.accumulation if few_reads(self.program, slot) else np.dtype(np.float64)
+                self.workspaces[f"sums{slot}"] = empty(array.shape, dtype, operands.q)
                 self.workspaces[f"gradient{slot}"] = empty(array.shape, array.dtype, operands.q)
 
     @property

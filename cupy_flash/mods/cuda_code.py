@@ -112,6 +112,12 @@ def chunked(program: Program) -> tuple[int, ...]:
     return tuple(sorted({load.value for load in loads if load.args[-1].inputs & {"h", "q", "kv"}}))
 
 
+def few_reads(program: Program, slot: int) -> bool:
+    """Whether each element of a captured array is read by few scores: those of one query and key."""
+    loads = (node for node in order(program.roots) if node.op == "load" and node.value == slot)
+    return all({"q", "kv"} <= {index.op for index in load.args} for load in loads)
+
+
 def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
     """(shape, dtype) of the table of a chunked array: (rows, chunks, least and greatest)."""
     kind = _Value("", _limits(program.arrays[slot].dtype)).type
@@ -263,18 +269,18 @@ class _Writer:
             lines.append(f"    if (leader && x{n} != 0) {self._addition(self.reads[n][0], f'x{n}')}")
         lines += ["  }", "  static __device__ void clear_sums(const Params& p, int thread, int threads) {"]
         slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
-        lines += [f"    clear(p.captured.sums{slot}, {self._count(slot)}, thread, threads);" for slot in slots]
+        lines += [f"    clear({self._sums(slot)}, {self._count(slot)}, thread, threads);" for slot in slots]
         lines += ["  }", "  static __device__ void round_sums(const Params& p, int thread, int threads) {"]
         for slot in slots:
             gradient = f"({STORED[self.program.arrays[slot].dtype]}*)p.captured.gradient{slot}"
-            lines.append(f"    round_to({gradient}, p.captured.sums{slot}, {self._count(slot)}, thread, threads);")
+            lines.append(f"    round_to({gradient}, {self._sums(slot)}, {self._count(slot)}, thread, threads);")
         return [*lines, "  }", *self._gradient()]
 
     def _gradient(self) -> list[str]:
         """Where the sums of `target` go, as the gradient of a bias that broadcasts over the inputs it does not read."""
-        lines = ["  static __device__ DenseGradient gradient(const Params& p) {"]
+        function = "  static __device__ DenseGradient gradient(const Params& p) {"
         if self.target is None:
-            return [*lines, "    return {};", "  }"]
+            return ["  using Sum = real;", function, "    return {};", "  }"]
         slot, axes = self.target.slot, self.target.axes
         assert axes is not None  # no engine sums another read this way
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
@@ -283,7 +289,8 @@ class _Writer:
         ]
         rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
         return [
-            *lines,
+            f"  using Sum = {self._sum_type(slot)};",
+            function,
             f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};",
             f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};",
             "  }",
@@ -300,7 +307,13 @@ class _Writer:
             inside = self._clamped(load, axis, index)
             place = inside if axis == 0 else f"({place}) * p.captured.size{load.value}_{axis} + {inside}"
             place = f"(long long){place}" if axis == 0 else place
-        return f"add_to(p.captured.sums{load.value}, {place}, {product});"
+        return f"add_to({self._sums(load.value)}, {place}, {product});"
+
+    def _sum_type(self, slot: int) -> str:
+        return "real" if few_reads(self.program, slot) else "double"
+
+    def _sums(self, slot: int) -> str:
+        return f"({self._sum_type(slot)}*)p.captured.sums{slot}"
 
     # ---- values
 

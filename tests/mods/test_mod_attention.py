@@ -318,6 +318,10 @@ def test_one_error_has_every_reason():
         )
     for reason in ("softcap must be positive", "where(condition, a, b) instead of if", "k and v must have one length"):
         assert reason in str(error.value)
+    tables = [np.ones(23) for _ in range(33)]
+    with pytest.raises(ValueError, match="a mod reads at most 32 arrays") as error:
+        cupy_flash.attention(call.q, call.k, call.v, score_mod=lambda s, b, h, q, kv: sum((t[kv] for t in tables), s))
+    assert not isinstance(error.value, TypeError)
     jax = pytest.importorskip("jax")
     table = jax.numpy.ones(30)
     with pytest.raises(TypeError, match="all arrays must be of one type, not jax and numpy"):

@@ -61,8 +61,9 @@ constexpr bool ALIBI = false;
 constexpr bool BIAS = false;
 constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
-constexpr bool DLSE = false;       // lse has a gradient
-constexpr bool SCORE_MOD = false;  // a score_mod changes the scores
-constexpr bool MASK_MOD = false;   // a mask_mod hides some
-#define MODS 0                     // there is one of both: traced.cuh and captured.cuh are generated from their traces
-constexpr bool SHARD = false;      // the rows are a shard of longer sequences
+constexpr bool DLSE = false;               // lse has a gradient
+constexpr bool SCORE_MOD = false;          // a score_mod changes the scores
+constexpr bool MASK_MOD = false;           // a mask_mod hides some
+constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
+#define MODS 0                 // there is one of both: traced.cuh and captured.cuh are generated from their traces
+constexpr bool SHARD = false;  // the rows are a shard of longer sequences

@@ -9,7 +9,16 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .shared import captured_refusals, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import (
+    captured_reads,
+    captured_refusals,
+    grid_refusals,
+    known_constants,
+    nonempty,
+    owned_launches,
+    sequences,
+    with_mods,
+)
 from .simt import captured_launches
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -92,7 +101,7 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     if not problem.backward:
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles("forward", problem, device)]
     bias = bias_tile(problem, device)
-    if problem.bias is not None and bias is None:
+    if _needs_bias_tile(problem) and bias is None:
         return []
     legal = [
         Tiles(q.rows, kv.rows, q, kv, bias)
@@ -106,9 +115,13 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
 
 
 def bias_tile(problem: Problem, device: Device) -> Tile | None:
-    """The tile of the dbias kernel; None where the problem has no bias, or no tile is legal."""
-    legal = [] if problem.bias is None else _legal_tiles("backward_bias", problem, device)
+    """The tile of the dbias kernel; None where the problem does not need it, or no tile is legal."""
+    legal = _legal_tiles("backward_bias", problem, device) if _needs_bias_tile(problem) else []
     return legal[0] if legal else None
+
+
+def _needs_bias_tile(problem: Problem) -> bool:
+    return problem.bias is not None or any(read.is_owned for read in captured_reads(problem))
 
 
 def alike(tile: Tiles) -> object:
@@ -156,6 +169,10 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if q_tile is not None:
         backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
     backward += bias_launches(problem, tile.bias_tile) + captured_launches(problem, device)
+    if (bias := tile.bias_tile) is not None:
+        backward += owned_launches(
+            problem, (bias.rows, bias.step), lambda grid: _launch("mma/backward_bias", problem, bias, grid)
+        )
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from ..arrays import dtype_name
 from ..features import FEATURES, MODS, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
 
+if TYPE_CHECKING:
+    from ..mods.derive import Read
+
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+Grid = tuple[int, int, int]
 GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
 
 
@@ -26,6 +33,7 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "SHARD": problem.shard,
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
+        "CAPTURED_GRADIENT": False,
     }
     for feature in FEATURES:
         if feature.constant:
@@ -96,8 +104,13 @@ def captured_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    if any(problem.captured_gradient) and problem.deterministic:
-        reasons.append("a deterministic gradient of an array that score_mod captures: kernels add to it in any order")
+    shared = sorted({read.slot for read in captured_reads(problem) if not read.is_owned})
+    if shared and problem.deterministic:
+        names = ", ".join(f"array{slot}" for slot in shared)
+        reasons.append(
+            f"the deterministic gradient of {names}, which score_mod reads at computed or repeated indices: kernels "
+            "add to it in any order"
+        )
     return reasons
 
 
@@ -111,10 +124,8 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     from ..mods import cuda_code  # imported by the first call that has a mod
     from ..mods.ir import parse
 
-    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    wanted = problem.captured_gradient
-    headers = cuda_code.headers(problem.mods, problem.backward, longest, wanted)
-    launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) else x for x in launches]
+    wanted, headers = problem.captured_gradient, _mod_headers(problem)
+    launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
     constants = (("real", ELEMENTS[problem.accumulation.name]), ("THREADS", 128), ("MODS", True))
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
@@ -125,6 +136,46 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     if any(wanted):
         launches.append(end)
     return launches
+
+
+def captured_reads(problem: Problem) -> tuple[Read, ...]:
+    """The reads by score_mod whose gradients a backward computes.
+
+    A block owns the elements of some and sums them (`owned_launches`), which is deterministic; the others any score may
+    add to (`simt.captured_launches`).
+    """
+    if not any(problem.captured_gradient):
+        return ()
+    from ..mods.derive import gradient_reads  # imported by the first call that has a mod
+
+    return gradient_reads(problem.mods, problem.captured_gradient)
+
+
+def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
+    """The launches of backward_bias that sum the gradients of captured arrays, one for each read that is owned.
+
+    `tile` is (queries, keys) of a block; `launch` makes the launch of a grid.
+    """
+    launches = []
+    for n, read in enumerate(captured_reads(problem)):
+        if (inputs := read.axes) is None:
+            continue
+        q_tiles = -(-problem.q_len // tile[0]) if "q" in inputs else 1
+        kv_tiles = -(-problem.kv_len // tile[1]) if "kv" in inputs else 1
+        grid = (
+            max(q_tiles * kv_tiles, 1), problem.heads if "h" in inputs else 1, problem.batch if "b" in inputs else 1
+        )  # fmt: skip
+        one = launch(grid)
+        constants = tuple((name, True if name == "CAPTURED_GRADIENT" else x) for name, x in one.constants)
+        launches.append(one._replace(constants=constants, headers=_mod_headers(problem, n)))
+    return launches
+
+
+def _mod_headers(problem: Problem, read: int | None = None) -> tuple[tuple[str, str], ...]:
+    from ..mods import cuda_code
+
+    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    return cuda_code.headers(problem.mods, problem.backward, longest, problem.captured_gradient, read)
 
 
 def grid_refusals(problem: Problem) -> list[str]:

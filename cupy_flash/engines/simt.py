@@ -9,11 +9,13 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    captured_reads,
     captured_refusals,
     dtype_refusals,
     grid_refusals,
     known_constants,
     nonempty,
+    owned_launches,
     row_workspaces,
     sequences,
     shared_constants,
@@ -119,20 +121,21 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch("simt/backward_q", (q_tiles, problem.heads, sequences(problem))),
     ]
-    if any(problem.captured_gradient):
+    if not all(read.is_owned for read in captured_reads(problem)):
         backward.append(launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
         backward.append(launch("simt/backward_bias", (slices, heads, batch)))
+    backward += owned_launches(problem, tile[:2], lambda grid: launch("simt/backward_bias", grid))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
 
 
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
-    """The launch of the gradients of captured arrays, for all engines; empty if none is wanted."""
-    if not any(problem.captured_gradient):
+    """The launch that adds to the gradients of captured arrays which no block owns, for all engines; empty without."""
+    if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))
     return [x for x in launches(problem, device, largest) if x.kernel == "simt/backward_captured"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .derive import Derivative, derivative, may_be_infinite
+from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -125,38 +125,64 @@ def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple
     return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
 
 
-def headers(mods: str, backward: bool, longest: int, wanted: tuple[bool, ...]) -> tuple[tuple[str, str], ...]:
+def headers(
+    mods: str, backward: bool, longest: int, wanted: tuple[bool, ...], read: int | None = None
+) -> tuple[tuple[str, str], ...]:
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
     `longest` is at least the number of sequences, of heads, of queries and of keys; `wanted` chooses, by slot, the
-    captured arrays that get a gradient.
+    captured arrays that get a gradient. With `read`, a number among `gradient_reads`, the slope is the derivative by
+    that read, and `Mod::gradient` is where its sums go.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, wanted)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, wanted, read)
 
 
 @lru_cache(maxsize=256)
-def _headers(mods: str, backward: bool, largest: int, wanted: tuple[bool, ...]) -> tuple[tuple[str, str], ...]:
+def _headers(
+    mods: str, backward: bool, largest: int, wanted: tuple[bool, ...], read: int | None
+) -> tuple[tuple[str, str], ...]:
     program = parse(mods)
+    reads = gradient_reads(mods, wanted)
     by = derivative(program.score) if backward and program.score is not None else None
-    text = mod_struct(program, by, largest, wanted)
+    if read is None:
+        text = mod_struct(program, by, largest, wanted, reads)
+    else:
+        text = mod_struct(program, Derivative(reads[read].factor, ()), largest, wanted, target=reads[read])
     return ("captured.cuh", captured_struct(program, wanted)), ("traced.cuh", text)
 
 
 def mod_struct(
-    program: Program, by: Derivative | None = None, largest: int = SMALL, wanted: tuple[bool, ...] = ()
+    program: Program,
+    by: Derivative | None = None,
+    largest: int = SMALL,
+    wanted: tuple[bool, ...] = (),
+    reads: tuple[Read, ...] = (),
+    target: Read | None = None,
 ) -> str:
-    """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions."""
-    return "\n".join([*_Writer(program, by, largest, wanted).struct(), ""])
+    """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
+
+    `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
+    the score.
+    """
+    return "\n".join([*_Writer(program, by, largest, wanted, reads, target).struct(), ""])
 
 
 class _Writer:
     """Writes the struct of one program."""
 
-    def __init__(self, program: Program, by: Derivative | None, largest: int, wanted: tuple[bool, ...]) -> None:
-        self.program, self.largest, self.wanted = program, largest, wanted
+    def __init__(
+        self,
+        program: Program,
+        by: Derivative | None,
+        largest: int,
+        wanted: tuple[bool, ...],
+        reads: tuple[Read, ...],
+        target: Read | None,
+    ) -> None:
+        self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
         self.slope = None if by is None else by.slope
-        # (an element that is read, the derivative by it), of the arrays that get a gradient
-        self.reads = [] if by is None else [(load, d) for load, d in by.loads if any(wanted) and wanted[load.value]]
+        # (an element that is read, the derivative by it), of the reads to whose elements any score may add
+        self.reads = [(read.element, read.factor) for read in reads if not read.is_owned]
         self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
         for load, d in self.reads:
             self.roots += [d, *load.args]
@@ -248,7 +274,27 @@ class _Writer:
         for slot in slots:
             gradient = f"({STORED[self.program.arrays[slot].dtype]}*)p.captured.gradient{slot}"
             lines.append(f"    round_to({gradient}, {self._sums(slot)}, {self._count(slot)}, thread, threads);")
-        return [*lines, "  }"]
+        return [*lines, "  }", *self._gradient()]
+
+    def _gradient(self) -> list[str]:
+        """Where the sums of `target` go, as the gradient of a bias that broadcasts over the inputs it does not read."""
+        function = "  static __device__ DenseGradient gradient(const Params& p) {"
+        if self.target is None:
+            return ["  using Sum = real;", function, "    return {};", "  }"]
+        slot, axes = self.target.slot, self.target.axes
+        assert axes is not None  # no engine sums another read this way
+        sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
+        strides = [
+            " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+        ]
+        rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+        return [
+            f"  using Sum = {self._sum_type(slot)};",
+            function,
+            f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};",
+            f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};",
+            "  }",
+        ]
 
     def _count(self, slot: int) -> str:
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
@@ -263,8 +309,11 @@ class _Writer:
             place = f"(long long){place}" if axis == 0 else place
         return f"add_to({self._sums(load.value)}, {place}, {product});"
 
+    def _sum_type(self, slot: int) -> str:
+        return "real" if few_reads(self.program, slot) else "double"
+
     def _sums(self, slot: int) -> str:
-        return f"({'real' if few_reads(self.program, slot) else 'double'}*)p.captured.sums{slot}"
+        return f"({self._sum_type(slot)}*)p.captured.sums{slot}"
 
     # ---- values
 

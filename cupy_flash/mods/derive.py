@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
-from .ir import REAL, Graph, Node, order
+from .ir import REAL, Graph, Node, order, parse
 
 # These may not be finite where their operands are.
 UNBOUNDED = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "floordiv")
@@ -22,6 +23,42 @@ class Derivative(NamedTuple):
 
     slope: Node  # by the score
     loads: tuple[tuple[Node, Node], ...]  # (an element that is read from a floating array, the derivative by it)
+
+
+class Read(NamedTuple):
+    """An element that score_mod reads of an array with a gradient.
+
+    The gradient of the array is the sum of dS * factor over all reads.
+    """
+
+    slot: int
+    element: Node  # the load
+    factor: Node  # the derivative of the new score by the element
+    axes: dict[str, int] | None  # the axis that each input indexes; None where an index is no input, or repeats one
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether a block can own the elements that its scores read, so that nothing else adds to them."""
+        return self.axes is not None
+
+
+@lru_cache(maxsize=256)
+def gradient_reads(mods: str, captured_gradient: tuple[bool, ...]) -> tuple[Read, ...]:
+    """The reads of the arrays whose gradients are wanted."""
+    score = parse(mods).score if any(captured_gradient) else None
+    if score is None:
+        return ()
+    return tuple(
+        Read(load.value, load, factor, _axes(load))
+        for load, factor in derivative(score).loads
+        if captured_gradient[load.value]
+    )
+
+
+def _axes(load: Node) -> dict[str, int] | None:
+    names = [index.op for index in load.args]
+    plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
+    return {name: axis for axis, name in enumerate(names)} if plain else None
 
 
 def may_be_infinite(node: Node) -> bool:

@@ -265,7 +265,8 @@ BUGS = {
         "simt/forward.cu", "softmax[r].init(sink)", "softmax[r].init(-infinity())", OPTIONS["sink"], AssertionError,
     ),
     "no-slope-of-the-cap": (
-        "score.cuh", "return SOFTCAP ? ds * softcap_slope : ds;", "return ds;", OPTIONS["softcap"], AssertionError,
+        "score.cuh", "return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds;", "return ds;", OPTIONS["softcap"],
+        AssertionError,
     ),
     "no-lse-guard": (
         "simt/steps.cuh", "x == -infinity() ? infinity() : x", "x", OPTIONS["causal-more-queries"], AssertionError,

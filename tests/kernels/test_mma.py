@@ -483,8 +483,8 @@ BUGS = {
     ),
     "no-barrier-before-dbias-is-summed": Bug(
         "mma/backward_bias.cu",
-        f"}}\n  {SYNC}  bias.store",
-        "}\n  bias.store",
+        f"}}\n    {SYNC}    bias.store",
+        "}\n    bias.store",
         Race,
         replace(EVERYTHING, bias="1h1k"),
     ),

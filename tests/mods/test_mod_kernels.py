@@ -98,5 +98,5 @@ def test_a_deterministic_order_of_captured_gradients_is_refused():
     call = case.call()
     options = call.options | dict(backend="simulator", deterministic=True)
     out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, **options)
-    with pytest.raises(UnsupportedError, match="deterministic gradient of an array that score_mod captures"):
+    with pytest.raises(UnsupportedError, match="deterministic gradient of array0, which score_mod reads at computed"):
         cupy_flash.attention_backward(call.dout, call.q, call.k, call.v, out, lse, **options)

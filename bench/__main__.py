@@ -13,7 +13,7 @@ from typing import Any
 
 from cupy_flash.device import blas_threads
 
-from . import bounds, compare, costs, first, gpu, marks, overhead, predict, ring, static, sweep
+from . import bounds, compare, costs, decode, first, gpu, marks, overhead, predict, ring, static, sweep
 from .isolated import ended_by_signal
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _static(options, arguments)
     if options.command == "overhead":
         return _overhead(options.out, arguments)
+    if options.command == "decode":
+        return _decode(options.out, arguments)
     if options.command == "first":
         return _first(options.out, arguments)
     if options.command == "predict":
@@ -121,6 +123,13 @@ def _overhead(out: Path, arguments: list[str]) -> int:
     write(result, out / "overhead.json")
     for table in overhead.tables(result["overhead"]):
         show(table)
+    return 0
+
+
+def _decode(out: Path, arguments: list[str]) -> int:
+    result = describe(arguments, 1) | {"decode": decode.measure()}
+    write(result, out / "decode.json")
+    show(decode.table(result["decode"]))
     return 0
 
 
@@ -313,6 +322,8 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     host_time = commands.add_parser("overhead", help="host time of a call before the kernel launch")
     host_time.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
+    step = commands.add_parser("decode", help="one query on a KV cache on the CPU, beside torch's SDPA")
+    step.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     first_call = commands.add_parser(
         "first", help="time of the first call of a process, with a cold and a warm kernel cache"
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import bounds, first, marks, overhead, predict, ring, static, sweep
+from . import bounds, decode, first, marks, overhead, predict, ring, static, sweep
 from .report import Table, left_out, provenance, tables
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
@@ -27,6 +27,7 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "ring": lambda result: [ring.memory_table(result["ring"]), ring.plan_table()],
     "overhead": lambda result: overhead.tables(result["overhead"]),
     "first": lambda result: [first.table(result["first"])],
+    "decode": lambda result: [decode.table(result["decode"])],
     "predict": lambda result: [predict.table(result["predict"])],
     "bounds": lambda result: [bounds.table(result["bounds"])],
 }

@@ -42,7 +42,7 @@ def device_for(arch: str | None) -> Device:
 def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
     """One launch per kernel that calls with these arguments (see `problems`) may need on a device."""
     candidates = [launch for problem in problems(**arguments) for launch in launches_at_any_length(problem, on)]
-    return tuple({(launch.kernel, launch.constants, launch.headers): launch for launch in candidates}.values())
+    return tuple({launch.text_key: launch for launch in candidates}.values())
 
 
 def problems(

@@ -124,11 +124,12 @@ def attention_with_kv_cache(
         0, their lse -inf (for the former the sink with one).
 
     Raises:
-        TypeError, ValueError: as `cupy_flash.attention`, one error with every reason. Contents of arrays are checked in
-            host memory; on a GPU wrong ones never fault and spoil only their own sequence.
+        TypeError: as `cupy_flash.attention`, one error with every reason.
+        ValueError: likewise. Contents of arrays are checked in host memory; on a GPU wrong ones never fault and spoil
+            only their own sequence.
         UnsupportedError: no engine of this version serves the call.
 
-    Equivalent NumPy, for one sequence of a contiguous cache and one head::
+    Equivalent NumPy, for one sequence of a contiguous cache and one head:
 
         k_cache[n : n + s], v_cache[n : n + s] = k, v
         L = n + s
@@ -157,9 +158,19 @@ def attention_with_kv_cache(
 def explain_with_kv_cache(
     q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
 ) -> str:
-    """How `attention_with_kv_cache` with these arguments would run, as text; with split_size also what that costs.
+    """How `attention_with_kv_cache` with these arguments would run, as text; nothing is computed or written.
 
-    Nothing is computed or written. UnsupportedError where no engine serves the call.
+    Args:
+        q: as in `attention_with_kv_cache`.
+        k_cache: as in `attention_with_kv_cache`.
+        v_cache: as in `attention_with_kv_cache`.
+        **options: those of `attention_with_kv_cache`.
+
+    Returns:
+        Engine and tiles, why these, and why not the other engines; with split_size also what that costs.
+
+    Raises:
+        UnsupportedError: no engine serves the call.
     """
     from .pose_cache import CacheOptions, pose_with_cache
 
@@ -192,23 +203,25 @@ def append_to_kv_cache(
         k: (B, S, Hk, D), or packed (T, Hk, D) with cu_seqlens or slots.
         v: (B, S, Hk, Dv) or (T, Hk, Dv).
         k_cache: as in `attention_with_kv_cache`.
-        v_cache: likewise.
+        v_cache: as in `attention_with_kv_cache`.
         cache_seqlens: n_b, int32 (B,) or an int: the keys of each sequence before its rows.
         slots: int64, one per row, in place of cache_seqlens. Beside slots, cache_seqlens is given only with rotary
             tables and without positions: the keys of each sequence, of which its rows are the last.
+        cache_batch_idx: int32 (B,), as in `attention_with_kv_cache`.
+        block_table: int32 (B, columns), likewise; not beside slots.
         cu_seqlens: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.
+        rotary_cos: floating (R, rd / 2): rotates k.
+        rotary_sin: likewise.
+        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
         positions: int32 (B, S) or (T,): the positions by which keys are rotated.
-        cache_batch_idx: this and the others as in `attention_with_kv_cache`.
-        block_table: without slots.
-        rotary_cos: rotates k.
-        rotary_sin: rotates k.
-        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
-        k_descale: for caches of float8_e4m3fn.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
         layout: of k, v and the caches.
 
     Raises:
-        As `attention_with_kv_cache`. Two rows for one place are an error in host memory.
+        TypeError: as `attention_with_kv_cache`.
+        ValueError: as `attention_with_kv_cache`. Two rows for one place are an error in host memory.
+        UnsupportedError: as `attention_with_kv_cache`.
     """
     from .pose_cache import CacheOptions, pose_append
 

@@ -25,6 +25,11 @@ class Launch(NamedTuple):
         return self.kernel.rsplit("/")[-1]
 
     @property
+    def text_key(self) -> tuple[str, tuple[tuple[str, Constant], ...], tuple[tuple[str, str], ...]]:
+        """What the kernel's text depends on: launches with equal keys have the same compiled kernel."""
+        return self.kernel, self.constants, self.headers
+
+    @property
     def tile(self) -> tuple[int, int, int] | None:
         """(queries, keys, threads) of a block; None where a kernel works on rows, without tiles."""
         constants = dict(self.constants)

@@ -84,7 +84,10 @@ class Plan(NamedTuple):
             lines.append(
                 f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory"
             )
-        lines += [f"not {f'{engine} ':<7}{reason}" for engine, reasons in self.refused for reason in reasons]
+        for engine, reasons in self.refused:
+            # Reasons quote lengths: those of this problem, not the bucket's.
+            own = _refusals(engine, self.problem, self.device) or reasons
+            lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
         return "\n".join(lines)
 
 

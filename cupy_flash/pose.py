@@ -86,7 +86,8 @@ def _traced(requirements: Requirements, options: Options) -> Mod | None:
     try:
         return mod_of(options.score_mod, options.mask_mod)
     except Untraceable as error:
-        requirements.require_type(False, str(error))
+        report = requirements.require if isinstance(error, ValueError) else requirements.require_type
+        report(False, str(error))
         return None
 
 

@@ -40,6 +40,7 @@ FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 LONGEST = 2**31 - 1  # positions are int32
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class UnsupportedError(ValueError):
@@ -206,7 +207,7 @@ class Problem(_Problem, _Call):
     @property
     def accumulation(self) -> np.dtype:
         """fp32, or fp64 for fp64: the dtype of scores, sums and lse."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return DOUBLE if self.dtype == DOUBLE else SINGLE
 
     @property
     def differentiated(self) -> tuple[str, ...]:

@@ -378,7 +378,7 @@ class _QueryRows:
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
         self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
-        self.delta = np.einsum("id,id->i", self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
+        self.delta = np.vecdot(self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
         unmodified = not call.score_steps and call.product_scale == 1
@@ -475,7 +475,7 @@ def _tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
 
 def _largest_norm(rows: np.ndarray) -> float:
     """The largest Euclidean norm of a row, NaN rows ignored: their scores are NaN with any m."""
-    return float(np.sqrt(np.fmax.reduce(np.einsum("id,id->i", rows, rows), initial=0)))
+    return float(np.sqrt(np.fmax.reduce(np.vecdot(rows, rows), initial=0)))
 
 
 def _are_moderate(rows: np.ndarray) -> bool:

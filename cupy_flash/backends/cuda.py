@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
-from ..launch import Constant, Launch
+from ..launch import Launch
 from ..plan import Plan
 from ..problem import Gradients, Operands
 from ..tensor_map import encode_for_gpu
@@ -71,7 +71,7 @@ def _start(work: kernels.Work) -> None:
         card.use()  # makes the context current in a new thread, which cuTensorMapEncodeTiled needs
         _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
-            function = _loaded.get((launch.kernel, launch.constants, index))
+            function = _loaded.get((launch.text_key, index))
             if function is None:
                 _require_no_capture(launch, stream.ptr)
                 function = load(launch, work.arch)
@@ -91,7 +91,7 @@ def _wait(stream: Any, others: set[int | None]) -> None:
         cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
 
 
-_loaded: dict[tuple[str, tuple[tuple[str, Constant], ...], int], Any] = {}
+_loaded: dict[tuple[Hashable, int], Any] = {}  # by text_key and device
 _loading = threading.Lock()
 
 
@@ -122,7 +122,7 @@ def load(launch: Launch, arch: str) -> Any:
     """
     import cupy
 
-    key = launch.kernel, launch.constants, cupy.cuda.runtime.getDevice()
+    key = launch.text_key, cupy.cuda.runtime.getDevice()
     with _loading:
         if key not in _loaded:
             _loaded[key] = _function(launch, arch)

@@ -27,7 +27,7 @@ def run(out: Path | None, **arguments: Any) -> int:
     """Print the PTX of each kernel under a comment with its name, or write it to a file in a folder."""
     chosen = plans(**arguments)
     target = chosen[0].device.arch.replace("sm_", "compute_")
-    launches = {(launch.kernel, launch.constants): launch for plan in chosen for launch in plan.launches}
+    launches = {launch.text_key: launch for plan in chosen for launch in plan.launches}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     for number, launch in enumerate(launches.values(), 1):

@@ -17,6 +17,7 @@ MEASURED: str | None = "bench/results/cpu.json"
 CHUNK_BYTES = 2**19
 ROWS = 128  # of a tile: pairs of a query and a head of its group
 FIXED_ROWS = 16  # with split_size: a query is in the same row of an equal tile, whatever there is beside it
+SHORTEST = 64  # keys of a chunk
 FEW = 8  # queries of a sequence without a cache; of more, the tiles of the other engine are faster
 
 
@@ -28,8 +29,11 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.cache is None:
         if problem.q_len > FEW:
             reasons.append(f"without a KV cache it takes at most {FEW} queries, not {problem.q_len}")
+        if problem.kv_len < SHORTEST:
+            reasons.append(
+                f"without a KV cache it takes at least {SHORTEST} keys, which fill a chunk, not {problem.kv_len}"
+            )
         features = {
-            "a packed batch": problem.layout == "thd",
             "a shard": problem.shard,
             "dropout": bool(problem.dropout),
             "a bias": problem.bias is not None,
@@ -43,7 +47,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """The one tile. With split_size it depends on the group alone, never on batch or lengths."""
     split = None if problem.cache is None else problem.cache.split_size
     key = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.accumulation.itemsize
-    chunk = min(max(1 << (CHUNK_BYTES // key).bit_length() - 1, 64), 512) if key <= CHUNK_BYTES else 64
+    chunk = SHORTEST
+    while chunk < 512 and 2 * chunk * key <= CHUNK_BYTES:
+        chunk *= 2
     if split is None:
         return [Tile(max(ROWS // problem.group, 1), chunk)]
     return [Tile(max(FIXED_ROWS // problem.group, 1), min(chunk, split))]

@@ -50,6 +50,10 @@ class Untraceable(TypeError):
     """A mod does what cannot be traced; the message says what to write instead."""
 
 
+class TooLarge(Untraceable, ValueError):
+    """A mod reads too many arrays or takes too many operations."""
+
+
 class Node:
     """An operator applied to operands; equal nodes of one graph are one object, so `is` compares expressions."""
 

@@ -10,13 +10,23 @@ from typing import Any
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
-def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
-    """The mask_mod that hides nothing."""
+def noop_mask(b: object, h: object, q_idx: object, kv_idx: object) -> bool:
+    """The mask_mod that hides nothing.
+
+    Args:
+        b: index of the sequence.
+        h: query head.
+        q_idx: position of the query.
+        kv_idx: position of the key.
+    """
     return True
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The mask_mod that is true where all are: every key, for none of them.
+
+    Args:
+        *mask_mods: functions of (b, h, q_idx, kv_idx), True = attend.
 
     >>> import numpy as np, cupy_flash
     >>> ids = np.array([0, 0, 1, 1, 1])
@@ -36,7 +46,11 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask_mod that is true where any is: no key, for none of them."""
+    """The mask_mod that is true where any is: no key, for none of them.
+
+    Args:
+        *mask_mods: functions of (b, h, q_idx, kv_idx), True = attend.
+    """
 
     def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return reduce(or_, (mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods), False)
@@ -45,7 +59,11 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """The mask_mod that is true where another is false."""
+    """The mask_mod that is true where another is false.
+
+    Args:
+        mask_mod: a function of (b, h, q_idx, kv_idx), True = attend.
+    """
 
     def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_mod(b, h, q_idx, kv_idx) ^ True

@@ -13,7 +13,9 @@ from __future__ import annotations
 import enum
 import functools
 import linecache
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .ir import BOOL, REAL, Graph, Node, Program, Untraceable, order, parse
+from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
 from .sources import Collect
 from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
 
@@ -45,7 +47,13 @@ class Mod:
     Give it as score_mod= or mask_mod= in place of the functions that it was made of. It keeps the arrays and numbers
     that the functions had captured when it was made; contents of the arrays are read in every call.
 
-    Raises TypeError if a function does what cannot be traced, with the user's line and what to write instead.
+    Args:
+        score_mod: a function (score, b, h, q_idx, kv_idx) -> score.
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend.
+
+    Raises:
+        TypeError: a function does what cannot be traced; the message has the user's line and what to write instead.
+        ValueError: it reads more than 32 arrays, or takes more than 4096 operations.
     """
 
     __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
@@ -65,7 +73,11 @@ class Mod:
             setattr(self, name, getattr(mod, name))
 
     def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
-        """The same mod of other arrays, of the same dtypes and ranks."""
+        """The same mod with other arrays.
+
+        Args:
+            arrays: of the same dtypes and ranks, in the same order.
+        """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
     def __repr__(self) -> str:
@@ -121,6 +133,17 @@ class _Kept(NamedTuple):
 
 
 _kept: dict[tuple[int, int], list[_Kept]] = {}
+_keeping = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    global _keeping
+    _keeping = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def traced(score_mod: Any, mask_mod: Any) -> Mod:
@@ -149,9 +172,10 @@ def traced(score_mod: Any, mask_mod: Any) -> Mod:
 
 
 def _keep(key: tuple[int, int], kept: _Kept) -> None:
-    while sum(map(len, _kept.values())) >= MOST_TRACES:
-        _kept.pop(next(iter(_kept)))
-    _kept.setdefault(key, []).append(kept)
+    with _keeping:
+        while sum(map(len, _kept.values())) >= MOST_TRACES:
+            _kept.pop(next(iter(_kept)))
+        _kept.setdefault(key, []).append(kept)
 
 
 def _code_of(function: Any) -> Any:
@@ -180,14 +204,15 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
         if not isinstance(value, Value):
             raise Untraceable(f"it must return one number, not {'None' if value is None else f'a row of {len(value)}'}")
         if len(trace.graph.nodes) > MOST_NODES:
-            raise Untraceable(f"it takes {len(trace.graph.nodes)} operations, more than {MOST_NODES}")
+            raise TooLarge(f"it takes {len(trace.graph.nodes)} operations, more than {MOST_NODES}")
         if inputs is SCORE_INPUTS:
             return trace.graph.cast(value.node, REAL)
         if value.node.kind == REAL:
             raise Untraceable("it must return a bool, not a floating number: an additive bias is a score_mod")
         return trace.graph.cast(value.node, BOOL)
     except Untraceable as error:
-        raise Untraceable(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
+        kind = TooLarge if isinstance(error, TooLarge) else Untraceable
+        raise kind(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
 
 
 def _user_line(error: BaseException, function: Any) -> str:

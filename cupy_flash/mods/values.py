@@ -15,7 +15,7 @@ import numpy as np
 
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
-from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, Untraceable, kind_of
+from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
 from .sources import Sources
 
 LONGEST_ROW = 1024  # of a captured array, which is computed element by element
@@ -47,7 +47,7 @@ class Trace:
         if slot is None:
             slot = len(self.arrays)
             if slot == MOST_ARRAYS:
-                raise Untraceable(f"a mod reads at most {MOST_ARRAYS} arrays")
+                raise TooLarge(f"a mod reads at most {MOST_ARRAYS} arrays")
             element = element_of(array)
             name = self.sources.reach(source) if source else self.sources.constant(array)
             for other, other_name in zip(self.arrays, self.array_sources, strict=True):

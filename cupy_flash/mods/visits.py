@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +24,15 @@ class Visit(NamedTuple):
 
 
 class Visits:
-    """The visited tiles of a call, found once for all heads and sequences that share them. Threads may share it."""
+    """The visited tiles of a call, found once for all heads and sequences that share them.
+
+    Threads share it without a lock: those that ask for the same tiles at once find the same ones, in the time in which
+    they would wait for the first.
+    """
 
     def __init__(self, classes: TileClasses, block_q: int, block_kv: int) -> None:
         self.classes, self.block_q, self.block_kv = classes, block_q, block_kv
         self._found: dict[object, list[list[Visit]]] = {}
-        self._lock = threading.Lock()
 
     def kv_tiles(self, batch: int, head: int, band: Band, positions: Positions, q_start: int) -> list[Visit]:
         """The key tiles that the query tile from q_start on visits, last first, as Band.kv_tiles."""
@@ -47,14 +49,13 @@ class Visits:
     def _rows(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
         read = self.classes.mask.inputs
         key = (by_query, batch if "b" in read else 0, head if "h" in read else 0, band.q_len, band.kv_len, positions)
-        with self._lock:
-            if key not in self._found:
-                block = self.block_kv if by_query else self.block_q
-                grain = GRAIN if block % GRAIN == 0 else block
-                blocks = (self.block_q, grain) if by_query else (grain, self.block_kv)
-                classes = classes_of(self.classes, batch, head, band, positions, *blocks)
-                self._found[key] = runs(classes if by_query else classes.T, grain, block)
-            return self._found[key]
+        if key not in self._found:
+            block = self.block_kv if by_query else self.block_q
+            grain = GRAIN if block % GRAIN == 0 else block
+            blocks = (self.block_q, grain) if by_query else (grain, self.block_kv)
+            classes = classes_of(self.classes, batch, head, band, positions, *blocks)
+            self._found[key] = runs(classes if by_query else classes.T, grain, block)
+        return self._found[key]
 
 
 def classes_of(

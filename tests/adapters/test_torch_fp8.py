@@ -143,7 +143,9 @@ def test_checkpointed():
 def test_detector_catches_a_tensor_in_fp8(monkeypatch):
     kept_by = []
     pose = adapter.op.Call.pose
-    monkeypatch.setattr(adapter.op.Call, "pose", lambda call, saved=None: kept_by.append(call.q) or pose(call, saved))
+    monkeypatch.setattr(
+        adapter.op.Call, "pose", lambda call, *how, **mods: kept_by.append(call.q) or pose(call, *how, **mods)
+    )
     with Kept() as kept:
         arrays = inputs()
         out = adapter.attention(*arrays, fp8=True, **SIMULATOR)

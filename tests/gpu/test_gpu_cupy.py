@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import Result, check
 from engines import ENGINES, HEAD_DIM, LENGTH, assert_right, case, inputs, new_stream, on_every_engine, step
+from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import device
@@ -127,6 +128,45 @@ def test_an_address_inside_an_element_is_refused() -> None:
     aligned = cupy.zeros((1, 4, 1, 16), np.float32)
     with pytest.raises(ValueError, match=r"k \(cupy\.ndarray\): its memory starts at 0x\w+, .* 4 bytes"):
         cupy_flash.attention(aligned, inside, aligned)
+
+
+def relative(table: Any, documents: Any) -> dict[str, Any]:
+    """A score_mod with a bias by distance, and a mask_mod of documents; both read captured arrays."""
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[(q - k) % 16]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (documents[q] == documents[k])
+
+    return dict(score_mod=score_mod, mask_mod=mask_mod)
+
+
+def per_head(table: Any, documents: Any) -> dict[str, Any]:
+    return dict(score_mod=lambda s, b, h, q, k: s * table[h])
+
+
+def mod_results(q: Any, k: Any, v: Any, dout: Any, **mods: Any) -> list[Any]:
+    out, vjp = cupy_flash.attention_vjp(q, k, v, **mods)
+    gradients = vjp(dout)
+    return [out, *gradients[:3], *gradients.dcaptured]
+
+
+def test_mods_with_captured_arrays_one_after_the_other() -> None:
+    """Two mods have kernels with the same constants, which differ in the code of the mods."""
+    call = case("simt").call()
+    arrays = call.q, call.k, call.v, call.dout
+    table, documents = np.linspace(-1, 1, 16, dtype=np.float32), np.arange(LENGTH, dtype=np.int32) // 3
+    on_card = [cupy.asarray(x) for x in (*arrays, table, documents)]
+    for mods in (relative, per_head, relative):
+        actual = mod_results(*on_card[:4], **mods(*on_card[4:]))
+        low = mod_results(*arrays, **mods(table, documents))
+        wide = (x.astype(np.float64) for x in (*arrays, table))
+        *given, wide_table = wide
+        exact = mod_results(*given, **mods(wide_table, documents))
+        for name, *three in zip(("out", "dq", "dk", "dv", "dtable", "ddocuments"), actual, exact, low, strict=False):
+            if three[0] is not None:
+                assert_matches_reference(cupy.asnumpy(three[0]), *three[1:], np.dtype(np.float32), name)
 
 
 def test_explain_names_the_card_and_runs_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import cupy
@@ -38,9 +39,23 @@ class Poison(cupy.cuda.MemoryHook):
             self._machine.heap.poison(mem_ptr, mem_size, stream, is_new=False)
 
 
+def plan_in_small_tiles() -> None:
+    """Make every plan of simt and mma in this process use the small tile, as the simulator's tests do."""
+    from tiles import SMALL_FRAGMENTS, SMALL_TILE, fragments
+
+    from cupy_flash.engines import mma, simt
+
+    small = fragments(SMALL_FRAGMENTS)
+    simt.tiles = lambda problem, device: [SMALL_TILE]
+    mma.tiles = lambda problem, device: [small(SimpleNamespace(problem=problem, device=device))]
+
+
 class Plugin:
     def __init__(self, machine: Machine, seeds: int) -> None:
         self.machine, self.seeds = machine, seeds
+
+    def pytest_configure(self) -> None:
+        plan_in_small_tiles()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if metafunc.definition.get_closest_marker("orders"):
@@ -50,7 +65,6 @@ class Plugin:
     @pytest.fixture(autouse=True)
     def device_in_numpy(self, request: pytest.FixtureRequest) -> Iterator[Machine]:
         """Each test begins with nothing queued and an order of its own, and fails if a call has gone wrong unseen."""
-        request.getfixturevalue("small_tile")
         gc.freeze()  # tests of memory call gc.collect(), which need not search parsed kernels
         self.machine.reset(zlib.crc32(request.node.nodeid.encode()))
         with Poison(self.machine):

@@ -65,12 +65,12 @@ def test_a_bucket_shares_its_tile(engine, backward):
 
 
 def test_a_bucket_of_few_queries_shares_its_tile():
-    check_buckets("cpu_decode", False, (1, 3, 8))
+    check_buckets("cpu_decode", False, (1, 3, 8), (65, 137, 2100))
 
 
-def check_buckets(engine, backward, q_lengths):
+def check_buckets(engine, backward, q_lengths, kv_lengths=(7, 137, 2100)):
     problem, device = problems(engine, backward)
-    for q_length, kv_length in product(q_lengths, (7, 137, 2100)):
+    for q_length, kv_length in product(q_lengths, kv_lengths):
         lasts = (bucket_of(q_length)[1], bucket_of(kv_length)[1])
         of_bucket = plan(problem._replace(q_len=lasts[0], kv_len=lasts[1]), device)
         shared = (of_bucket.engine, of_bucket.tile, of_bucket.threads, of_bucket.cost, of_bucket.refused)
@@ -80,6 +80,16 @@ def check_buckets(engine, backward, q_lengths):
             assert (chosen.engine, chosen.tile, chosen.threads, chosen.cost, chosen.refused) == shared
             assert chosen.problem == exact and chosen.tile in MODULES[engine].tiles(exact, device)
             assert chosen.launches == MODULES[engine].launches(exact, device, chosen.tile)
+
+
+@pytest.mark.parametrize("engine", MODULES)
+def test_an_engine_serves_a_bucket_or_refuses_it(engine):
+    """An engine with a limit of lengths has it at the end of a bucket: else lengths that it serves would be refused."""
+    problem, device = problems(engine, backward=False)
+    for q_len, kv_len in product((*range(20), 33, 100), repeat=2):
+        exact = problem._replace(q_len=q_len, kv_len=kv_len, engine=engine)
+        of_exact, of_last = (MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact)))
+        assert bool(of_exact) == bool(of_last), (q_len, kv_len, of_exact, of_last)
 
 
 def test_a_growing_cache_of_keys_plans_once_per_bucket():
@@ -171,3 +181,4 @@ def test_explain_says_which_bucket():
     q, k = np.zeros((1, 1, 2, 16), np.float32), np.zeros((1, 1100, 2, 16), np.float32)
     text = cupy_flash.explain(q, k, k)
     assert "bucket     1 queries x 1025 to 1280 keys" in text and "1 queries x 1100 keys" in text
+    assert "takes at most 8 queries, not 1100" in cupy_flash.explain(k, k, k)  # its own lengths, not the bucket's

@@ -70,6 +70,11 @@ def test_every_argument_has_a_type(name):
     assert [x.name for x in parameters if x.name != "self" and x.annotation in (x.empty, "Any")] == []
 
 
+def test_every_public_name_is_in_the_api_reference():
+    names = {name.partition(".")[2] for name in DOCUMENTED if name.count(".") == 1}
+    assert names | {"memory"} == set(cupy_flash.__all__)  # memory has a page of its own
+
+
 def test_the_api_reference_is_found():
     names = {"cupy_flash.attention", "cupy_flash.adapters.torch.CausalSelfAttention.forward", "cupy_flash.memory.load"}
     assert names <= WITH_ARGUMENTS.keys()

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cupy_flash import api, arguments, attention, features
+from cupy_flash import api, arguments, attention, attention_with_kv_cache, features
 from cupy_flash.features import ARRAYS, FEATURES, MODS, NAMES, SIZES
 from cupy_flash.params import dtypes
 from cupy_flash.problem import Operands, Problem
@@ -39,6 +39,13 @@ def typed(options):
 
 def test_the_types_of_the_signature_are_those_of_keyword_arguments():
     assert typed(arguments.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
+
+
+def test_the_types_of_calls_on_a_cache_are_those_of_the_signature():
+    signature = inspect.signature(attention_with_kv_cache).parameters.values()
+    types = {x.name: x.annotation for x in signature if x.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert typed(arguments.CacheArguments) == types
+    assert typed(arguments.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
 
 
 def test_every_kind_of_option_has_its_type():

@@ -62,6 +62,7 @@ FLOW = (
     "requirements",
     "mods.facts",
     "mods.explain",
+    "mods.plot",
     "pose",
     "spans",
     "pose_cache",

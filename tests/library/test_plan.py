@@ -97,7 +97,7 @@ def test_any_size_has_a_plan(length, backward, units):
     """Planning needs no array, so lengths are unlimited. An empty problem uses one thread, a large one all."""
     problem = PROBLEM._replace(q_len=length, kv_len=length, backward=backward, bias=None)
     chosen = plan(problem, DEVICE._replace(units=units))
-    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu_decode" if length == 1 and not backward else "cpu")
+    assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
     assert chosen.block_q >= 1 and chosen.block_kv >= 1
     assert 1 <= chosen.threads <= units
     assert 0 <= chosen.cost < np.inf

@@ -48,6 +48,10 @@ RIGHT = (
     "options: dict[str, Any] = dict(causal=True)",
     "cupy_flash.attention(q, q, q, **options)",
     "cupy_flash.memory.load('llama2-7b')",
+    "assert_type(cupy_flash.attention_with_kv_cache(q, q, q, k=q, v=q, cache_seqlens=3), Halves)",
+    "assert_type(cupy_flash.attention_with_kv_cache(q, q, q, return_lse=True), tuple[Halves, Halves])",
+    "mod = cupy_flash.Mod(mask_mod=cupy_flash.and_masks(cupy_flash.noop_mask))",
+    "assert_type(cupy_flash.attention(q, q, q, mask_mod=mod, score_mod=lambda s, b, h, i, j: s + 1), Halves)",
 )
 
 WRONG = (
@@ -68,6 +72,9 @@ WRONG = (
     "cupy_flash.explain(q, q, q, dropout=None)",
     "reference.attention(q, q, q, backend='cpu')",
     "cupy_flash.atention(q, q, q)",
+    "cupy_flash.attention_with_kv_cache(q, q, q, causal='bottom_right')",
+    "cupy_flash.append_to_kv_cache(q, q, q, q, cache_seqlens='3')",
+    "cupy_flash.attention(q, q, q, score_mod=3)",
 )
 
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from cases import Case, Result, assert_bitwise_equal, check, run, run_planned
+from cases import Case, Result, assert_bitwise_equal, check, posed, run, run_planned
 from mods import MASK_MODS, SCORE_MODS, arrays_of, mods_of
 
 import cupy_flash
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.backends import cpu
+from cupy_flash.problem import Saved, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -143,6 +144,17 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
         assert_bitwise_equal(Result(*plain[0]), Result(*plain[1]), case)
         for a, b in zip(*captured, strict=True):
             assert (a is None and b is None) or a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks"), [("softcap", 4), ("dense", 4), ("relative", 2), ("row-bias", 1), ("learned-twice", 1)]
+)
+def test_heads_that_add_to_one_element_run_in_turn(name, tasks):
+    """Of 2 sequences with 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
+    case = Case(score_mod=name)
+    call, result = case.call(), run(case)
+    plan, operands = posed(case, Saved(call.dout, result.out, result.lse))
+    assert len(cpu._Call(plan, operands).gradient_tasks(lambda sequence, kv_head: None)) == tasks
 
 
 def test_half_precision_tables_get_gradients_of_their_dtype():
@@ -306,6 +318,10 @@ def test_one_error_has_every_reason():
         )
     for reason in ("softcap must be positive", "where(condition, a, b) instead of if", "k and v must have one length"):
         assert reason in str(error.value)
+    tables = [np.ones(23) for _ in range(33)]
+    with pytest.raises(ValueError, match="a mod reads at most 32 arrays") as error:
+        cupy_flash.attention(call.q, call.k, call.v, score_mod=lambda s, b, h, q, kv: sum((t[kv] for t in tables), s))
+    assert not isinstance(error.value, TypeError)
     jax = pytest.importorskip("jax")
     table = jax.numpy.ones(30)
     with pytest.raises(TypeError, match="all arrays must be of one type, not jax and numpy"):

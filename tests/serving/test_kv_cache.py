@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_cases import CacheCall, CacheCase, check, run
+from cases import Case, references
+from tolerance import assert_matches_reference
 
 import cupy_flash
 import cupy_flash.reference
@@ -126,3 +128,55 @@ def test_tokens_one_at_a_time_in_chunks_or_at_once():
     for out, caches in results:
         np.testing.assert_array_equal(caches, results[0][1])
         np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+ATTENTION = {
+    "one-query": dict(q_len=1),
+    "few-queries": dict(q_len=8, causal=True),
+    "top-left": dict(q_len=3, causal="top_left", window=(2, 1)),
+    "window-alibi-sink": dict(q_len=3, window=(50, 4), alibi="bh", sink=True),
+    "softcap-scale": dict(q_len=2, softcap=1.5, scale=-2.0),
+    "mask": dict(q_len=3, mask="b1qk"),
+    "mask-shared": dict(q_len=3, mask="k"),
+    "lengths": dict(q_len=5, q_lengths=(5, 0), kv_lengths=(0, 130), causal=True),
+    "packed": dict(batch=3, q_len=5, q_lengths=(5, 0, 2), kv_lengths=(130, 9, 66), packed=True, causal=True),
+    "bhsd-grouped": dict(q_len=2, layout="bhsd", heads=6, kv_heads=2, head_dim_v=40),
+    "bfloat16": dict(q_len=2, dtype="bfloat16", causal=True),
+    "float16": dict(q_len=1, dtype="float16"),
+    "float64": dict(q_len=1, dtype="float64"),
+    "huge": dict(q_len=2, scores="huge"),
+}
+
+
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
+def test_attention_of_few_queries(options):
+    """Plain attention by the same engine."""
+    case = Case(**dict(kv_len=130) | options)
+    call = case.call()
+    function = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
+    packed = () if call.packed is None else call.packed
+    for engine in (None, "cpu_decode"):
+        out, lse = function(*call[:3], *packed, **call.options, engine=engine, return_lse=True)
+        exact, low = references(case, gradients=False)
+        assert_matches_reference(out, exact.out, low.out, out.dtype, f"out of {case}")
+        assert_matches_reference(lse, exact.lse, low.lse, lse.dtype, f"lse of {case}")
+
+
+def test_attention_of_few_queries_runs_there():
+    call = Case(q_len=1, kv_len=130).call()
+    assert "engine     cpu_decode" in cupy_flash.explain(*call[:3])
+    short = Case(q_len=1, kv_len=30).call()
+    assert "not cpu_decode without a KV cache it takes at least 64 keys" in cupy_flash.explain(*short[:3])
+
+
+def test_nan_reaches_only_rows_that_see_it():
+    """NaN and infinity in keys and values that a causal mask, a window or leftpad hides."""
+    case = CacheCase(lengths=(90, 90), capacity=90, q_len=3, window=(40, None))
+    call = case.call()
+    expected = run(call)[0]
+    for cache in call[1:3]:
+        cache[0, 89], cache[1, :40] = np.nan, np.inf
+    out = run(call)[0]
+    assert np.isnan(out[0, 2]).all()
+    np.testing.assert_array_equal(out[0, :2], expected[0, :2])
+    np.testing.assert_array_equal(out[1], expected[1])

@@ -43,7 +43,7 @@ def flash_attn_with_kvcache(
     v_descale: torch.Tensor | None = None,
     attention_chunk: int = 0,
     sinks: torch.Tensor | None = None,
-    scheduler_metadata: Any = None,
+    scheduler_metadata: object = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     split_size: int | None = None,

@@ -338,8 +338,10 @@ def _zeros(query: Any, key: Any, value: Any) -> Any:
 def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, trailing: int) -> tuple[Any, Any, Any, Any]:
     """Expand query, key, value (views) and attn_mask to equal leading dimensions, all but the last `trailing`."""
     try:
-        leading = torch.broadcast_shapes(*(x.shape[:-trailing] for x in tensors))
-        query, key, value = (x.expand(*leading, *x.shape[-trailing:]) for x in tensors)
+        query, key, value = tensors
+        if not query.shape[:-trailing] == key.shape[:-trailing] == value.shape[:-trailing]:
+            leading = torch.broadcast_shapes(*(x.shape[:-trailing] for x in tensors))
+            query, key, value = (x.expand(*leading, *x.shape[-trailing:]) for x in tensors)
         if isinstance(attn_mask, torch.Tensor) and query.dim() > 4 and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
     except RuntimeError as error:

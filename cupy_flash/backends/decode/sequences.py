@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import Array
 from ...engines.cpu_decode import FIXED_ROWS
 from ...mask import Mask
 from ...plan import Plan
@@ -146,13 +145,22 @@ def sequences_of_cache(
 
 
 def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray) -> list[Sequence]:
-    """The sequences of a padded batch without a cache."""
-
-    def rows_first(array: Array | np.ndarray) -> np.ndarray:
-        rows = array.numpy() if isinstance(array, Array) else array
-        return rows if problem.layout == "bshd" else rows.transpose(0, 2, 1, 3)
-
-    q, k, v, out = (rows_first(x) for x in (operands.q, operands.k, operands.v, out))
+    """The sequences of a padded or packed batch without a cache."""
+    q, k, v = (array.numpy() for array in (operands.q, operands.k, operands.v))
+    if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
+        q_ends, k_ends = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
+        return [
+            Sequence(
+                b, q[q_start:q_end], out[q_start:q_end], lse[:, q_start:q_end],
+                Keys(k[None], v[None], (0, k_start), 0, k_end - k_start, problem.accumulation),
+                problem.mask.offset(q_end - q_start, k_end - k_start), None, 0,
+            )
+            for b, (q_start, q_end, k_start, k_end) in enumerate(
+                zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
+            )
+        ]  # fmt: skip
+    if problem.layout == "bhsd":
+        q, k, v, out = (x.transpose(0, 2, 1, 3) for x in (q, k, v, out))
     q_lengths, kv_lengths = (
         [longest] * problem.batch if lengths is None else lengths.numpy().tolist()
         for lengths, longest in ((operands.q_lengths, problem.q_len), (operands.kv_lengths, problem.kv_len))

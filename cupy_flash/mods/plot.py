@@ -1,0 +1,86 @@
+"""Draw a mask_mod with the classes of its tiles; needs matplotlib."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import as_array
+from .numpy_code import mask_function
+from .tiles import EMPTY, FULL, TileClasses
+from .trace import mod_of
+
+SKIPPED, HIDDEN, SEEN, UNMASKED = range(4)  # a pair in an empty tile; in a cut one, hidden or seen; in a full tile
+COLORS = ("#ffffff", "#f3d9c9", "#c65f2e", "#2e5f8a")
+LABELS = ("tile skipped", "hidden in a cut tile", "seen in a cut tile", "seen in a full tile")
+
+
+def picture(
+    mask_mod: Any, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0, block_q: int = 128, block_kv: int = 128
+) -> np.ndarray[Any, Any]:
+    """SKIPPED, HIDDEN, SEEN or UNMASKED of every pair, uint8 (q_len, kv_len)."""
+    mod = mod_of(None, mask_mod)
+    if mod.program.mask is None:  # it is simplified to True
+        return np.full((q_len, kv_len), UNMASKED, np.uint8)
+    arrays = [as_array(array, f"array{slot}").numpy() for slot, array in enumerate(mod.arrays)]
+    i, j = np.arange(q_len, dtype=np.int32)[:, None], np.arange(kv_len, dtype=np.int32)[None, :]
+    with np.errstate(all="ignore"):
+        (seen,) = mask_function(mod.text)(
+            None, np.int32(batch), np.int32(head), i, j, arrays, mod.numbers, np.float32
+        )  # fmt: skip
+    queries, keys = np.arange(0, q_len, block_q)[:, None], np.arange(0, kv_len, block_kv)[None, :]
+    of_tiles = TileClasses(mod.program.mask, arrays, mod.numbers).of(
+        batch,
+        head,
+        (queries, np.minimum(queries + block_q, q_len) - 1),
+        (keys, np.minimum(keys + block_kv, kv_len) - 1),
+    )
+    classes = of_tiles[i // block_q, j // block_kv]
+    return np.select([classes == EMPTY, classes == FULL], [SKIPPED, UNMASKED], np.where(seen, SEEN, HIDDEN)).astype(
+        np.uint8
+    )
+
+
+def plot(
+    mask_mod: Any,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    block_q: int = 128,
+    block_kv: int = 128,
+    axes: Any = None,
+) -> Any:
+    """Draw which keys each query sees, and which tiles are skipped, masked, or computed without a mask.
+
+    Args:
+        mask_mod: a mask_mod or a Mod that has one.
+        q_len: the number of queries, drawn downwards.
+        kv_len: the number of keys, drawn to the right.
+        batch: the sequence b.
+        head: the query head h.
+        block_q: queries of a tile.
+        block_kv: keys of a tile.
+        axes: matplotlib axes to draw into; None makes a figure.
+
+    Returns:
+        The axes.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    axes = Figure(figsize=(6, 6), layout="constrained").subplots() if axes is None else axes
+    pairs = picture(mask_mod, q_len, kv_len, batch=batch, head=head, block_q=block_q, block_kv=block_kv)
+    axes.imshow(pairs, cmap=ListedColormap(COLORS), vmin=0, vmax=len(COLORS) - 1, interpolation="nearest")
+    axes.set_xticks(np.arange(0, kv_len, block_kv) - 0.5, minor=True)
+    axes.set_yticks(np.arange(0, q_len, block_q) - 0.5, minor=True)
+    axes.grid(which="minor", color="#bbbbbb", linewidth=0.5)
+    axes.set(xlabel="kv_idx", ylabel="q_idx")
+    patches = [
+        Patch(facecolor=color, edgecolor="#888888", label=text) for color, text in zip(COLORS, LABELS, strict=True)
+    ]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
+    return axes

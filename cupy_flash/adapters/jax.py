@@ -108,6 +108,10 @@ def attention(
     return (out, lse) if settings.return_lse else out
 
 
+# A Mod is an argument of transformed functions: its arrays are leaves, its text and numbers are static.
+jax.tree_util.register_pytree_node(Mod, lambda mod: (mod.arrays, mod.encoded), decoded)
+
+
 def _mod_of_jax(settings: Options) -> Mod:
     """The traced mods, whose text is static and whose captured arrays are operands."""
     mod = mod_of(settings.score_mod, settings.mask_mod)

@@ -294,6 +294,20 @@ def test_mods_and_their_captured_gradients(transform):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_mod_is_an_argument_of_jit_and_grad():
+    q = jnp.asarray(normal(1, 2, 7, H, 8), jnp.float32)
+    mod = cupy_flash.Mod(lambda score, b, h, i, j: score * TABLE[h, 0] + 0.25 * j)
+
+    def loss(q, mod):
+        return (attention(q, q, q, score_mod=mod) ** 2).sum()
+
+    gradient, of_mod = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, mod)
+    expected, expected_of_mod = jax.grad(loss, argnums=(0, 1))(q, mod)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_mod.arrays[0], expected_of_mod.arrays[0], rtol=1e-5, atol=1e-6)
+    assert (of_mod.arrays[0][:, 0] != 0).all() and not of_mod.arrays[0][:, 1:].any()
+
+
 def test_mods_under_vmap():
     q, k, v = (jnp.asarray(normal(n, 3, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
     tables = jnp.stack([TABLE, 2 * TABLE, -TABLE])

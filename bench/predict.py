@@ -87,7 +87,9 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         assert launch.tile is not None
         block_q, block_kv, threads = launch.tile
         mainloop = sass.mainloop(
-            nvrtc.compile(assemble(launch.kernel, dict(launch.constants)), launch.kernel, ARCH).code
+            nvrtc.compile(
+                assemble(launch.kernel, dict(launch.constants), dict(launch.headers)), launch.kernel, ARCH
+            ).code
         )
         dims = regime.head_dim + (regime.head_dim_v or regime.head_dim)
         loaded = (block_q if regime.backward else block_kv) * dims * problem.dtype.itemsize

@@ -162,7 +162,7 @@ def _compile(name: str, arch: str) -> list[Kernel]:
 
 
 def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
-    text = assemble(launch.kernel, dict(launch.constants))
+    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     begin = time.perf_counter()
     result = nvrtc.compile(text, launch.kernel, arch)
     seconds = time.perf_counter() - begin
@@ -234,7 +234,7 @@ def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     tile = launch.tile
     if tile is None or not launch.kernel.startswith(("mma/", "wgmma/")):
         return None
-    text = assemble(launch.kernel, dict(launch.constants))
+    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     block_q, block_kv, threads = tile
     if launch.kernel.startswith("wgmma/"):
         threads -= 128  # the producer warpgroup has no mainloop math

@@ -28,7 +28,7 @@ LARGEST = 512  # head dimension
 # Limit of registers per thread that hold accumulators and fragments across a mainloop step; the rest of the 255 holds
 # operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
 LIVE = {"forward": 164, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
-LIVE_IN_OPTIONS = 20  # subtracted with a score modification or dropout
+LIVE_IN_OPTIONS = 20  # subtracted with a score modification, dropout or, of the forward, a mask_mod
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
 # Architectures with 16-byte red.global.add.v4.f32: there the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -231,7 +231,8 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout else 0
+    walks = problem.mask_mod and kernel == "forward"  # two walks over tiles, that of the loads and its own
+    limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)

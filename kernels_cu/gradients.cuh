@@ -65,11 +65,12 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       if constexpr (SCORE_MOD) {
         float x = score.apply<SCORE_GRADIENT>(s, masked ? band.query(i) : i, masked ? band.key(j) : j, derivatives[e]);
         s = seen ? x : -infinity();
-        if (!seen) derivatives[e] = 0;
       } else if constexpr (MODIFIED)
         s = seen ? score.apply(s, i, j, derivatives[e]) : -infinity();
       else
         s = seen ? s : -infinity();
+      // Without it a hidden score would keep the derivative of an earlier one, and 0 times a NaN is a NaN.
+      if ((SOFTCAP || SCORE_MOD) && !seen) derivatives[e] = 0;
       s = ex2_approx(s * scale_log2 - queries.lse2[query]);
     }
   };

@@ -84,7 +84,8 @@ struct Sequence {
   }
 
   // Rows that are loaded tile by tile. The loads of K and V get the addresses of keys from key_rows or, if TMA loads
-  // them, their coordinates from key_box, so that a cache of keys with another layout is a change of these two.
+  // them, their coordinates from key_box, so that a cache of keys with another layout is a change of these two. (fp8's
+  // transposition of V reads rows of `keys`.)
   template <typename T>
   __device__ HeadRows<T> query_rows(const Operand& x, int head) const {
     return {queries<T>(x, head), x.row, x.aligned};

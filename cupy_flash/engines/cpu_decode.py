@@ -10,7 +10,7 @@ from .shared import dtype_refusals
 __all__ = ["BACKENDS", "MEASURED", "alike", "launches", "refusals", "seconds", "threads", "tiles", "workspaces"]
 
 BACKENDS: tuple[str, ...] = ("cpu",)
-MEASURED: str | None = "bench/results/cpu.json"
+MEASURED: str | None = "bench/results/decode.json"
 
 # Bytes of K and V of a chunk, all heads, in the accumulation dtype: they stay in the L2 cache between the two products.
 # Of 4096 keys of 32/8 heads, D 128, float32, 64 keys a chunk take 5.9 ms, 128 6.5, 256 6.7, 512 8.6 (one core).

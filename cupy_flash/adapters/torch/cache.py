@@ -14,7 +14,7 @@ import torch
 from ... import backends
 from ...features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
 from ...pose_cache import CacheOptions, pose_append, pose_with_cache
-from .op import _index, _number, _on_device_of, _sides
+from .op import as_index, as_number, on_device_of, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
 # The other arguments of the operator, with their types in its schema.
@@ -106,7 +106,7 @@ def _arguments(
     for tensor in tensors:
         if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_nested):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(tensor)}")
-    left, right = _sides(options.window)
+    left, right = window_sides(options.window)
     others = {name: getattr(options, name, None) for name in OTHERS}
     others["length"] = options.cache_seqlens if _is_whole(options.cache_seqlens) else None
     others |= {"window_left": left, "window_right": right}
@@ -119,9 +119,9 @@ def _arguments(
                 raise TypeError(f"{name} must be True or False, not {value!r}")
             others[name] = bool(value)
         elif kind == "float?":
-            others[name] = _number(value)
+            others[name] = as_number(value)
         elif kind in ("int?", "SymInt?"):
-            others[name] = value if isinstance(value, torch.SymInt) else _index(value)
+            others[name] = value if isinstance(value, torch.SymInt) else as_index(value)
         elif not isinstance(value, str):
             raise TypeError(f"{name} must be a string, not {value!r}")
     return (*tensors, *others.values())
@@ -138,7 +138,7 @@ def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[s
 
 def _attend(*arguments: Any) -> tuple[Any, Any]:
     given, options = _options(ATTEND, arguments)
-    with _on_device_of(given["q"]):
+    with on_device_of(given["q"]):
         result, lse = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
     written = [given[name] for name in ("out", *(("k_cache", "v_cache") if options.k is not None else ()))]
     _bump(*written)
@@ -150,7 +150,7 @@ def _append(*arguments: Any) -> None:
     given, options = _options(APPEND, arguments)
     options.k = options.v = None
     k, v, k_cache, v_cache, cu_seqlens = (given[name] for name in APPEND[:5])
-    with _on_device_of(k):
+    with on_device_of(k):
         backends.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
     _bump(given["k_cache"], given["v_cache"])
 

@@ -9,7 +9,7 @@ import torch
 from ...pose_cache import SPLIT_UNIT, CacheOptions
 from ...problem import UnsupportedError
 from .cache import append, attend
-from .drop_in import _is_zero
+from .drop_in import is_zero
 
 
 def flash_attn_with_kvcache(
@@ -107,7 +107,7 @@ def flash_attn_with_kvcache(
     options: dict[str, Any] = {
         "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window_size,
-        "scale": softmax_scale, "softcap": None if _is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes,
+        "scale": softmax_scale, "softcap": None if is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes,
         "sink": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out, "return_lse": return_softmax_lse,
         "split_size": _split_size(name, num_splits, split_size, k_cache, table),
     }  # fmt: skip

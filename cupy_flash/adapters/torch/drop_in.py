@@ -728,14 +728,14 @@ def _flash_attn_options(
         causal=causal,
         window=window,
         scale=scale,
-        softcap=None if _is_zero(softcap) else softcap,
+        softcap=None if is_zero(softcap) else softcap,
         alibi_slopes=alibi_slopes,
         dropout=dropout,
         deterministic=deterministic,
     )
 
 
-def _is_zero(softcap: Any) -> bool:
+def is_zero(softcap: Any) -> bool:
     """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
     try:
         return bool(softcap == 0)

@@ -179,19 +179,19 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
     for (name, optional), choice in zip(CHOICE_NAMES, choices, strict=True):
         if not isinstance(choice, str) and not (optional and choice is None):
             raise TypeError(f"{name} must be a string, not {choice!r}")
-    left, right = _sides(options.window)
-    numbers = [_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
+    left, right = window_sides(options.window)
+    numbers = [as_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
     q, k, v = _autocast(arrays)
     if fp8:
         require_roundable((q, k, v), [getattr(options, name) for name in FP8_NAMES])
     flags["deterministic"] = flags["deterministic"] or torch.are_deterministic_algorithms_enabled()
     return (
         q, k, v, *features, *bounds,
-        _seed(options.seed, _number(options.dropout), q.device),
+        _seed(options.seed, as_number(options.dropout), q.device),
         *longest,
         _causal(options.causal),
-        None if left is None else _index(left),
-        None if right is None else _index(right),
+        None if left is None else as_index(left),
+        None if right is None else as_index(right),
         *numbers,
         *choices,
         *(bool(flag) for flag in flags.values()),
@@ -207,7 +207,8 @@ def _require_tensor(array: Any) -> None:
         raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
 
 
-def _sides(window: Any) -> tuple[Any, Any]:
+def window_sides(window: Any) -> tuple[Any, Any]:
+    """The (left, right) of a caller's window, both None without one; TypeError for what is no pair."""
     if window is None:
         return None, None
     try:
@@ -225,7 +226,8 @@ def _causal(causal: Any) -> str:
     raise ValueError(f'causal must be False, True, "bottom_right" or "top_left", not {causal!r}')
 
 
-def _number(value: Any, optional: bool = False) -> float | None:
+def as_number(value: Any, optional: bool = False) -> float | None:
+    """An option as the float of a schema, None if that is `optional`; TypeError for what is no number."""
     if optional and value is None:
         return None
     if isinstance(value, (bool, str, bytes, bytearray, np.bool_)):
@@ -236,7 +238,8 @@ def _number(value: Any, optional: bool = False) -> float | None:
         raise TypeError("an option is not a number") from error
 
 
-def _index(value: Any) -> int:
+def as_index(value: Any) -> int:
+    """An option as the int of a schema; TypeError for what is no whole number, ValueError beyond 64 bits."""
     try:
         index = operator.index(value)
     except Exception as error:  # foreign objects may raise anything
@@ -248,7 +251,7 @@ def _index(value: Any) -> int:
 
 def _length(value: Any) -> Any:
     """A length as an int; one that is symbolic under tracing stays symbolic."""
-    return value if isinstance(value, torch.SymInt) else _index(value)
+    return value if isinstance(value, torch.SymInt) else as_index(value)
 
 
 def _seed(seed: Any, dropout: Any, device: Any) -> Any:
@@ -273,7 +276,7 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
 
 
-def _on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+def on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """Context in which kernels are launched, and memory is allocated, on the device of a tensor.
 
     Operators written in Python get no device guard from torch.
@@ -292,7 +295,7 @@ def _modified_forward(*arguments: Any) -> tuple[Any, Any]:
 
 def _run_forward(call: Call, mod: Mod | None = None) -> tuple[Any, Any]:
     dtype = _dtype_of_out(call)
-    with _on_device_of(call.q):
+    with on_device_of(call.q):
         if call.fp8:
             call = rounded(call)
         out, lse = backends.forward(*call.pose(mod=mod))
@@ -305,14 +308,14 @@ def _dtype_of_out(call: Call) -> Any:
 
 def _backward(*arguments: Any) -> tuple[Any, ...]:
     call, saved = _split(arguments)
-    with _on_device_of(call.q):
+    with on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
     return _returned(call, gradients[: len(DIFFERENTIATED)])
 
 
 def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
     call, captured, mods, saved = _split_modified(arguments)
-    with _on_device_of(call.q):
+    with on_device_of(call.q):
         *gradients, dcaptured = backends.backward(*call.pose(saved, decoded(mods, captured)))
     return (*_returned(call, gradients), list(_returned(call, dcaptured or (None,) * len(captured))))
 

@@ -16,6 +16,7 @@ from typing import Any
 import fp8_cases
 import on_gpu
 from cases import Call, Case, Result, check, compare, run
+from mods import arrays_of, mods_of
 
 import cupy_flash
 from cupy_flash import backends, device
@@ -37,6 +38,7 @@ CASES = {
 # Properties of wgmma tiles that a plan chooses for larger problems only, if at all.
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
+MODS = Case(**LONG, score_mod="relative", mask_mod="document")  # its gradient of a table has no order
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
@@ -54,6 +56,8 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
         for deterministic in (False, True):
             order = "deterministic" if deterministic else "in any order"
             yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None
+    if engine != "wgmma":
+        yield "mods", replace(MODS, dtype=DTYPES[engine]), {}, None
     for having in OTHER_TILES if engine == "wgmma" else ():
         yield having, replace(FULL, dtype=DTYPES[engine]), {}, best_having(having)
 
@@ -94,7 +98,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
     for name, case, words, tile in calls(engine):
         call = case.call()
-        call.options.update(engine=engine, **words)
+        captured = {name: cupy.asarray(array) for name, array in arrays_of(case).items()}
+        call.options.update(engine=engine, **words, **mods_of(case, cupy, captured))
         result = run(case, "cuda", call) if tile is None else run_in(call, tile)
         if checked:
             check(case, result)

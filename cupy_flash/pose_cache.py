@@ -140,6 +140,7 @@ class CacheArrayFacts(NamedTuple):
     framework: str
     readonly: bool
     has_rows: bool  # the last dimension is contiguous
+    repeats: bool  # several elements are one place in memory, by a stride of 0
 
 
 class Facts(NamedTuple):
@@ -173,7 +174,7 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
         backend = environment.backend()
     sides = window if type(window) is tuple else (window,)
     arrays = [
-        (name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, _has_rows(x)))
+        (name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, _has_rows(x), _repeats(x)))
         for name, x in call.items()
     ]
     types = tuple(map(type, (*plain, backend, *sides)))
@@ -182,6 +183,10 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
 
 def _has_rows(array: Array) -> bool:
     return 0 in array.shape or array.shape[-1:] == (1,) or array.strides[-1:] == (1,)
+
+
+def _repeats(array: Array) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True))
 
 
 def _stated(facts: Facts) -> Stated:
@@ -395,6 +400,8 @@ def _check_what_goes_together(
     elif appends:
         for name in ("k_cache", "v_cache"):
             require(name not in arrays or not arrays[name].readonly, f"{name} is read-only: rows cannot be appended")
+            repeats = name in arrays and arrays[name].repeats
+            require(not repeats, f"{name} repeats its elements (a stride of 0): rows cannot be appended")
     return unsupported
 
 
@@ -513,6 +520,7 @@ def _check_others(requirements: Requirements, arrays: dict[str, Any], layout: st
         dtype = arrays["q"].dtype
         require_type(out.dtype == dtype, f"out must have the dtype of q, {dtype.name}, not {out.dtype.name}")
         require(not out.readonly, "out is read-only")
+        require(not out.repeats, "out repeats its elements (a stride of 0)")
     if "q" in arrays:
         names = ("q", "alibi_slopes", "sink")
         known = Sizes(True, sizes.batch, sizes.q_len, sizes.capacity, sizes.heads, sizes.kv_heads, sizes.head_dim)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import keyword
 import linecache
 import os
 import sys
@@ -25,7 +26,7 @@ import numpy as np
 
 from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
 from .sources import Collect
-from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
+from .values import Captured, Number, Trace, Traced, Value, call, element_of, is_array, lift
 
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
@@ -322,6 +323,9 @@ class _Rebuilder:
                 self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
             )
             return functools.partial(function, *args, **keywords)
+        if isinstance(x, functools._lru_cache_wrapper):
+            self._require_type(x, local)
+            return self.rebuild(x.__wrapped__, f"{local}.__wrapped__", depth + 1)
         if isinstance(x, types.MethodType):
             self._require_type(x, local)
             function = self.rebuild(x.__func__, f"{local}.__func__", depth + 1)
@@ -377,16 +381,42 @@ class _Rebuilder:
             except ValueError:  # empty
                 self.sources.reproducible = False
                 continue
-            cell.cell_contents = self.rebuild(content, f"{local}.__closure__[{n}].cell_contents", depth + 1)
+            source = f"{local}.__closure__[{n}].cell_contents"
+            if function.__code__.co_freevars[n] == "__class__":  # which super() reads, and takes no stand-in for
+                self.sources.require(f"{source} is {self.sources.constant(content)}")
+                cell.cell_contents = content
+            else:
+                cell.cell_contents = self.rebuild(content, source, depth + 1)
         for name in names:
             if name in function.__globals__:
                 content = function.__globals__[name]
                 replaced[name] = self.rebuild(content, f"{local}.__globals__[{name!r}]", depth + 1)
+            elif name in ("isinstance", "type"):
+                replaced[name] = getattr(self, f"_{name}")
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)
             if defaults:
                 setattr(rebuilt, name, self.rebuild(defaults, f"{local}.{name}", depth + 1))
         return rebuilt
+
+    def _isinstance(self, x: Any, kinds: Any) -> bool:
+        """Python's isinstance, of what stand-ins stand for."""
+        kinds = tuple(map(_original, kinds)) if isinstance(kinds, tuple) else _original(kinds)
+        return isinstance(_original(x), kinds)
+
+    def _type(self, x: Any, *definition: Any) -> Any:
+        """Python's type, of what stand-ins stand for; of a class that the mod also captures, the class's stand-in."""
+        kind = type(_original(x), *definition)
+        return self._rebuilt[id(kind)][1] if id(kind) in self._rebuilt else kind
+
+
+def _original(x: Any) -> Any:
+    """What a stand-in of a captured value stands for; anything else as it is."""
+    if type(x) is Number:
+        return x.value
+    if type(x) is Captured:
+        return x if x.indices else x.array
+    return object.__getattribute__(x, "_held")[1] if type(x) is _Held else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -413,11 +443,29 @@ class _Held:
 
     def __getattr__(self, name: str) -> Any:
         rebuilder, owner, local = object.__getattribute__(self, "_held")
-        value = getattr(owner, name)
+        try:
+            value = getattr(owner, name)
+        except AttributeError:  # hasattr or a default: nothing would notice that a later call has the attribute
+            rebuilder.sources.reproducible = False
+            raise
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        source = f"{local}.{name}" if plain else f"getattr({local}, {name!r})"
         if isinstance(value, types.MethodType) and value.__self__ is owner:
-            function = rebuilder.rebuild(value.__func__, f"{local}.{name}.__func__")
+            function = rebuilder.rebuild(value.__func__, f"{source}.__func__")
             return functools.partial(function, self)
-        return rebuilder.rebuild(value, f"{local}.{name}")
+        return rebuilder.rebuild(value, source)
+
+    def __eq__(self, other: object) -> Any:
+        equality: Any = type(_original(self)).__eq__
+        if equality is object.__eq__:
+            return self is other
+        return self.__getattr__("__eq__")(other)
+
+    def __hash__(self) -> int:
+        return hash(_original(self))
+
+    def __contains__(self, item: Any) -> bool:  # without it, `in` would ask __getitem__ for 0, 1, 2, ... without end
+        return bool(self.__getattr__("__contains__")(item))
 
     def __getitem__(self, index: Any) -> Any:
         return self.__getattr__("__getitem__")(index)

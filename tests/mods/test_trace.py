@@ -444,3 +444,76 @@ def test_too_large_mods_are_refused():
     tables = [np.ones(3) for _ in range(33)]
     with pytest.raises(ValueError, match="at most 32 arrays"):
         traced(lambda s, b, h, q, kv: sum((t[h] for t in tables), s), None)
+
+
+class Plain:
+    pass
+
+
+class EqualToAll:
+    def __eq__(self, other):
+        return True
+
+
+class Base:
+    def mod(self, s, b, h, q, kv):
+        return s * 3
+
+
+class Derived(Base):
+    def mod(self, *arguments):
+        return super().mod(*arguments) * 2
+
+
+class Holds3:
+    def __contains__(self, item):
+        return item == 3
+
+    def __getitem__(self, index):
+        return 10.0
+
+
+@functools.lru_cache
+def two(x):
+    return 2.0
+
+
+ARRAY, PLAIN, SEVEN, EQUAL, HOLDS = np.ones(64, np.float32), Plain(), 7, EqualToAll(), Holds3()
+
+
+@pytest.mark.parametrize(
+    ("mod", "factor"),
+    [
+        pytest.param(lambda s, b, h, q, kv: s * 2 if isinstance(ARRAY, np.ndarray) else s, 2, id="isinstance-array"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if isinstance(PLAIN, Plain) else s, 2, id="isinstance-class"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if isinstance(SEVEN, (int, str)) else s, 2, id="isinstance-int"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if type(SEVEN) is int else s, 2, id="type-of-int"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if type(PLAIN) is Plain else s, 2, id="type-of-object"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if EQUAL == 4 else s, 2, id="own-equality"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if 3 in HOLDS else s, 2, id="own-contains"),
+        pytest.param(lambda s, b, h, q, kv: s * two(3), 2, id="lru-cache"),
+    ],
+)
+def test_python_sees_what_stand_ins_stand_for(mod, factor):
+    assert traced(mod, None).text == traced(lambda s, b, h, q, kv: s * float(factor), None).text
+
+
+def test_super_finds_the_next_class():
+    assert str(traced(Derived().mod, None)) == str(traced(lambda s, b, h, q, kv: s * 3 * 2, None))
+
+
+def test_an_attribute_that_appears_is_noticed():
+    owner = Plain()
+
+    def mod(s, b, h, q, kv):
+        return s * getattr(owner, "factor", 3.0)
+
+    assert traced(mod, None).numbers == traced(lambda s, b, h, q, kv: s * 3.0, None).numbers
+    owner.factor = 5.0
+    assert traced(mod, None).numbers == (5.0,)
+
+
+def test_attributes_that_are_no_identifiers():
+    parameters = torch.nn.ParameterList([torch.ones(4), torch.arange(4.0)])
+    (array,) = traced(lambda s, b, h, q, kv: s + parameters[1][kv], None).arrays
+    assert array is parameters[1]

@@ -45,6 +45,10 @@ WRONG = {
     "descales": (PLAIN, lambda c: dict(k_descale=np.ones((2, 2), "f4")), TypeError, "is for caches of float8"),
     "read-only": (PLAIN, lambda c: dict(k_cache=np.broadcast_to(c.k_cache, c.k_cache.shape)), ValueError,
                   "k_cache is read-only"),
+    "repeated-rows": (PLAIN, lambda c: dict(v_cache=np.lib.stride_tricks.as_strided(
+        c.v_cache, strides=(0, *c.v_cache.strides[1:]))), ValueError, "v_cache repeats its elements"),
+    "repeated-out": ({}, lambda c: dict(out=np.lib.stride_tricks.as_strided(
+        np.zeros_like(c.q), strides=(0, *c.q.strides[1:]))), ValueError, "out repeats its elements"),
     "not-contiguous": ({}, lambda c: dict(v_cache=np.repeat(c.v_cache, 2, axis=3)[..., ::2]), ValueError,
                        "the last dimension of v_cache must be contiguous"),
     "heads": ({}, lambda c: dict(q=c.q[:, :, :3]), ValueError, "the 3 heads of q must be a multiple of the 2 heads"),

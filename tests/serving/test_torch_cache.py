@@ -7,6 +7,7 @@ from cache_cases import CacheCase, references
 from tolerance import assert_matches_reference
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
 
 import cupy_flash
 
@@ -166,3 +167,20 @@ def test_all_reasons_at_once():
         "k and v",
     ):
         assert text in str(error.value)
+
+
+def test_tensors_on_meta_are_refused_beside_others():
+    """The fake kernels are those of meta tensors, too: they would return memory that nothing has written."""
+    q, cache, lengths = torch.ones(2, 1, 2, 4), torch.ones(2, 8, 2, 4), torch.tensor([5, 5], dtype=torch.int32)
+    for arguments in ((q, cache.to("meta"), cache.to("meta")), (q.to("meta"), cache, cache)):
+        with pytest.raises(ValueError, match="attention_with_kv_cache: all arrays must be on one device, not q on"):
+            cupy_flash.attention_with_kv_cache(*arguments, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="append_to_kv_cache: all arrays must be on one device, not k on meta"):
+        cupy_flash.append_to_kv_cache(q.to("meta"), q, cache, cache, cache_seqlens=lengths)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # by torch's own forward mode
+def test_tangents_are_refused():
+    q, cache = torch.ones(1, 1, 2, 4), torch.ones(1, 8, 2, 4)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="q: a KV cache has no forward-mode derivative"):
+        cupy_flash.attention_with_kv_cache(forward_ad.make_dual(q, q), cache, cache, cache_seqlens=5)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from ... import backends
 from ...features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
 from ...pose_cache import CacheOptions, pose_append, pose_with_cache
-from .op import as_index, as_number, on_device_of, window_sides
+from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
 # The other arguments of the operator, with their types in its schema.
@@ -88,6 +89,9 @@ def _is_whole(value: Any) -> bool:
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
     """The requirement that autograd records nothing, where it would have to: to detach in silence loses gradients."""
+    tangents = [name for name, x in given.items() if isinstance(x, torch.Tensor) and unpack_dual(x).tangent is not None]
+    if tangents:
+        return (f"{', '.join(tangents)}: a KV cache has no forward-mode derivative",)
     if not torch.is_grad_enabled():
         return ()
     names = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -169,6 +173,7 @@ library.impl("append_to_kv_cache", _append, "CompositeExplicitAutograd")
 @torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
 def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
     given, options = _options(ATTEND, arguments)
+    require_one_device("attention_with_kv_cache", given)
     q = given["q"]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if options.cu_seqlens_q is not None:
@@ -182,4 +187,5 @@ def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
 
 @torch.library.register_fake("cupy_flash::append_to_kv_cache", lib=library)
 def _fake_append(*arguments: Any) -> None:
-    pass
+    given, _ = _options(APPEND, arguments)
+    require_one_device("append_to_kv_cache", given)

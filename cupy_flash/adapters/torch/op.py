@@ -348,19 +348,22 @@ library.impl("modified_attention_forward", _modified_forward, "CompositeExplicit
 library.impl("modified_attention_backward", _modified_backward, "CompositeExplicitAutograd")
 
 
-def _require_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
+def require_one_device(function: str, arguments: dict[str, Any]) -> None:
     """ValueError for tensors on several devices.
 
     The fake kernel is the Meta kernel too, which torch runs where any tensor is a meta tensor: beside tensors of
     another device the result would be memory that nothing has written.
     """
-    arguments = call._asdict() | ({} if saved is None else saved._asdict())
-    arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
     devices = {name: str(x.device) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     if len(set(devices.values())) > 1:
-        function = "attention_varlen" if call.is_packed else "attention"
         given = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{function}: all arrays must be on one device, not {given}")
+
+
+def _require_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
+    arguments = call._asdict() | ({} if saved is None else saved._asdict())
+    arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
+    require_one_device("attention_varlen" if call.is_packed else "attention", arguments)
 
 
 @torch.library.register_fake("cupy_flash::attention_forward", lib=library)

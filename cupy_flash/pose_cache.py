@@ -186,7 +186,8 @@ def _has_rows(array: Array) -> bool:
 
 
 def _repeats(array: Array) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True))
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True))
+    return overlaps and 0 not in array.shape
 
 
 def _stated(facts: Facts) -> Stated:

@@ -49,7 +49,7 @@ REGISTER = re.compile(r"\b(U?R\d+|U?P\d)\b")
 
 
 class Instruction(NamedTuple):
-    """What the scheduler needs to know of one SASS instruction."""
+    """The properties of one SASS instruction that the scheduler uses."""
 
     opcode: str
     unit: str

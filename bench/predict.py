@@ -95,7 +95,7 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         loaded = (block_q if regime.backward else block_kv) * dims * problem.dtype.itemsize
         modelled = step(mainloop.steady, threads // 128 - 1, loaded)
         tensor = modelled.resources["tensor cores"]
-        # Of equal clocks the resource binds, not the waits that it causes.
+        # If clocks are equal, the resource binds and not the waits that it causes.
         clocks = modelled.resources | {"waits": modelled.overlapping}
         together = max(clocks, key=clocks.__getitem__)
         without = "one warpgroup's chain" if modelled.alone > clocks[together] else together

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
     @property
     def text_key(self) -> tuple[str, tuple[tuple[str, Constant], ...], tuple[tuple[str, str], ...]]:
-        """What the kernel's text depends on: launches with equal keys have the same compiled kernel."""
+        """The inputs of the kernel's text: launches with equal keys have the same compiled kernel."""
         return self.kernel, self.constants, self.headers
 
     @property

@@ -179,7 +179,7 @@ class Bias:
 
 
 class ModInputs:
-    """What the generated functions of mods read beside the score, for the tiles of one call."""
+    """The inputs of the generated functions of mods beside the score, for the tiles of one call."""
 
     def __init__(self, problem: Any, operands: Any) -> None:
         self.arrays = tuple(array.numpy() for array in operands.captured)

@@ -307,7 +307,7 @@ class _Call(NamedTuple):
     def request(
         self, arrays: tuple[Any, Any, Any], settings: Options, lengths: tuple[Any, ...], sharding: str
     ) -> dict[str, Any]:
-        """What must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
+        """The arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
         rows = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
         q_rows, kv_rows = (
             sum(chunk.rows for chunk in shard) for shard in (self.schedule.queries, self.schedule.keys[0])

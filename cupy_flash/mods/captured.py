@@ -1,4 +1,4 @@
-"""What the mods of one call read, as kernels get it: the member `captured` of Params and the tables of extremes."""
+"""Inputs of the mods of a call, as kernels get them: the member `captured` of Params and the tables of extremes."""
 
 from __future__ import annotations
 

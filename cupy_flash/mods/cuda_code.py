@@ -472,7 +472,7 @@ class _Bounds(TileDomain):
 
 
 def _limits(dtype: str) -> Interval:
-    """What the elements of a bool or integer array may be."""
+    """The interval of the elements of a bool or integer array."""
     if dtype == "bool":
         return Interval(np.int64(0), np.int64(1))
     limits = np.iinfo(dtype)

@@ -26,7 +26,7 @@ COMPARISONS = {"lt": "less", "le": "less_equal", "eq": "equal", "ne": "equal"}
 
 
 class Domain(Protocol):
-    """What executes the rules. Intervals, truths and bits are values of the domain's own."""
+    """A domain in which the rules are executed. Intervals, truths and bits are values of the domain's own."""
 
     def constant(self, value: int) -> Any:
         """The interval of one number."""

@@ -64,7 +64,7 @@ def never() -> Truth:
 
 
 def unknown() -> Truth:
-    """What nothing is known of."""
+    """The truth value of which nothing is known."""
     return Truth(np.True_, np.True_)
 
 
@@ -271,7 +271,7 @@ class Extremes:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         limits = np.iinfo(array.dtype) if array.dtype != np.bool_ else None
-        # What holds of any box. An array without elements is read by no score.
+        # The bounds that hold for any box. An array without elements is read by no score.
         self.limits = Interval(*map(np.int64, (limits.min, limits.max) if limits else (0, 1)))
         self._chunks: Interval | None = None
 

@@ -180,7 +180,7 @@ def _keep(key: tuple[int, int], kept: _Kept) -> None:
 
 
 def _code_of(function: Any) -> Any:
-    """What all calls of one function, method, partial or class of callables share."""
+    """The code object or class that all calls of one function, method, partial or callable share."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -411,7 +411,7 @@ class _Rebuilder:
 
 
 def _original(x: Any) -> Any:
-    """What a stand-in of a captured value stands for; anything else as it is."""
+    """The captured value that a stand-in replaces; anything else as it is."""
     if type(x) is Number:
         return x.value
     if type(x) is Captured:

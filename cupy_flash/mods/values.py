@@ -1,4 +1,4 @@
-"""What a mod computes with while it is traced: stand-ins for numbers, for captured arrays and for captured numbers.
+"""Stand-ins that a mod computes with while it is traced, for numbers, captured arrays and captured numbers.
 
 They record operators and the functions of NumPy, torch and jax as nodes, by each library's protocol.
 """
@@ -28,7 +28,7 @@ REVERSED = {f"r{name}": name for name in (*BINARY, "div")}
 
 
 class Trace:
-    """What one trace records: the graph, the captured arrays, the run-time numbers, and where they came from."""
+    """The record of one trace: the graph, the captured arrays, the run-time numbers, and where they came from."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -126,7 +126,7 @@ class UnknownMethod(Untraceable, AttributeError):
 
 
 class Traced:
-    """What stands for a value during a trace. Operators and methods are calls by name."""
+    """A stand-in for a value during a trace. Operators and methods are calls by name."""
 
     described = "a traced number"
     __array_priority__ = 1e6
@@ -486,7 +486,7 @@ def _known(number: Any) -> tuple[Any, str | None]:
 
 
 def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
-    """What a mod may compute with, as a number or a row of numbers."""
+    """A value that a mod may compute with, as a number or a row of numbers."""
     if isinstance(x, Captured):
         return x.numbers()
     if is_number(x):

@@ -34,7 +34,7 @@ SIGNATURES = {
 
 
 class Library:
-    """What ctypes.CDLL("libcuda.so.1") gives: an attribute for each function, also by its name with _v2."""
+    """The result of ctypes.CDLL("libcuda.so.1"): an attribute for each function, also by its name with _v2."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

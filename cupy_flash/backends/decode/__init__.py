@@ -108,7 +108,7 @@ def _piece(problem: Problem, keys: int, chunk: int) -> int:
 
 
 class _Call:
-    """What all tasks of a call share."""
+    """The inputs and outputs that all tasks of a call share."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem, self.stop = problem, Stop()

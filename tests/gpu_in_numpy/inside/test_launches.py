@@ -145,7 +145,7 @@ def planted_function(launch: Launch, arch: str) -> Any:
     return cupy.RawModule(path=str(result.path)).get_function(launch.function)
 
 
-# What cupy_flash hands to the driver
+# Arguments that cupy_flash passes to the driver
 
 
 def test_forward_launches_one_kernel_on_the_callers_stream() -> None:

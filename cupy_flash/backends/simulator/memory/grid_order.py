@@ -65,7 +65,7 @@ class _Release:
 
 
 class _Tracked:
-    """What the checks know of every unit of an allocation.
+    """The state of the checks for every unit of an allocation.
 
     Tags of the last plain write and of the last strong one (atomics included), and the number of the releases visible
     there (a key into GridOrder._releases).

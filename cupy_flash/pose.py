@@ -52,7 +52,7 @@ def pose(
     mod = _traced(requirements, options)
     call = read(requirements, _given(arrays, options, packed, saved, shard, mod))
     facts = _facts(call, options, packed, saved, shard, mod)
-    stated: Stated = _cached(_state, facts.types)(facts)
+    stated: Stated = cached_if_plain(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     # Array contents and the seed are not cached facts: check them on every call.
@@ -207,7 +207,7 @@ class Stated(NamedTuple):
     about_type: bool
 
 
-def _cached(function: Any, types: tuple[type, ...]) -> Any:
+def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
     """The function, cached if every option is plain: other objects may change, or not hash."""
     return function if PLAIN.issuperset(types) else function.__wrapped__
 
@@ -222,7 +222,7 @@ def _state(facts: Facts) -> Stated:
     sizes = Sizes()
     if {"q", "k", "v"} <= arrays.keys():
         sizes = check_shapes(requirements, arrays, options["layout"], facts.packed)
-    settings, unmet_options, about_type = _cached(_check_options, facts.types)(
+    settings, unmet_options, about_type = cached_if_plain(_check_options, facts.types)(
         facts.options, facts.window, facts.backend, facts.types, facts.packed,
         np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32,
     )  # fmt: skip

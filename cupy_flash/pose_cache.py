@@ -19,7 +19,7 @@ from . import environment
 from .arrays import Array, empty
 from .cache_records import Cache, CacheOperands
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, WINDOW
-from .pose import CACHED, PLAIN, array_facts
+from .pose import CACHED, array_facts, cached_if_plain
 from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
@@ -92,7 +92,8 @@ def _pose(
     if length is None and options.cache_seqlens is not None:
         given["cache_seqlens"] = options.cache_seqlens
     call = read(requirements, given)
-    stated = _stated(_facts(function, call, options, length is not None))
+    facts = _facts(function, call, options, length is not None)
+    stated: Stated = cached_if_plain(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     operands = _operands(call, length, bounds)
@@ -188,11 +189,6 @@ def _has_rows(array: Array) -> bool:
 def _repeats(array: Array) -> bool:
     overlaps = any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True))
     return overlaps and 0 not in array.shape
-
-
-def _stated(facts: Facts) -> Stated:
-    """`_state`, cached where every option is plain: other objects may change, or not hash."""
-    return _state(facts) if PLAIN.issuperset(facts.types) else _state.__wrapped__(facts)
 
 
 @lru_cache(maxsize=CACHED)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,10 +104,11 @@ class Graph:
         key = (op, kind, tuple(map(id, args)), None if value is None else repr(value))
         node = self.nodes.get(key)
         if node is None:
-            node = self.nodes[key] = Node()
+            node = Node()
             node.op, node.kind, node.args, node.value, node.graph = op, kind, args, value, self
             own = frozenset((op,)) if op in INPUTS else frozenset()
             node.inputs = own.union(*(arg.inputs for arg in args))
+            node = self.nodes.setdefault(key, node)  # threads that derive from one cached program share its nodes
         return node
 
     def input(self, name: str) -> Node:
@@ -380,8 +382,9 @@ class Program(NamedTuple):
         return ", ".join(f"{name}: {expression(root)}" for name, root in self._named_roots())
 
 
+@lru_cache(maxsize=256)
 def parse(text: str) -> Program:
-    """The program of a canonical text, over a graph of its own."""
+    """The program of a canonical text; the last 256 are kept, so that calls and caches by program share their nodes."""
     arrays_line, numbers_line, *lines = text.split("\n")
     arrays = tuple(Element(dtype, int(rank)) for dtype, rank in (a.split(":") for a in arrays_line.split()[1:]))
     graph, nodes = Graph(), list[Node]()

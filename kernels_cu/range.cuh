@@ -1,4 +1,4 @@
-// What a mask may be for the queries and keys of a whole tile: interval arithmetic, called by the generated Mod::tile.
+// Bounds of a mask over the queries and keys of a whole tile: interval arithmetic, called by the generated Mod::tile.
 // Twin of mods/tiles.py, function by function. T is int where the generator has proved that no bound leaves 32 bits.
 #pragma once
 

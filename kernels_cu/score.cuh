@@ -57,7 +57,7 @@ struct Score {
     real s = unmodified<BY_BIAS>(product, i, j, derivative, hidden);
 #if MODS
     if constexpr (SCORE_MOD) {
-      // Of a hidden score the derivative may be infinite, and 0 times it is a NaN.
+      // The derivative of a hidden score may be infinite, and 0 times it is a NaN.
       real by_score, modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
       s = hidden ? s : modified;
       derivative = times(derivative, by_score);

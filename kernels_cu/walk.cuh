@@ -73,7 +73,7 @@ struct Walk {
   }
 };
 
-// What the mask_mod may be for a tile of keys and the queries of a block, or for a tile of queries and its keys.
+// Bounds of the mask_mod over a tile of keys and the queries of a block, or for a tile of queries and its keys.
 struct ClassifyKeys {
   const Band& band;
   int head;

@@ -1,4 +1,4 @@
-"""What a type checker says about calls of the public functions."""
+"""The verdicts of a type checker on calls of the public functions."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What is wrong with a call on a KV cache: one error with every reason; contents are checked in host memory alone."""
+"""Wrong calls on a KV cache: one error with every reason; contents are checked in host memory alone."""
 
 import re
 

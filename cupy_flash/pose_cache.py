@@ -545,9 +545,10 @@ def _with_problem(
     numbers = settings.numbers
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
-    rotary = None
+    rotary = rotary_dtypes = None
     if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
         rotary = (2 * arrays["rotary_cos"].shape[1], bool(options["rotary_interleaved"]))
+        rotary_dtypes = (arrays["rotary_cos"].dtype.name, arrays["rotary_sin"].dtype.name)
     cache = Cache(
         layout=layout,
         dtype=arrays["k_cache"].dtype,
@@ -557,6 +558,7 @@ def _with_problem(
         slots="slots" in arrays,
         rotary=rotary,
         split_size=options["split_size"] if isinstance(options["split_size"], int) else None,
+        rotary_dtypes=rotary_dtypes,
     )
     problem = Problem(
         backward=False,

@@ -216,6 +216,8 @@ def _state(facts: Facts) -> Stated:
     unsupported += _check_pages(arrays, sizes)
     _check_dtypes(requirements, arrays, attends)
     _check_others(requirements, arrays, layout, sizes)
+    if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
+        requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
     return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported))
 
 

@@ -34,7 +34,7 @@ struct PagedTileRows {
   static constexpr bool EQUIDISTANT = false;
 
   Blocks blocks;
-  T* data;  // of the head
+  T* data;         // of the head
   long long page;  // strides
   long long stride;
   int first;

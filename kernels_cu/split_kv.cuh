@@ -2,8 +2,7 @@
 //
 // A row is a pair of a query and a head of its GQA group, row = query * group + head; a unit is (sequence, key/value
 // head, tile of BLOCK_Q rows). The line of work has the tiles of keys of one unit after those of the other: those that
-// any query of the sequence sees, or one place if there is none, because a block must write the zeros. Twin of
-// engines/split_kv.py.
+// any query of the sequence sees, or one place if there is none, because a block must write the zeros.
 //
 //   equal runs   block c has the places [c * run, (c + 1) * run): a unit may begin and end inside runs, and leaves at
 //                most two partial results per block, of its first and of its last unit
@@ -14,8 +13,8 @@
 #include "softmax2.cuh"
 
 constexpr int PLACE_KEYS = SPLIT_SIZE ? SPLIT_SIZE : BLOCK_KV;  // of one place on the line
-constexpr int SHORTEST_RUN = SPLIT_SIZE ? 1 : 4;                // places: fewer would leave more to merge than they save
-constexpr int PART_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;       // of a row of a partial result
+constexpr int SHORTEST_RUN = SPLIT_SIZE ? 1 : 4;           // places: fewer would leave more to merge than they save
+constexpr int PART_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;  // of a row of a partial result
 
 // The places of a sequence.
 struct Places {

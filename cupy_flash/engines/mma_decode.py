@@ -2,7 +2,7 @@
 
 Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. Blocks share
 the tiles of keys of all sequences equally, by the lengths on the device (split_kv.cuh), and a second launch merges the
-partial results. Twin of the arithmetic in split_kv.cuh: `most_places`.
+partial results.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
 LARGEST = 256  # head dimension
+ROWS = 16, 32, 64  # of a tile
 KEYS = 64  # of a tile: 16 for each warp
 THREADS = 128
 ACCUMULATORS = 128  # registers per thread that may hold O
@@ -78,14 +79,23 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
-    if most_places(problem, 16, KEYS) >= 2**31:
+    if most_places(problem, ROWS[0], KEYS) >= 2**31:
         reasons.append("the tiles of keys of all sequences at the capacity of the cache are 2**31 or more")
     return reasons
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles of 16, 32 and 64 rows whose accumulators fit the registers, each with its best number of stages."""
-    return [tile for rows in (16, 32, 64) if (tile := _tile(problem, device, rows)) is not None]
+    """The one tile: the smallest legal one that holds the queries of a sequence, else the largest.
+
+    It depends on the head dimension, the group and the queries of a sequence alone, never on the batch.
+    """
+    legal = legal_tiles(problem, device)
+    return [tile for tile in legal if tile.rows >= problem.q_len * problem.group][:1] or legal[-1:]
+
+
+def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best number of stages."""
+    return [tile for rows in ROWS if (tile := _tile(problem, device, rows)) is not None]
 
 
 def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
@@ -93,22 +103,23 @@ def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
     if accumulators > ACCUMULATORS:
         return None
     in_registers = accumulators + scores + q <= LIVE
-    # The bytes in flight, of all blocks of an SM, hide the latency of memory. sm_75 has no cp.async.
+    # Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory. sm_75 has no
+    # cp.async.
     stage = 2 * KEYS * sum(_padded(problem))
-    best: tuple[tuple[int, int, int], Tile] | None = None
+    best: tuple[tuple[int, int, int, int], Tile] | None = None
     for stages in (1,) if device.arch == "sm_75" else (2, 3, 4):
         tile = Tile(max(rows // problem.group, 1), KEYS, rows, stages, in_registers, 0)
         if _shared_bytes(problem, tile) > device.shared_bytes:
             continue
         resident = _resident(problem, device, tile)
-        rank = (resident * (stages - 1) * stage, resident, -stages)
+        rank = (min(resident, 2), resident * (stages - 1) * stage, resident, -stages)
         if best is None or rank > best[0]:
             best = rank, tile._replace(blocks=device.units * resident)
     return None if best is None else best[1]
 
 
 def alike(tile: Tile) -> object:
-    """The rows: calls with more queries take tiles of more rows."""
+    """The tile itself."""
     return tile
 
 
@@ -164,6 +175,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "THREADS": THREADS,
         "BLOCK_Q": tile.rows,
         "BLOCK_KV": KEYS,
+        "COLUMN_WARPS": 1,
         "STAGES": tile.stages,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "KV_CACHE": True,
@@ -173,13 +185,10 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     steps = []
     if cache.appended is not None or cache.rotary is not None:
         steps.append(_append(problem, constants))
-    one = most_places(problem, tile.rows, cache.split_size or KEYS)
-    most = one if cache.split_size else -(-one // SHORTEST_RUN)
-    packed = problem.layout == "thd"  # rows past the last sequence are work without a sequence
-    grid = min(tile.blocks, max(most, packed))
+    grid = _grid(problem, tile)
     shared = _shared_bytes(problem, tile)
     steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), THREADS, shared))
-    if _pieces(problem, cache.split_size or KEYS) > 1 and (cache.split_size or grid > 1):
+    if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", constants), (units, problem.batch, 1), THREADS))
     return nonempty(steps)
@@ -190,11 +199,11 @@ def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
     assert cache is not None
     rows = max(problem.q_len, 0 if problem.q_len and problem.layout == "thd" else cache.appended or 0)
     heads = problem.kv_heads
-    if cache.rotary is not None:
-        dims, interleaved = cache.rotary
+    if cache.rotary is not None and cache.rotary_dtypes is not None:
+        (dims, interleaved), (cos, sin) = cache.rotary, cache.rotary_dtypes
         heads = problem.heads
         constants = constants | {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
-        constants |= dict(zip(("cos_element", "sin_element"), map(ELEMENTS.get, cache.rotary_dtypes), strict=True))
+        constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
     blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
     return Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), THREADS)
 
@@ -216,7 +225,16 @@ def _places(problem: Problem, tile: Tile) -> int:
     """Places for partial results: of the first and the last unit of each block, or with split_size of all pieces."""
     assert problem.cache is not None
     split = problem.cache.split_size
-    return 2 * tile.blocks if split is None else most_places(problem, tile.rows, split)
+    return 2 * _grid(problem, tile) if split is None else most_places(problem, tile.rows, split)
+
+
+def _grid(problem: Problem, tile: Tile) -> int:
+    """Blocks of the decode, at most as many as the line has runs at the capacity."""
+    assert problem.cache is not None
+    split = problem.cache.split_size
+    runs = -(-most_places(problem, tile.rows, split or KEYS) // (1 if split else SHORTEST_RUN))
+    packed = problem.layout == "thd"  # the rows past the last sequence are work too
+    return min(tile.blocks, max(runs, packed))
 
 
 def _padded(problem: Problem) -> tuple[int, int]:

@@ -52,8 +52,8 @@ ROW_CONSTANTS = {
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
     "append": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "ROTARY_DIM", "ROTARY_INTERLEAVED", "cos_element", "sin_element"),
     "merge": (
-        *SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT", "SINK",
-        "sink_element",
+        *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
+        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }

@@ -1,7 +1,7 @@
-// Attention on a KV cache: a block computes a run of places on the line of work (split_kv.cuh). Rows are (query, head of
-// the GQA group) pairs, so that each key is read once for all heads that share it; every warp has 16 keys of each tile,
-// for all rows and columns, and the results of the warps are merged at the end of a part. The arithmetic of a row does
-// not depend on the number of rows of its tile. grid (blocks)
+// Attention on a KV cache: a block computes a run of places on the line of work (split_kv.cuh). Rows are (query, head
+// of the GQA group) pairs, so that each key is read once for all heads that share it; every warp has 16 keys of each
+// tile, for all rows and columns, and the results of the warps are merged at the end of a part. The arithmetic of a row
+// does not depend on the number of rows of its tile. grid (blocks)
 #include "../split_kv.cuh"
 #include "gemm.cuh"
 #include "load.cuh"
@@ -229,7 +229,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   cp_async_wait_group<0>();
   __syncthreads();
   float* O_smem = (float*)smem;
-  float(*softmax_smem)[BLOCK_Q][2] = (float(*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
+  float (*softmax_smem)[BLOCK_Q][2] = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -239,8 +239,8 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
       if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
 #pragma unroll
       for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n)
-        *(float2*)(O_smem + (warp * BLOCK_Q + row) * O_ROW + column_of(n, 0)) = {O_rmem[m][n][2 * half],
-                                                                                O_rmem[m][n][2 * half + 1]};
+        st_shared_v2(smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW + column_of(n, 0)), O_rmem[m][n][2 * half],
+                     O_rmem[m][n][2 * half + 1]);
     }
   __syncthreads();
   store_part(p, part, O_smem, softmax_smem, scale_log2);
@@ -276,7 +276,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_consta
       int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
       Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
                  min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
-      Part part{sequence, band, unit / row_tiles, unit % row_tiles * BLOCK_Q, keys, count == places.each,
+      Part part{sequence,
+                band,
+                unit / row_tiles,
+                unit % row_tiles * BLOCK_Q,
+                keys,
+                count == places.each,
                 part_of(place, blockIdx.x, begin == 0)};
       attend(p, part, (unsigned char*)shared, pages_smem);
       place += count;

@@ -14,7 +14,7 @@ from engines import inputs, step
 from gpu_in_numpy.modules import MAGIC
 
 import cupy_flash
-from cupy_flash import cache, tensor_map
+from cupy_flash import cache, nvrtc, tensor_map
 from cupy_flash.backends import cuda, kernels
 from cupy_flash.launch import Launch
 
@@ -80,6 +80,18 @@ def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
             module.load(image)
     with pytest.raises(Refused, match="INVALID_PTX"):
         module.load(b"no PTX")
+
+
+def test_code_of_other_passes_is_another_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers compile PTX with different flags, and share a cache: a cubin of one is not taken for the other's."""
+    arch, flags = machine.devices.cards[0].arch, nvrtc.flags
+
+    def with_another(target: str) -> tuple[str, ...]:
+        return (*flags(target), *(["--another"] if target.startswith("compute_") else []))
+
+    before = nvrtc.flags(arch)
+    monkeypatch.setattr(nvrtc, "flags", with_another)
+    assert nvrtc.flags(arch) == (*before, "--another")
 
 
 def test_a_tensor_map_needs_its_alignment() -> None:

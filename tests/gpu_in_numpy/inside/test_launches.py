@@ -73,6 +73,22 @@ def test_shared_memory_that_the_device_has_not() -> None:
         function.max_dynamic_shared_size_bytes = most - 4095
 
 
+@pytest.mark.parametrize(("size", "fits"), [(32764, True), (32768, False)])
+def test_parameters_of_more_bytes_than_a_launch_has(size: int, fits: bool) -> None:
+    head = f".version 8.1\n.target {machine.devices.cards[0].arch}\n.address_size 64\n"
+    text = head + f".visible .entry large(.param .b8 x[{size}])\n{{\n ret;\n}}\n"
+    module = cupy.cuda.Module()
+    module.load(text.encode())
+    launch, values = module.get_function("large"), np.zeros((), f"V{size}")
+    if fits:
+        launch((1,), (1,), (values,))
+        assert len(machine.modules.launches[-1].parameters) == size
+    else:
+        with pytest.raises(Refused):
+            launch((1,), (1,), (values,))
+        assert "32768 bytes of parameters, above 32764" in machine.refusals[-1]
+
+
 def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
     module = cupy.cuda.Module()
     for image in (MAGIC + b"sm_86\n", b"\x7fELF\x02\x01\x01"):

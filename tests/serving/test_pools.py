@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from tiers import exhaustive
 
 import cupy_flash
 
@@ -48,7 +49,7 @@ def test_pages_past_two_to_the_31_elements(huge_pool):
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.parametrize("split_size", [None, 64])
+@pytest.mark.parametrize("split_size", [None, exhaustive(64)])
 def test_steps_keep_no_memory(split_size):
     """Seven hundred more steps of a growing sequence leave no memory in use: a length is no entry of a cache."""
     rng = np.random.default_rng(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cupy
@@ -37,11 +36,16 @@ ALLOCATORS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.orders
-@pytest.mark.parametrize("in_stream", [False, True], ids=["default-stream", "new-stream"])
 @pytest.mark.parametrize("allocator", ALLOCATORS)
-def test_allocators_of_cupy(allocator: str, in_stream: bool) -> None:
-    stream: AbstractContextManager = new_stream() if in_stream else nullcontext()
-    with stream, cupy.cuda.using_allocator(ALLOCATORS[allocator]()):
+def test_allocators_of_cupy(allocator: str) -> None:
+    with new_stream(), cupy.cuda.using_allocator(ALLOCATORS[allocator]()):
+        assert_right(step(inputs("cupy", "simt"), "simt"), "simt")
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_allocators_of_cupy_on_the_default_stream(allocator: str) -> None:
+    """All work is on one stream, and has one order."""
+    with cupy.cuda.using_allocator(ALLOCATORS[allocator]()):
         assert_right(step(inputs("cupy", "simt"), "simt"), "simt")
 
 

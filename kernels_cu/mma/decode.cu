@@ -139,56 +139,98 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
   }
 }
 
-__device__ void attend(const Params& p, const Part& part, unsigned char* smem, int (&pages_smem)[2][BLOCK_KV]) {
-  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]); at the end
-  // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
-  unsigned int Q_smem = smem_address(smem), KV_smem = Q_smem + Q_BYTES;
-  int warp = threadIdx.x / WARP;
-  float scale_log2 = log2_scale_of(p);
-  auto K = part.sequence.key_rows<element>(p.k, part.kv_head), V = part.sequence.key_rows<element>(p.v, part.kv_head);
-  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(K.stride);
-  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(V.stride);
-  auto K_lane = Tile<HEAD_DIM>::lane_of_B(), Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
-  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
-  Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
-  Range keys = part.keys;
-  int first = keys.begin / BLOCK_KV * BLOCK_KV;
-  Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
-  unmasked.begin = max(unmasked.begin, part.sequence.leftpad);
+using Slots = Pipeline<STAGES, K_BYTES + V_BYTES>;
 
-  // Pages of the next tile but one are looked up while a tile is used: one thread for each page.
-  Range readable = part.sequence.blocks.exists() ? keys : Range{0, 0};
-  int lookups = max(BLOCK_KV >> min(part.sequence.blocks.page_log2, 30), 1);
-  auto look_up = [&](int start) {
-    int key = start + ((int)threadIdx.x << part.sequence.blocks.page_log2);
-    bool needed = threadIdx.x < lookups && key < keys.end && key + (1 << part.sequence.blocks.page_log2) > keys.begin;
-    return PAGED && needed ? part.sequence.blocks.block_of(key) : -1;
-  };
-  auto store_pages = [&](int start, int page) {
+// Loads of the tiles of K and V of a part. The pages of a tile are looked up a tile before they are used, by one thread
+// each, and are in shared memory meanwhile.
+struct KeyLoads {
+  const Blocks& blocks;
+  Range keys;
+  Range readable;
+  CacheRows<element> K;
+  CacheRows<element> V;
+  Loader<BLOCK_KV, HEAD_DIM> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
+  int (&pages_smem)[2][BLOCK_KV];
+  int lookups;  // pages of a tile
+
+  __device__ KeyLoads(const Params& p, const Part& part, int (&pages_smem)[2][BLOCK_KV])
+      : blocks(part.sequence.blocks),
+        keys(part.keys),
+        readable(blocks.exists() ? keys : Range{0, 0}),
+        K(part.sequence.key_rows<element>(p.k, part.kv_head)),
+        V(part.sequence.key_rows<element>(p.v, part.kv_head)),
+        K_loader(K.stride),
+        V_loader(V.stride),
+        pages_smem(pages_smem),
+        lookups(max(BLOCK_KV >> blocks.page_log2, 1)) {}
+
+  // This thread's page of the tile at `start`. Pages without a key that is needed are not looked up.
+  __device__ int look_up(int start) const {
+    if (!PAGED || threadIdx.x >= lookups) return -1;
+    int key = start + ((int)threadIdx.x << blocks.page_log2);
+    bool needed = key < keys.end && key + (1LL << blocks.page_log2) > keys.begin;
+    return needed ? blocks.block_of(key) : -1;
+  }
+  __device__ void store_page(int start, int page) const {
     if (PAGED && threadIdx.x < lookups) pages_smem[start / BLOCK_KV % 2][threadIdx.x] = page;
-  };
-  auto load = [&](int start) {
+  }
+  __device__ void load(Slots& slots, int start) const {
     if (start < keys.end) {
       const int* pages = pages_smem[start / BLOCK_KV % 2];
       auto K_tile = K.tile(start, pages), V_tile = V.tile(start, pages);
       bool whole = start >= readable.begin && start + BLOCK_KV <= readable.end;
       auto reads = [&](int key) { return readable(key) && K_tile.has(key); };
-      K_loader.load(stages.next(), K_tile, whole, reads);
-      V_loader.load(stages.next() + K_BYTES, V_tile, whole, reads);
+      K_loader.load(slots.next(), K_tile, whole, reads);
+      V_loader.load(slots.next() + K_BYTES, V_tile, whole, reads);
     }
-    stages.commit();
-  };
+    slots.commit();
+  }
+};
+
+// Stores O, row max and row sum of this warp where store_part reads them.
+__device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Softmax2 (&softmax)[M][2],
+                           const float (&O)[M][fragments_of(HEAD_DIM_V)][4]) {
+  int warp = threadIdx.x / WARP;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = row_of(m, 2 * half);
+      float l = row_sum(softmax[m][half].l);
+      if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
+      unsigned int to = smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW);
+#pragma unroll
+      for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n)
+        st_shared_v2(to + 4 * column_of(n, 0), O[m][n][2 * half], O[m][n][2 * half + 1]);
+    }
+}
+
+__device__ void attend(const Params& p, const Part& part, unsigned char* smem, int (&pages_smem)[2][BLOCK_KV]) {
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]); at the end
+  // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
+  unsigned int Q_smem = smem_address(smem);
+  int warp = threadIdx.x / WARP;
+  float scale_log2 = log2_scale_of(p);
+  auto K_lane = Tile<HEAD_DIM>::lane_of_B(), Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+  KeyLoads loads(p, part, pages_smem);
+  Slots slots(Q_smem + Q_BYTES);
+  int first = part.keys.begin / BLOCK_KV * BLOCK_KV;
+  Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
+  unmasked = {max(unmasked.begin, part.sequence.leftpad), min(unmasked.end, part.keys.end)};
 
   __syncthreads();  // all warps have left the shared memory of the part before
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    store_pages(first + stage * BLOCK_KV, look_up(first + stage * BLOCK_KV));
+  for (int start = first; start < first + (STAGES - 1) * BLOCK_KV; start += BLOCK_KV) {
+    loads.store_page(start, loads.look_up(start));
     if constexpr (PAGED) __syncthreads();
-    load(first + stage * BLOCK_KV);
+    loads.load(slots, start);
   }
-  store_pages(first + (STAGES - 1) * BLOCK_KV, look_up(first + (STAGES - 1) * BLOCK_KV));
+  int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
+  loads.store_page(ahead, loads.look_up(ahead));
   cp_async_wait_group<STAGES - 1>();  // of Q
   __syncthreads();
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
@@ -198,14 +240,15 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
   float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
-  for (int start = first; start < keys.end; start += BLOCK_KV) {
+  for (int start = first; start < part.keys.end; start += BLOCK_KV) {
     if constexpr (STAGES == 1) {
       __syncthreads();
-      load(start);
+      loads.load(slots, ahead);
     }
-    unsigned int tile = stages.wait();
-    if constexpr (STAGES > 1) load(start + (STAGES - 1) * BLOCK_KV);
-    int page = look_up(start + STAGES * BLOCK_KV);
+    unsigned int tile = slots.wait();
+    if constexpr (STAGES > 1) loads.load(slots, ahead);
+    ahead += BLOCK_KV;
+    int page = loads.look_up(ahead);
     unsigned int K_smem = tile + 16 * warp * Tile<HEAD_DIM>::ROW;
     unsigned int V_smem = tile + K_BYTES + 16 * warp * Tile<HEAD_DIM_V>::ROW;
     float S_rmem[M][N][4];
@@ -213,8 +256,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
       scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
     else
       scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-    bool masked = start < unmasked.begin || start + BLOCK_KV > min(unmasked.end, keys.end);
-    if (masked)
+    if (start < unmasked.begin || start + BLOCK_KV > unmasked.end)
       modify_rows<true>(S_rmem, p, part, start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
       modify_rows<false>(S_rmem, p, part, start + 16 * warp);
@@ -223,25 +265,14 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
     unsigned int P_rmem[M][N / 2][4];
     round_fragments(P_rmem, S_rmem);
     accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
-    store_pages(start + STAGES * BLOCK_KV, page);
+    loads.store_page(ahead, page);
   }
 
   cp_async_wait_group<0>();
   __syncthreads();
   float* O_smem = (float*)smem;
-  float (*softmax_smem)[BLOCK_Q][2] = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int row = row_of(m, 2 * half);
-      float l = row_sum(softmax[m][half].l);
-      if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
-#pragma unroll
-      for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n)
-        st_shared_v2(smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW + column_of(n, 0)), O_rmem[m][n][2 * half],
-                     O_rmem[m][n][2 * half + 1]);
-    }
+  auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
+  store_warp(O_smem, softmax_smem, softmax, O_rmem);
   __syncthreads();
   store_part(p, part, O_smem, softmax_smem, scale_log2);
 }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cache_cases import CacheCall, CacheCase, check, posed, run_kernels
 from planting import planted_in
+from test_invariance import assert_bits, at
 from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
@@ -112,6 +113,67 @@ def test_the_capacity_changes_no_bit_of_pieces():
     one, longer = (run_kernels(x.call()) for x in (case, replace(case, capacity=900)))
     for a, b in zip(one[:2], longer[:2], strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+# With split_size, the same bits in every batch: at least three pieces
+
+
+PIECES = {
+    "plain": {},
+    "bfloat16": dict(dtype="bfloat16"),
+    "group-of-3": dict(heads=6),
+    "window-alibi-sink": dict(window=(200, None), alibi="h", sink=True),
+    "wide": dict(head_dim=128, head_dim_v=128),
+}
+
+
+def pieces(options, **changes):
+    sizes = dict(lengths=(200, 330, 7, 300), capacity=384, q_len=2, appended=2, split_size=64, dtype="float16")
+    return CacheCase(**sizes | options | changes)
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("window-alibi-sink",)))
+def test_the_batch_changes_no_bit(options):
+    """Alone, permuted, beside other sequences, and with another number of blocks."""
+    call = pieces(options).call()
+    whole = run_kernels(call)
+    for rows, blocks in (([1], None), ([3, 1, 0, 2], 5), ([0, 0, 3], None)):
+        assert_bits(run_kernels(at(call, rows), blocks=blocks), whole, rows)
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
+def test_pages_change_no_bit(options):
+    """Pages or a contiguous cache, page numbers, and columns of padding."""
+    one = pieces(options, page=16).call()
+    expected = run_kernels(one)
+    order = np.random.default_rng(3).permutation(len(one.k_cache))
+    table = one.options["block_table"]
+    table = np.where(table < 0, -1, np.argsort(order)[table]).astype(np.int32)
+    table = np.pad(table, ((0, 0), (0, 7)), constant_values=-1)
+    other = CacheCall(one.q, one.k_cache[order], one.v_cache[order], one.options | {"block_table": table})
+    assert_bits(run_kernels(other), expected, slice(None))
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
+@pytest.mark.parametrize("steps", [(60, 100, 40), exhaustive((200,)), exhaustive((1, 5, 190, 3, 1))], ids=str)
+def test_chunks_of_a_prefill_change_no_bit(options, steps):
+    """A query has the bits that it has alone, a token at a time, however many queries there are beside it."""
+    sample = pieces(options, lengths=(0,), q_len=200, appended=200, capacity=256).call()
+    call, outs, done = sample.copied(), [], 0
+    rest = {name: x for name, x in call.options.items() if name not in ("k", "v")}
+    for step in steps:
+        here = slice(done, done + step)
+        new = {name: call.options[name][:, here] for name in ("k", "v")}
+        chunk = CacheCall(call.q[:, here], *call[1:3], rest | new | {"cache_seqlens": done})
+        *results, k_cache, v_cache = run_kernels(chunk)
+        call = call._replace(k_cache=k_cache, v_cache=v_cache)
+        outs.append(results)
+        done += step
+    for i in (0, 63, 64, 150, 199):  # a step of a decode
+        alone = CacheCall(call.q[:, i : i + 1], *call[1:3], rest | {"cache_seqlens": i + 1})
+        out, lse = run_kernels(alone)[:2]
+        assert np.concatenate([x[0] for x in outs], axis=1)[:, i].tobytes() == out[:, 0].tobytes()
+        assert np.concatenate([x[1] for x in outs], axis=2)[:, :, i].tobytes() == lse[:, :, 0].tobytes()
 
 
 # Contents of arrays, which no host reads on a GPU

@@ -243,7 +243,7 @@ def _state(facts: Facts) -> Stated:
     if sizes.known and not unmet:
         q_len, kv_len = longest
         assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
-        step, first_head, heads = facts.shard
+        step, first_head, heads, _ = facts.shard
         problem = Problem(
             backward=facts.backward,
             dtype=arrays["q"].dtype,
@@ -302,9 +302,10 @@ def _check_mods(
     from .mods.ir import parse
 
     program = parse(facts.mods)
-    q_len, kv_len = longest
-    if sizes.known and q_len is not None and kv_len is not None and "starts" not in arrays:
-        check_captured(requirements, arrays, program, sizes, (q_len, kv_len))
+    *_, heads, lengths = facts.shard
+    q_len, kv_len = lengths or longest
+    if sizes.known and q_len is not None and kv_len is not None:
+        check_captured(requirements, arrays, program, (sizes.batch, heads or sizes.heads, q_len, kv_len))
     slots = range(len(program.arrays))
     asked = (True,) * len(slots) if facts.captured_gradient is None else facts.captured_gradient
     differentiated = floating_reads(program) if facts.backward else set()

@@ -99,6 +99,7 @@ class Shard(NamedTuple):
     step: int = 1  # positions between neighbouring rows
     first_head: int = 0
     heads: int | None = None  # query heads of the whole; None: all are here
+    lengths: tuple[int, int] | None = None  # of the longest whole sequence, with `starts`: (queries, keys)
 
 
 WHOLE = Shard()

@@ -243,7 +243,7 @@ def _state(facts: Facts) -> Stated:
     if sizes.known and not unmet:
         q_len, kv_len = longest
         assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
-        step, first_head, heads = facts.shard
+        step, first_head, heads, first_batch = facts.shard
         problem = Problem(
             backward=facts.backward,
             dtype=arrays["q"].dtype,
@@ -265,6 +265,7 @@ def _state(facts: Facts) -> Stated:
             step=step,
             first_head=first_head,
             whole_heads=sizes.heads if heads is None else heads,
+            first_batch=first_batch,
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],

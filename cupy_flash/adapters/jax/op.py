@@ -72,7 +72,7 @@ def attention(
     Raises:
         TypeError: as `cupy_flash.attention`; under jit while jax traces.
         ValueError: likewise; for contents of arrays and traced numbers, which only a compiled program has, XLA's
-            JaxRuntimeError with the same text.
+            JaxRuntimeError (or a ValueError) with the same text.
         UnsupportedError: as `cupy_flash.attention`.
     """
     return _attend("attention", {"q": q, "k": k, "v": v}, options, {})
@@ -214,7 +214,10 @@ def _differentiate(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> t
     operands, out, lse = saved
     dout, dlse = _of_jax(cotangents)
     gradients = _run(BACKWARD, static, operands | {"dout": dout, "out": out, "lse": lse, "dlse": dlse})
-    named = {name.removeprefix("d"): gradient for name, gradient in gradients.items()}
+    named = {
+        name.removeprefix("d"): primitive.typed_like(gradient, operands[name.removeprefix("d")])
+        for name, gradient in gradients.items()
+    }
     return (dict.fromkeys(operands) | named,)  # None: no gradient
 
 

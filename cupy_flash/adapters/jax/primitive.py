@@ -35,8 +35,29 @@ def bind(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 
 def attend(*arrays: Any, call: str) -> Any:
     """The results of a call, traced into the caller's program; of arrays with contents by a program of its own."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    return _transformable(call)(*_varying_alike(arrays)) if traced else _program(call)(*arrays)
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return _program(call)(*arrays)
+    arrays = _varying_alike(arrays)
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if not mesh.explicit_axes:
+        return _transformable(call)(*arrays)
+    out = sharding.types_of_results(parse(call), mesh, [jax.typeof(x) for x in arrays])
+    return jax.sharding.auto_axes(_transformable(call), out_sharding=out)(*arrays)
+
+
+def typed_like(gradient: Any, operand: Any) -> Any:
+    """A gradient that varies and is sharded as its operand: summed over the devices that share the operand."""
+    shared = tuple(_varying(gradient) - _varying(operand))
+    gradient = jax.lax.psum(gradient, shared) if shared else gradient
+    given, expected = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
+    return jax.sharding.reshard(gradient, expected) if expected.mesh.explicit_axes and given != expected else gradient
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """The mesh axes of a shard_map over which an array varies: jax before 0.10 calls them vma."""
+    aval = jax.typeof(x)
+    axes: frozenset[Any] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    return axes
 
 
 @functools.cache
@@ -73,9 +94,9 @@ def _stand_in(x: Any) -> Array:
     return array
 
 
-def _varying_alike(arrays: Any) -> list[Any]:
+def _varying_alike(arrays: Any) -> Any:
     """Operands that vary over the same mesh axes of a shard_map: one that some devices share becomes each's own."""
-    varying: list[frozenset[Any]] = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    varying: list[frozenset[Any]] = [_varying(x) for x in arrays]
     union: frozenset[Any] = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(union - own), to="varying") if own != union else x

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,13 @@ def _partitioned(bind: Any, text: str, shapes: tuple[tuple[int, ...], ...]) -> A
     return function
 
 
+def types_of_results(call: Call, mesh: Any, operands: Any) -> tuple[Any, ...]:
+    """The shardings of the results for operands of a mesh whose axes are explicit in their types."""
+    results = call.results(dict(zip(call.names, operands, strict=True)))
+    shapes = [jax.ShapeDtypeStruct(*described) for described in results.values()]
+    return _split(call, mesh, operands).shardings(call.result_names, shapes)
+
+
 def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Shardy's rule of a call: which dimensions of operands and results are sharded alike.
 
@@ -78,10 +86,10 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     results = ", ".join(
         factors(name, shape) for name, (shape, _) in zip(call.result_names, call.results(avals).values(), strict=True)
     )
+    written = f"{operands} -> {results}"
+    in_order = dict.fromkeys(re.findall(r"\w+", written))  # as Shardy lists them
     sized = {"r": group} if group > 1 else {}
-    return {
-        "sharding_rule": f"{operands} -> {results}", "need_replication_factors": tuple(dict.fromkeys(whole)), **sized,
-    }  # fmt: skip
+    return {"sharding_rule": written, "need_replication_factors": tuple(x for x in in_order if x in whole), **sized}
 
 
 class _Split(NamedTuple):

@@ -445,8 +445,8 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod their expressions, the
-        slope of the score, and what they capture.
+        Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
+        mask_mod their expressions, the slope of the score, and what they capture.
 
     Raises:
         UnsupportedError: no engine serves the problem.
@@ -454,6 +454,10 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, _ = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
+    if problem.framework == "jax":
+        from .adapters.jax import frame
+
+        text = f"{text}\njit        {frame.described()}"
     if not problem.mods:
         return text
     from .mods import explain as mods

@@ -579,6 +579,7 @@ def _with_problem(
         step=1,
         first_head=0,
         whole_heads=sizes.heads,
+        first_batch=0,
         deterministic=False,
         backend=facts.backend,
         engine=options["engine"],

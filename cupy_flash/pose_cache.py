@@ -560,6 +560,8 @@ def _with_problem(
     )
     problem = Problem(
         backward=False,
+        derivative="",
+        tangents=(),
         dtype=like.dtype,
         device=like.device,
         framework=like.framework,

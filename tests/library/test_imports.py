@@ -72,6 +72,7 @@ FLOW = (
     "backends.products",
     "backends.workers",
     "backends.cpu",
+    "backends.cpu_derivatives",
     "backends.decode.append",
     "backends.decode.keys",
     "backends.decode.sequences",

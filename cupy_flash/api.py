@@ -615,7 +615,8 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache`, which no engine for GPUs serves yet: UnsupportedError with their reasons.
+        cache: for `attention_with_kv_cache` with causal=True and without split_size, contiguous and paged, and for
+            `append_to_kv_cache`, both without rotary tables; forward only.
         **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
             not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.

@@ -9,15 +9,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .device import Device
-from .engines import Engine, cpu, cpu_decode, mma, simt, wgmma
+from .engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .features import ARRAYS
 from .launch import Launch
 from .params import Workspace
 from .problem import Problem, UnsupportedError
 
 # The engines by name.
-MODULES: dict[str, Engine] = {"cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "wgmma": wgmma}
-WITH_CACHE = ("cpu_decode",)  # the engines that read a KV cache
+MODULES: dict[str, Engine] = {
+    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+}  # fmt: skip
+WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
 WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 

@@ -45,10 +45,16 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
+CACHE_CONSTANTS = ("KV_CACHE", "PAGED", "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "append": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "ROTARY_DIM", "ROTARY_INTERLEAVED", "cos_element", "sin_element"),
+    "merge": (
+        *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
+        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
+    ),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 

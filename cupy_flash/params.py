@@ -116,7 +116,7 @@ def pack(
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
         "step": (problem.step,),
-        "first_head": (problem.first_head,),
+        "first_head": (problem.first_batch * problem.whole_heads + problem.first_head,),
         "whole_heads": (problem.whole_heads,),
         "batch": (problem.batch,),
         "heads": (problem.heads,),

@@ -564,6 +564,8 @@ def _with_problem(
     )
     problem = Problem(
         backward=False,
+        derivative="",
+        tangents=(),
         dtype=like.dtype,
         device=like.device,
         framework=like.framework,
@@ -583,6 +585,7 @@ def _with_problem(
         step=1,
         first_head=0,
         whole_heads=sizes.heads,
+        first_batch=0,
         deterministic=False,
         backend=facts.backend,
         engine=options["engine"],

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..cache import compiled
-from ..engines.shared import ELEMENTS
+from ..engines.shared import ELEMENTS, fixed_slots
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
@@ -147,7 +147,7 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
     if any(launch.headers for launch in plan.launches):
         from ..mods.captured import Captured  # imported by the first call that has a mod
 
-        captured = Captured(problem, operands)
+        captured = Captured(problem, operands, fixed_slots(problem))
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(pack, problem, operands, results, workspaces, captured=captured)
     written = () if operands.cache is None or operands.cache.k is None else ("k", "v")

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import UnsupportedError, backends, device
+from cupy_flash import UnsupportedError, ahead, backends, device
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import plan
 from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -484,3 +486,15 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
     grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
     with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
         assert bits(9) != bits(0.01)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_compile_covers_calls_of_any_length(arch):
+    """What compile(cache=True) loads, a capture needs: pages or not, any batch, lengths and queries."""
+    on = device.named(arch, "cuda")
+    built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, sink=True)}
+    for page, q_len, batch, capacity in product((None, 16), (1, 4, 5, 9, 40), (1, 70), (16, 300, 70_000)):
+        case = CacheCase(lengths=(), capacity=capacity, page=page, q_len=q_len, appended=1, heads=8, sink=True,
+                         head_dim=64, head_dim_v=64, dtype="float16")  # fmt: skip
+        problem = posed(case.call())[0]._replace(batch=batch, device="cuda:0")
+        assert {x.text_key for x in plan(problem, on).launches} <= built

@@ -286,6 +286,14 @@ def test_every_key_is_read_once(page, dim, watch):
         assert not counters.conflicting()
 
 
+def test_tiles_of_rows_read_only_keys_that_they_see(watch):
+    """A causal prompt of two tiles of 64 rows: the first sees half of the keys."""
+    case = CacheCase(lengths=(128,), capacity=128, q_len=128, heads=1, kv_heads=1, dtype="float16", split_size=128)
+    run_kernels(case.call(), start=watch.start)
+    queries, keys = 128 * 2 * 16, (64 + 128) * 2 * (16 + 16)
+    assert queries + keys <= watch.counters["decode"].global_bytes_read <= queries + 1.1 * keys
+
+
 # Appends alone, refusals and plans
 
 

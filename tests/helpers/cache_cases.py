@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,11 @@ class CacheCall(NamedTuple):
     def copied(self) -> CacheCall:
         """The same with caches of its own, in the same strides."""
         return self._replace(k_cache=_copied(self.k_cache), v_cache=_copied(self.v_cache))
+
+    def map(self, function: Callable[[np.ndarray], Any]) -> CacheCall:
+        """The same with a function applied to every array."""
+        options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        return CacheCall(*map(function, self[:3]), options)
 
 
 def _copied(cache):

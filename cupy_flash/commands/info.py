@@ -12,7 +12,7 @@ import numpy as np
 from .. import __version__, ahead, device, environment, nvrtc, source
 from ..backends import SIMULATED
 from ..device import Device
-from ..plan import MODULES
+from ..plan import MODULES, unproved
 from . import cache
 
 # Versions are read from package metadata, without an import.
@@ -121,4 +121,4 @@ def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]
     The problem is fp16, the one dtype that all engines have on all GPUs, with D 64; `requested` is its engine=.
     """
     (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested)
-    return MODULES[engine].refusals(problem, on)
+    return [*MODULES[engine].refusals(problem, on), *unproved(engine, problem, on)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.isolated import Announce, Lost, Worker, ended_by_signal
+from cupy_flash.isolated import Announce, Lost, Worker, ended_by_signal
 from cupy_flash.tensor_map import encode_for_gpu
 
 from .agreement import difference, simulate

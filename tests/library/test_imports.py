@@ -16,6 +16,7 @@ PACKAGE = ROOT / "cupy_flash"
 # Modules in the order in which a call passes through them. A module imports only modules above it.
 FLOW = (
     "environment",
+    "isolated",
     "arrays",
     "arguments",
     "mask",
@@ -43,6 +44,7 @@ FLOW = (
     "source",
     "nvrtc",
     "cache",
+    "evidence",
     "tensor_map",
     "params",
     "launch",

@@ -184,6 +184,40 @@ def text_of(engine: str) -> str:
     return text.hexdigest()
 
 
+def files() -> list[Path]:
+    """Every record of every card in the folders with evidence, valid or not."""
+    return [path for folder in _folders() for path in sorted(folder.glob("*/*.json"))]
+
+
+def summary() -> list[str]:
+    """A line per folder with records: the verdicts of its checks, the number of tuned buckets, and what is ignored.
+
+    Whether a record is about this machine's driver is known to plans alone, which say it in explain().
+    """
+    folders: dict[Path, list[str]] = {}
+    for path in files():
+        words = folders.setdefault(path.parent, [])
+        try:
+            record = _parsed(path.read_bytes())
+        except OSError:
+            record = None
+        if record is None:
+            words.append(f"{path.name} is damaged or of another version")
+        elif any(text != text_of(engine) for engine, text in record["texts"].items()):
+            words.append(f"{path.name} is about other kernel texts")
+        elif "passed" in record:
+            (engine,) = record["texts"]
+            words.append(f"{engine} {'passed' if record['passed'] else 'failed'} {record['date']}")
+        else:
+            words.append("tuned")
+    lines = []
+    for folder, words in folders.items():
+        tuned = words.count("tuned")
+        others = [word for word in words if word != "tuned"]
+        lines.append(f"{folder}: {', '.join([*others, *([f'{tuned} buckets tuned'] if tuned else [])])}")
+    return lines
+
+
 def forget() -> None:
     """Read the records again at the next plan, as another process would."""
     _check_of.cache_clear()

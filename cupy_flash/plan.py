@@ -99,7 +99,7 @@ class Plan(NamedTuple):
         tune = _tune(self.problem, self.device)
         for engine, reasons in self.refused:
             # Reasons quote lengths: those of this problem, not the bucket's.
-            own = _refusals(engine, self.problem, self.device, tune) or reasons
+            own = refusals(engine, self.problem, self.device, tune) or reasons
             lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
         return "\n".join(lines)
 
@@ -133,7 +133,7 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
     choice = _choice(last, device)
     if choice is None:
         lines = [f"no engine of this version serves this problem: {problem}"]
-        lines += [f"  - {engine}: {reason}" for engine in MODULES for reason in _refusals(engine, problem, device)]
+        lines += [f"  - {engine}: {reason}" for engine in MODULES for reason in refusals(engine, problem, device)]
         raise UnsupportedError("\n".join(lines))
     if tile is not None:
         cost = MODULES[choice.engine].seconds(last, _pairs(last), device, tile)
@@ -183,7 +183,7 @@ def tune_key(problem: Problem) -> dict[str, Any]:
     """
     mask = problem.mask
     given = [feature.field for feature in FEATURES if feature.constant and is_given(problem, feature)]
-    facts = ("bias_gradient", "dlse", "deterministic", "shard")
+    facts = ("bias_gradient", "deterministic", "shard")
     return {
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],
@@ -210,7 +210,7 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     plan(problem, device)  # raises where nothing serves the problem
     launches: list[Launch] = []
     for engine, module in MODULES.items():
-        if _refusals(engine, problem, device):
+        if refusals(engine, problem, device):
             continue
         best: dict[object, Any] = {}
         for _, tile in _by_cost(engine, problem, device):
@@ -220,7 +220,7 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     key = tune_key(problem)
     for tune in evidence.tunes(device):
         if {**tune.key, **dict.fromkeys(SIZES)} == {**key, **dict.fromkeys(SIZES)}:
-            serving = [engine for engine in MODULES if not _refusals(engine, problem, device, tune)]
+            serving = [engine for engine in MODULES if not refusals(engine, problem, device, tune)]
             fastest = _fastest(problem, device, tune, serving)
             if fastest is not None:
                 launches += MODULES[fastest[0].engine].launches(problem, device, fastest[1])
@@ -228,14 +228,14 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
 
 
 @lru_cache(maxsize=1024)
-def _choice(problem: Problem, device: Device) -> Choice | None:
+def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | None:
     """The tile measured fastest, else that with the smallest cost of all engines that serve the problem.
 
-    None where no engine does.
+    None where no engine does. Without `measure` the prediction alone chooses.
     """
     evidence.suggest(device, tuple(engine for engine in MODULES if "cuda" in MODULES[engine].BACKENDS))
-    tune = _tune(problem, device)
-    refused = {engine: reasons for engine in MODULES if (reasons := _refusals(engine, problem, device, tune))}
+    tune = _tune(problem, device) if measure else None
+    refused = {engine: reasons for engine in MODULES if (reasons := refusals(engine, problem, device, tune))}
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
@@ -247,7 +247,7 @@ def _choice(problem: Problem, device: Device) -> Choice | None:
         (cost, tile), words = best[chosen], ""
     else:
         measured, tile = fastest
-        chosen, words = measured.engine, _comparison(measured, tune)
+        chosen, words = measured.engine, _comparison(measured, tune, best)
         cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
@@ -260,6 +260,14 @@ def forget() -> None:
     evidence.forget()
     plan.cache_clear()
     _choice.cache_clear()
+
+
+def predicted(problem: Problem, device: Device) -> Plan:
+    """The plan of a problem without measurements: the smallest predicted time of the engines that are defaults."""
+    choice = _choice(last_of_bucket(problem), device, measure=False)
+    if choice is None:
+        return plan(problem, device)  # raises with every engine's reasons
+    return _planned(problem, device, choice)
 
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
@@ -284,13 +292,14 @@ def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[s
     return None
 
 
-def _comparison(measured: Measured, tune: Tune) -> str:
+def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str:
     """Why a measured tile is chosen, as explain() says it."""
     amounts = {each[:2]: each.amount for each in tune.measured}
+    count = sum(each.engine in engines for each in tune.measured)
     default = amounts[tune.default]
     beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
     return (
-        f"measured the fastest of {len(tune.measured)} tiles in this bucket, "
+        f"measured the fastest of {count} tiles in this bucket, "
         f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
     )
 
@@ -344,7 +353,7 @@ def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float,
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
 
-def _refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
+def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
     """Why an engine does not serve a problem; empty where it does. `tune`: the measurements for the problem."""
     reasons = []
     if problem.engine not in (None, engine):

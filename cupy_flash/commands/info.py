@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, ahead, device, environment, nvrtc, source
+from .. import __version__, ahead, device, environment, evidence, nvrtc, source
 from ..backends import SIMULATED
 from ..device import Device
 from ..plan import MODULES, unproved
@@ -38,8 +38,11 @@ def run() -> int:
         "kernels_cu": kernels(),
         "NVRTC": compiler(),
         "cache": cache.describe(),
+        "evidence": "; ".join(evidence.summary()) or f"none: {evidence.CHECK_COMMAND}",
         "CUPY_FLASH_BACKEND": environment.backend() or "not set",
         "CUPY_FLASH_CACHE_DIR": environment.cache_dir() or "not set",
+        "CUPY_FLASH_EVIDENCE_DIR": environment.evidence_dir() or "not set",
+        "CUPY_FLASH_RECORD": environment.record_file() or "not set",
         **{f"engine {name}": text for name, text in engines().items()},
     }
     width = max(map(len, rows))

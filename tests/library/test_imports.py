@@ -26,6 +26,7 @@ FLOW = (
     "mods.functions",
     "mods.sources",
     "mods.values",
+    "mods.objects",
     "mods.trace",
     "mods.derive",
     "mods.numpy_code",

@@ -272,7 +272,7 @@ def _parsed(content: bytes) -> Record | None:
     try:
         record = json.loads(content)
         checksum = record.pop("sha256")
-    except (ValueError, AttributeError, KeyError, RecursionError):
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
         return None
     return record if checksum == _digest(record) and record["format"] == FORMAT else None
 

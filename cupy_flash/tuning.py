@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import backends, evidence, plan
-from .backends.kernels import compile_launch
 from .checks import calls
 from .checks.calls import COMPILE_SECONDS, Task
 from .checks.verdicts import LOSSES, SECONDS, SIMULATED_SECONDS, Report, device_of, valid_backend
@@ -299,7 +298,7 @@ def measure(task: Task, announce: Announce) -> float | str:
     by_name = {repr(tile): each for tile, each in candidates(chosen, task.engine)}
     each = by_name[task.tile]
     announce(f"compilation of {task.engine} {task.tile}", COMPILE_SECONDS)
-    _compile(each)
+    calls.compile_plan(each)
     announce(f"{task.engine} {task.tile}", task.seconds)
     if not _alike(_numbers(_run(each, operands)), expected):
         return "its results differ from those of the default tile"
@@ -347,13 +346,13 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
     """The plan of a call by prediction, its operands and its results."""
     forward, operands = _posed(backend, replace(trial, backward=False), None)
     forward = plan.predicted(forward.problem, forward.device)
-    _compile(forward)
+    calls.compile_plan(forward)
     if not trial.backward:
         return forward, operands, _numbers(_run(forward, operands))
     out, lse = backends.run_forward(forward, operands)
     chosen, operands = _posed(backend, trial, (out.owner, lse.owner))
     chosen = plan.predicted(chosen.problem, chosen.device)
-    _compile(chosen)
+    calls.compile_plan(chosen)
     return chosen, operands, _numbers(_run(chosen, operands))
 
 
@@ -365,14 +364,6 @@ def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[P
     posed = Saved(call.dout, out, lse, None) if trial.backward else None
     problem, operands = pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
     return backends.plan_for(problem), operands
-
-
-def _compile(chosen: Plan) -> None:
-    target = chosen.device.arch
-    if chosen.device.backend == "simulator":
-        target = target.replace("sm_", "compute_")
-    for launch in chosen.launches:
-        compile_launch(launch, target)
 
 
 def _run(chosen: Plan, operands: Operands) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from ..backends import plan_for
 from ..backends.kernels import compile_launch
 from ..device import Device
 from ..isolated import Announce
+from ..plan import Plan
 from ..pose import pose
 from ..problem import FP8, Options, Saved
 from ..trial import Call, Trial
@@ -185,15 +186,27 @@ def _expected(trial: Trial, announce: Announce) -> tuple[Call, Results, Results]
 def _compile(task: Task, call: Call, announce: Announce) -> None:
     """Compile the kernels of a call, which takes longer than a run may."""
     announce(f"{task.name}: compilation", COMPILE_SECONDS)
-    call = on_backend(task.backend, call)
+    for chosen in chosen_plans(task, on_backend(task.backend, call)):
+        compile_plan(chosen)
+
+
+def chosen_plans(task: Task, call: Call) -> list[Plan]:
+    """The plans of a call and of its backward; UnsupportedError where the engine does not serve one."""
     options = Options(**call.options, **_how(task))
     saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # any arrays of these shapes
-    for each in (None, saved) if _trial(task).backward else (None,):
-        chosen = plan_for(pose("check", (call.q, call.k, call.v), options, call.packed, each)[0])
-        simulated = chosen.device.backend == "simulator"
-        target = chosen.device.arch.replace("sm_", "compute_") if simulated else chosen.device.arch
-        for launch in chosen.launches:
-            compile_launch(launch, target)
+    return [
+        plan_for(pose("check", (call.q, call.k, call.v), options, call.packed, each)[0])
+        for each in ((None, saved) if _trial(task).backward else (None,))
+    ]
+
+
+def compile_plan(chosen: Plan) -> None:
+    """Compile the kernels of a plan, unless the cache has them."""
+    target = chosen.device.arch
+    if chosen.device.backend == "simulator":
+        target = target.replace("sm_", "compute_")
+    for launch in chosen.launches:
+        compile_launch(launch, target)
 
 
 def _how(task: Task) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     assert len(found) == 120 and evidence.ignored == {}
     for name in ("first", "second"):
         assert sum(tune.measured[0].tile == name for tune in found if name in tune.key) == 40
-    assert not [path for path in folder.rglob("publishing-*")]
+    assert not list(folder.rglob("publishing-*"))
 
 
 # ---- commands

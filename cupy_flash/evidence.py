@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -127,27 +127,34 @@ def _tune(path: Path, record: Record) -> Tune | None:
 def store_check(device: Device, engine: str, reason: str | None, cases: list[Record]) -> Path:
     """Store a verdict on an engine, with its cases; `reason` is None if all have passed."""
     record = {"passed": reason is None, "reason": reason or "", "texts": {engine: text_of(engine)}, "cases": cases}
-    return _store(device, f"check.{engine}.json", record)
+    return _store(device, f"check.{engine}.json", record)[0]
 
 
 def store_tune(
     device: Device,
     key: Mapping[str, Any],
     unit: str,
-    measured: list[Measured],
+    measured: Iterable[Measured],
     default: tuple[str, str],
     complete: bool,
-) -> Path:
-    """Store the measurements of a bucket of shapes."""
+) -> Tune:
+    """Store the measurements of a bucket of shapes, together with those that another process has stored meanwhile."""
+    amounts = {each[:2]: each for each in measured}
+    before = tune_of(key, device)
+    if before is not None and before.default == default and before.path.parent == own_folder(device):
+        amounts = {each[:2]: each for each in before.measured} | amounts
+        complete = complete or before.complete
+    ordered = sorted(amounts.values(), key=lambda each: each.amount)
     record = {
         "key": dict(key),
         "unit": unit,
         "default": list(default),
         "complete": complete,
-        "measured": [list(each) for each in measured],
-        "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in measured)},
+        "measured": [list(each) for each in ordered],
+        "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in ordered)},
     }
-    return _store(device, tune_name(key), record)
+    path, date = _store(device, tune_name(key), record)
+    return Tune(dict(key), unit, tuple(ordered), default, complete, date, path)
 
 
 def tune_name(key: Mapping[str, Any]) -> str:
@@ -277,8 +284,11 @@ def _parsed(content: bytes) -> Record | None:
     return record if checksum == _digest(record) and record["format"] == FORMAT else None
 
 
-def _store(device: Device, name: str, record: Record) -> Path:
-    """Publish a record atomically in the user's own folder; OSError if that cannot be written or is unsafe."""
+def _store(device: Device, name: str, record: Record) -> tuple[Path, str]:
+    """Publish a record atomically in the user's own folder, and return its path and date.
+
+    Raises OSError if the folder cannot be written or is unsafe.
+    """
     import json
     import tempfile
 
@@ -295,7 +305,7 @@ def _store(device: Device, name: str, record: Record) -> Path:
         complete = Path(workplace) / name
         cache.write(complete, json.dumps(record, indent=1).encode(), mode & 0o644)
         os.replace(complete, folder / name)
-    return folder / name
+    return folder / name, record["date"]
 
 
 def _card(device: Device) -> Record:

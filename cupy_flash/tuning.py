@@ -205,10 +205,8 @@ class _Run:
         known = {each[:2] for each in self.measured}
         pending = [tile for tile in found.tiles if tile not in known]
         complete = self._measure(found, pending)
-        tune = None
-        if any(each[:2] == found.default for each in self.measured):
-            self._store(found, complete)
-            tune = evidence.tune_of(found.key, self.on)
+        measures_default = any(each[:2] == found.default for each in self.measured)
+        tune = self._store(found, complete) if measures_default else None
         return Result(self.trial, tune, self.left_out, len(self.measured) - len(known))
 
     def _measure(self, found: Candidates, pending: list[tuple[str, str]]) -> bool:
@@ -238,8 +236,8 @@ class _Run:
             self.report(f"  {number + 1}/{len(pending)} {name}: {amount_text(amount, self.unit)}{left}")
         return True
 
-    def _store(self, found: Candidates, complete: bool) -> None:
-        evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
+    def _store(self, found: Candidates, complete: bool) -> Tune:
+        return evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
 
 
 def recorded(file: Path) -> list[Trial]:

@@ -53,11 +53,11 @@ def measured(problem, device, *fastest, **changes):
     default = predicted(bucket, device)
     names = [*fastest, (default.engine, repr(default.tile))]
     tiles = [Measured(*name, 10.0 + number) for number, name in enumerate(names)]
-    path = evidence.store_tune(
+    stored = evidence.store_tune(
         device, tune_key(bucket) | changes, INSTRUCTIONS, tiles, (default.engine, repr(default.tile)), True
     )
     forget_plans()
-    return path
+    return stored.path
 
 
 def slowest(problem, device, engine):
@@ -291,6 +291,16 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     for name in ("first", "second"):
         assert sum(tune.measured[0].tile == name for tune in found if name in tune.key) == 40
     assert not list(folder.rglob("publishing-*"))
+
+
+def test_a_process_that_has_measured_less_takes_nothing_away():
+    key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
+    evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), True)
+    stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), False)
+    assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
+    assert evidence.tune_of(key, AMPERE) == stored
+    other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), False)
+    assert len(other.measured) == 1 and not other.complete  # measured against another default
 
 
 # ---- commands

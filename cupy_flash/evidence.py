@@ -177,13 +177,16 @@ def own_folder(device: Device) -> Path:
 
 @lru_cache(maxsize=16)
 def text_of(engine: str) -> str:
-    """The hash of an engine's kernel texts: the files of its folder, and those that all engines share."""
+    """The hash of an engine's kernel texts: the files of its folder, and those that all engines share.
+
+    The kernels of mma_decode are in mma's folder.
+    """
     from hashlib import sha256
 
     from . import source
 
     folder = source.kernel_folder()
-    files = sorted((*folder.glob("*.cu*"), *(folder / engine).glob("*.cu*")))
+    files = sorted((*folder.glob("*.cu*"), *(folder / engine.partition("_")[0]).glob("*.cu*")))
     text = sha256()
     for file in files:
         content = file.read_bytes()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import evidence
 from .device import Device
-from .engines import Engine, cpu, cpu_decode, mma, simt, wgmma
+from .engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .evidence import Measured, Tune
 from .features import ARRAYS, FEATURES, is_given
 from .launch import Launch
@@ -20,8 +20,11 @@ from .params import Workspace
 from .problem import FP8, Problem, UnsupportedError
 
 # The engines by name.
-MODULES: dict[str, Engine] = {"cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "wgmma": wgmma}
-WITH_CACHE = ("cpu_decode",)  # the engines that read a KV cache
+MODULES: dict[str, Engine] = {
+    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+}  # fmt: skip
+WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
+WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
@@ -364,6 +367,8 @@ def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = 
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
     if problem.cache is not None and engine not in WITH_CACHE:
         reasons.append("it reads no KV cache in this version")
+    if problem.derivative and engine not in WITH_DERIVATIVES:
+        reasons.append(f"it computes no {problem.derivative} in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")
     return (*reasons, *MODULES[engine].refusals(problem, device), *unproved(engine, problem, device, tune))

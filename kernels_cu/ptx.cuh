@@ -112,6 +112,10 @@ __device__ inline void st_shared_v4(unsigned int to, const unsigned int (&x)[4])
                : "memory");
 }
 
+__device__ inline void st_shared_v2(unsigned int to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
 // Copies the first `bytes` of SIZE (16 or 4) from global to shared memory, both aligned to SIZE, and zero-fills the
 // rest. Visible to the thread after cp_async_wait_group, to others after a barrier that follows. Turing has no cp.async
 // and copies synchronously.

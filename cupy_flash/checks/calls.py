@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import ahead, api, device
+from .. import ahead, api, device, kv_cache, reference
 from ..backends import plan_for
 from ..backends.kernels import compile_launch
 from ..device import Device
 from ..isolated import Announce
-from ..plan import Plan
+from ..plan import WITH_CACHE, Plan
 from ..pose import pose
-from ..problem import FP8, Options, Saved
+from ..problem import FP8, Options, Packed, Saved
 from ..trial import Call, Trial
 from . import micro_kernels
 from .references import Results, references
@@ -35,12 +35,20 @@ ROWS: tuple[dict[str, Any], ...] = (
     dict(causal="top_left", options=("dropout",)),
     dict(causal=True, packed=True, options=("sink",)),
 )
-DTYPES = {"simt": ("float32", "float64"), "mma": ("float16", "bfloat16"), "wgmma": ("bfloat16", "float16")}
+DTYPES = {
+    "simt": ("float32", "float64"),
+    "mma": ("float16", "bfloat16"),
+    "mma_decode": ("float16", "bfloat16"),
+    "wgmma": ("bfloat16", "float16"),
+}
 HEAD_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
     "simt": ((64, 64), (40, 128), (256, 256)),
     "mma": ((64, 64), (128, 128), (40, 96), (256, 256)),
+    "mma_decode": ((64, 64), (128, 128), (40, 96), (256, 256)),
     "wgmma": ((64, 64), (128, 128), (192, 128), (256, 256)),
 }
+CACHE_OPTIONS: tuple[dict[str, Any], ...] = (dict(q_len=5), dict(window=(20, 0)), dict(options=("softcap", "sink")))
+PAGE = 16  # keys of a page
 SIZES: dict[str, Any] = dict(
     batch=2, q_len=300, kv_len=400, heads=4, kv_heads=2
 )  # several tiles on both axes, the last ones partial
@@ -55,8 +63,13 @@ def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
     dims = HEAD_DIMS[engine]
     base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
     cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
-    if quick:
-        return cases[:1]
+    if engine in WITH_CACHE:
+        base = replace(base, q_len=1, causal=True, backward=False)
+        cases = [replace(case, q_len=1, causal=True, backward=False) for case in cases]
+        cases += [replace(base, **options) for options in CACHE_OPTIONS]
+        cases += [replace(base, dtype=dtype) for dtype in dtypes[1:]]
+    if quick or engine in WITH_CACHE:
+        return cases[: 1 if quick else None]
     cases += [replace(base, **row) for row in ROWS[1:]]
     cases += [replace(base, dtype=dtype, causal=True) for dtype in dtypes[1:]]
     if engine == "wgmma" and simulated:  # CuPy has no dtype for fp8
@@ -80,7 +93,7 @@ class Task(NamedTuple):
         """The case as tables and records name it."""
         if self.kind == "micro-kernel":
             return f"instruction {micro_kernels.kernels()[self.number].name}"
-        return f"{'' if self.kind == 'call' else f'{self.kind}, '}{self.trial}"
+        return str(self.trial) if self.kind == "call" else f"{self.kind}, {self.trial}"
 
 
 def work(task: Task, announce: Announce) -> Any:
@@ -110,7 +123,47 @@ def run_call(task: Task, announce: Announce) -> str | None:
     call, exact, low = _expected(trial, announce)
     _compile(task, call, announce)
     announce(task.name, task.seconds)
-    return _compare(call, _results(task, call), exact, low)
+    return _compare(_results(task, call), exact, low)
+
+
+def run_on_cache(task: Task, announce: Announce) -> str | None:
+    """Compare a decode on a KV cache, contiguous and then in shuffled pages, with the formula."""
+    trial = _trial(task)
+    announce(f"{task.name}: the formula", REFERENCE_SECONDS)
+    call = trial.call()
+    rng = np.random.default_rng(0)
+    capacity = trial.kv_len // PAGE * PAGE
+    lengths = rng.integers(capacity // 2, capacity - trial.q_len, trial.batch, dtype=np.int32)
+    new = {name: x[:, : trial.q_len].copy() for name, x in (("k", call.k), ("v", call.v))}
+    options: Any = {name: x for name, x in call.options.items() if x is not None and name != "layout"}
+    options |= dict(cache_seqlens=lengths, causal=True, **new)
+    formula: Any = reference.attention_with_kv_cache
+    for paged in (False, True):
+        caches, table = _in_pages((call.k, call.v), rng) if paged else ((call.k, call.v), {})
+        exact, low = (formula(call.q, *caches, **options, **table, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
+        arrays = [call.q, *(each.copy() for each in caches)]
+        given: Any = options | table | dict(backend=task.backend, engine=task.engine, return_lse=True)
+        # The kernels of append and merge are compiled by the call: they have no limit of their own.
+        announce(f"{task.name}: {'pages' if paged else 'contiguous'}", COMPILE_SECONDS + task.seconds)
+        arrays, given = _move(task.backend, (arrays, given))
+        results = on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))
+        wrong = _compare(results, list(exact[:2]), list(low[:2]))
+        if wrong is not None:
+            return f"{'paged' if paged else 'contiguous'} cache, {wrong}"
+    return None
+
+
+def _in_pages(caches: tuple[Any, Any], rng: np.random.Generator) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Caches (B, S, H, D) as shuffled pages (B S / PAGE, PAGE, H, D), and the block table; S is cut to whole pages."""
+    batch, pages = len(caches[0]), caches[0].shape[1] // PAGE
+    order = rng.permutation(batch * pages)
+    shuffled = []
+    for whole in caches:
+        paged = whole[:, : pages * PAGE].reshape(-1, PAGE, *whole.shape[2:])
+        pool = np.empty_like(paged)
+        pool[order] = paged
+        shuffled.append(pool)
+    return (shuffled[0], shuffled[1]), {"block_table": order.reshape(batch, pages).astype(np.int32)}
 
 
 def run_on_streams(task: Task, announce: Announce) -> str | None:
@@ -131,7 +184,7 @@ def run_on_streams(task: Task, announce: Announce) -> str | None:
     with consumer:
         results = _run(task, late)
         consumer.synchronize()
-        return _compare(call, on_host(results), exact, low)
+        return _compare(on_host(results), exact, low)
 
 
 def run_in_graph(task: Task, announce: Announce) -> str | None:
@@ -154,13 +207,14 @@ def run_in_graph(task: Task, announce: Announce) -> str | None:
         _assign(captured, values)
         graph.launch()
         stream.synchronize()
-    return _compare(call, on_host(results), exact, low)
+    return _compare(on_host(results), exact, low)
 
 
 KINDS: dict[str, Callable[[Task, Announce], Any]] = {
     "device": find_device,
     "micro-kernel": run_micro_kernel,
     "call": run_call,
+    "KV cache": run_on_cache,
     "side stream": run_on_streams,
     "CUDA graph": run_in_graph,
 }
@@ -232,23 +286,21 @@ def _run(task: Task, call: Call) -> list[Any]:
 
 def on_backend(backend: str, call: Call) -> Call:
     """The call with CuPy arrays for "cuda", else itself."""
+    q, k, v, options, dout, dlse, packed = _move(backend, tuple(call))
+    return Call(q, k, v, options, dout, dlse, None if packed is None else Packed(*packed))
+
+
+def _move(backend: str, x: Any) -> Any:
+    """An array as CuPy's for "cuda", also those in tuples, lists and dicts; anything else unchanged."""
     if backend != "cuda":
-        return call
+        return x
+    if isinstance(x, (tuple, list)):
+        return [_move(backend, each) for each in x]
+    if isinstance(x, dict):
+        return {name: _move(backend, each) for name, each in x.items()}
     import cupy
 
-    def move(x: Any) -> Any:
-        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
-
-    options = {name: move(value) for name, value in call.options.items()}
-    packed = (
-        None
-        if call.packed is None
-        else call.packed._replace(
-            cu_seqlens_q=move(call.packed.cu_seqlens_q), cu_seqlens_k=move(call.packed.cu_seqlens_k)
-        )
-    )
-    q, k, v, dout, dlse = map(move, (call.q, call.k, call.v, call.dout, call.dlse))
-    return Call(q, k, v, options, dout, dlse, packed)
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _assign(call: Call, values: Call | None) -> None:
@@ -267,9 +319,11 @@ def on_host(results: list[Any]) -> Results:
     return [None if x is None else cupy.asnumpy(x) for x in results]
 
 
-def _compare(call: Call, results: Results, exact: Results, low: Results) -> str | None:
+def _compare(results: Results, exact: Results, low: Results) -> str | None:
     """The first result that differs from the formula, and how; None if all agree."""
-    for name, actual, expected, rounded in zip(NAMES, results, exact, low, strict=True):
+    for name, actual, expected, rounded in zip(
+        NAMES, results, exact, low, strict=False
+    ):  # a decode has out and lse alone
         if actual is None or expected is None:
             if (actual is None) != (expected is None):
                 return f"{name} is {'missing' if actual is None else 'not expected'}"

@@ -25,11 +25,12 @@ def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) 
         worst = _run(call, gradients, dtype)
         for order in range(1, orders):
             other = _run(call, gradients, dtype, np.random.default_rng(order))
-            worst = [_furthest(*arrays) for arrays in zip(exact, worst, other, strict=True)]
+            worst = [furthest(*arrays) for arrays in zip(exact, worst, other, strict=True)]
     return exact, worst
 
 
-def _furthest(exact: Array | None, a: Array | None, b: Array | None) -> Array | None:
+def furthest(exact: Array | None, a: Array | None, b: Array | None) -> Array | None:
+    """Each element of a or b, whichever is further from the exact one."""
     if exact is None or a is None or b is None:
         return None
     with np.errstate(invalid="ignore"):

@@ -22,6 +22,8 @@ from cupy_flash.tuning import run_tune
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, causal=True, backward=True)
 HALF = Trial("bfloat16", 16, q_len=8, kv_len=8, heads=1, backward=False)
+DECODE = Trial("bfloat16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
+CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [DECODE], "wgmma": []}
 SOME = ("add.u32", "fma.rn.f32", "mma.m16n8k16-f16", "wgmma.bf16-n8")  # instructions, the last not of sm_80
 
 if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
@@ -31,7 +33,7 @@ if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
         """One small call per engine and a few instructions; evidence of this test alone, the kernels of all tests."""
         kernels = os.environ["CUPY_FLASH_CACHE_DIR"]
         monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernels))
-        monkeypatch.setattr(verdicts, "trials", lambda engine, *_: [SMALL if engine == "simt" else HALF])
+        monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
         runs_on = micro_kernels.Kernel.runs_on
         monkeypatch.setattr(
             micro_kernels.Kernel, "runs_on", lambda kernel, arch: kernel.name in SOME and runs_on(kernel, arch)
@@ -52,6 +54,7 @@ if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
         assert cases == {
             ("instructions", "instruction add.u32"), ("instructions", "instruction fma.rn.f32"),
             ("mma", "instruction mma.m16n8k16-f16"), ("simt", "float32"), ("mma", "bfloat16"),
+            ("mma_decode", "KV cache"),
             *((engine, kind) for engine in ("simt", "mma") for kind in ("side stream", "CUDA graph")),
         }  # fmt: skip
         assert evidence.check_of("simt", result.device).passed and evidence.check_of("mma", result.device).passed

@@ -21,6 +21,7 @@ from cupy_flash.arrays import Array
 from cupy_flash.backends import cpu, kernels
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.checks import references as reference_runs
+from cupy_flash.checks.references import furthest as furthest
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Packed, Saved

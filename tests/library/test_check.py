@@ -17,12 +17,16 @@ from cupy_flash.checks.calls import DTYPES, HEAD_DIMS, trials
 from cupy_flash.checks.verdicts import run_check
 from cupy_flash.device import named
 from cupy_flash.features import FEATURES
+from cupy_flash.plan import WITH_CACHE
 from cupy_flash.problem import UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.trial import Trial
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
+DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
+CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
+WITHOUT_CACHE = [engine for engine in DTYPES if engine not in WITH_CACHE]
 STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # of simt/forward
 
 
@@ -31,7 +35,7 @@ def small(tmp_path, monkeypatch):
     """One small call per engine, evidence of this test alone, the kernels of all tests, and workers that have time."""
     kernel_folder = os.environ["CUPY_FLASH_CACHE_DIR"]
     monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernel_folder))
-    monkeypatch.setattr(verdicts, "trials", lambda engine, *_: [SMALL if engine == "simt" else HALF])
+    monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
     give_workers_time(monkeypatch)
     forget_plans()
     yield
@@ -59,6 +63,10 @@ def planted(task, announce, good, bad):
 
 def wrong(task, announce):
     return planted(task, patiently(announce), STORE, STORE.replace("softmax", "1.01f * softmax"))
+
+
+def wrong_decode(task, announce):
+    return planted(task, patiently(announce), "* ending.factor", "* 1.01f * ending.factor")
 
 
 def hangs(task, announce):
@@ -122,6 +130,15 @@ def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
     assert evidence.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
 
 
+def test_an_engine_of_kv_caches(monkeypatch):
+    """Contiguous and in pages; the planted bug loses a factor of its softmax."""
+    monkeypatch.setitem(CASES, "mma_decode", [DECODE])
+    assert run_check("simulator", "mma_decode", False, lambda line: None, calls.work).passed
+    assert evidence.check_of("mma_decode", named("sm_80")).passed
+    result = run_check("simulator", "mma_decode", False, lambda line: None, wrong_decode)
+    assert "contiguous cache, out: error" in result.engines["mma_decode"]
+
+
 def test_an_engine_that_loses_two_workers_is_not_run_again(monkeypatch):
     many = [SMALL, *(Trial("float32", 16, q_len=n, kv_len=8, heads=1, backward=False) for n in (9, 10, 11))]
     monkeypatch.setattr(verdicts, "trials", lambda engine, *_: many)
@@ -155,14 +172,14 @@ def test_a_backend_without_kernels(arguments, message, capsys):
 
 
 def test_an_unknown_engine():
-    with pytest.raises(ValueError, match="engine must be one of simt, mma, wgmma, not 'cpu'"):
+    with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, not 'cpu'"):
         cupy_flash.check(backend="simulator", engine="cpu")
 
 
 # ---- the covering set
 
 
-@pytest.mark.parametrize("engine", DTYPES)
+@pytest.mark.parametrize("engine", WITHOUT_CACHE)
 def test_every_option_dtype_and_head_dimension_is_covered(engine):
     options = {feature.name for feature in FEATURES if feature.constant} - {"score_mod", "mask_mod"}
     for simulated in (False, True):
@@ -176,7 +193,7 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
     assert "bfloat16" not in {trial.dtype for trial in trials("mma", "sm_75", False, False)}
 
 
-@pytest.mark.parametrize("engine", DTYPES)
+@pytest.mark.parametrize("engine", WITHOUT_CACHE)
 def test_no_case_of_the_covering_set_is_refused(engine):
     """On a real GPU a refusal would read as a failure; the plans need none."""
     arch = "sm_90a" if engine == "wgmma" else "sm_80"

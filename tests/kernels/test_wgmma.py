@@ -319,7 +319,6 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
         pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
         pytest.param(dict(arch="sm_100"), "sm_100 lacks", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),

@@ -75,6 +75,8 @@ def test_every_part_runs_once(machine):
         "half",
         "behaviour",
         "adapters",
+        "check",
+        "tune",
         "sweep-forward",
         "sweep-backward",
         "conformance",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..arrays import dtype_name
-from ..features import FEATURES, MODS, is_given
+from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -93,14 +93,8 @@ def dtype_refusals(problem: Problem) -> list[str]:
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-def mod_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels know no mods does not serve a problem."""
-    given = [feature.name for feature in MODS if is_given(problem, feature)]
-    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
-
-
 def captured_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels apply mods does not serve a problem with them."""
+    """Why the kernels do not serve a problem with mods."""
     reasons = []
     if problem.mods and problem.shard:
         reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
@@ -149,6 +143,16 @@ def captured_reads(problem: Problem) -> tuple[Read, ...]:
     from ..mods.derive import gradient_reads  # imported by the first call that has a mod
 
     return gradient_reads(problem.mods, problem.captured_gradient)
+
+
+def loads_by_key(problem: Problem) -> bool:
+    """Whether mods load elements of captured arrays for every key or score, not once per row."""
+    if not problem.mods:
+        return False
+    from ..mods.ir import order, parse
+
+    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
+    return any(node.inputs & {"kv", "score"} for node in loads)
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:

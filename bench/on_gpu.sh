@@ -39,7 +39,8 @@ tests() { "$PYTHON" -c 'import xdist' 2>/dev/null && parallel="-n $(getconf _NPR
 
 part_1() { # host time of a call, and of first calls with a cold and a warm cache
   step overhead 60 "$PYTHON" -m bench overhead --out "$RESULTS"
-  step first 300 "$PYTHON" -m bench first --out "$RESULTS"
+  step decode 200 "$PYTHON" -m bench decode --gpu --out "$RESULTS"
+  step first 250 "$PYTHON" -m bench first --out "$RESULTS"
 }
 
 part_2() { # instruction conformance: record the GPU's results, then test the simulator against them
@@ -91,12 +92,12 @@ part_7() { # compute-sanitizer on short calls of every engine; resumes when run 
     fi
   }
   within calls "$PYTHON" -m sanitize # fills the kernel cache, and fails early without a sanitizer
-  for engine in simt mma wgmma fp8; do
+  for engine in simt mma wgmma fp8 cache; do
     within "memcheck-$engine" compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
     within "synccheck-$engine" compute-sanitizer --tool synccheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
   # Racecheck does not know that mbarriers order bulk copies and would report false races in wgmma and fp8.
-  for engine in simt mma; do
+  for engine in simt mma cache; do
     within "racecheck-$engine" compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
 }

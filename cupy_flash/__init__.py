@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 from .api import (
     attention,
     attention_backward,
+    attention_double_backward,
+    attention_jvp,
     attention_varlen,
     attention_varlen_backward,
+    attention_varlen_double_backward,
+    attention_varlen_jvp,
     attention_vjp,
     compile,
     explain,
     merge,
 )
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
-from .problem import Gradients, UnsupportedError
+from .problem import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
@@ -27,13 +31,18 @@ __version__ = "0.1.0"
 __all__ = [
     "Gradients",
     "Mod",
+    "SecondGradients",
     "UnsupportedError",
     "and_masks",
     "append_to_kv_cache",
     "attention",
     "attention_backward",
+    "attention_double_backward",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_double_backward",
+    "attention_varlen_jvp",
     "attention_vjp",
     "attention_with_kv_cache",
     "compile",

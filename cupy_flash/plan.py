@@ -9,15 +9,18 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .device import Device
-from .engines import Engine, cpu, cpu_decode, mma, simt, wgmma
+from .engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .features import ARRAYS
 from .launch import Launch
 from .params import Workspace
 from .problem import Problem, UnsupportedError
 
 # The engines by name.
-MODULES: dict[str, Engine] = {"cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "wgmma": wgmma}
-WITH_CACHE = ("cpu_decode",)  # the engines that read a KV cache
+MODULES: dict[str, Engine] = {
+    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+}  # fmt: skip
+WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
+WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 # Buckets of lengths per octave. By the cost models the best tile for a bucket's last length takes 0 to 2 % longer than
@@ -235,6 +238,8 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
     if problem.cache is not None and engine not in WITH_CACHE:
         reasons.append("it reads no KV cache in this version")
+    if problem.derivative and engine not in WITH_DERIVATIVES:
+        reasons.append(f"it computes no {problem.derivative} in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")
     return (*reasons, *MODULES[engine].refusals(problem, device))

@@ -120,6 +120,9 @@ __device__ inline int ld_shared(unsigned int from) {
 __device__ inline void st_shared(unsigned int to, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
+__device__ inline void st_shared_v2(unsigned int to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
 
 // Copies the first `bytes` of SIZE (16 or 4) from global to shared memory, both aligned to SIZE, and zero-fills the
 // rest. Visible to the thread after cp_async_wait_group, to others after a barrier that follows. Turing has no cp.async

@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..device import Device
 from ..launch import Launch
 from ..plan import Plan, plan
-from ..problem import Gradients, Operands, Problem, UnsupportedError
+from ..problem import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -55,6 +55,27 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
     return run_backward(_fitted(plan_for(problem), operands), operands)
+
+
+def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """Plan and run a JVP; returns (out, lse, tout, tlse)."""
+    chosen = _fitted(plan_for(problem), operands)
+    results: tuple[Array, Array, Array, Array] = _derivatives(chosen).jvp(chosen, operands)
+    return results
+
+
+def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
+    """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
+
+    The JVP in the direction of the cotangents comes first: its tout is the gradient by dout, its tlse that by dlse.
+    """
+    forward = problem._replace(
+        backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
+    )
+    _, _, tout, tlse = jvp(forward, operands)
+    chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
+    gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
+    return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
@@ -104,6 +125,15 @@ def append(problem: Problem, operands: Operands) -> None:
 
 # By backend; a module of one engine comes first.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
+
+
+# The modules of JVP and double backward.
+DERIVATIVES = {"cpu": ".cpu_derivatives", "cuda": ".cuda", "simulator": ".simulator.run"}
+
+
+def _derivatives(chosen: Plan) -> Any:
+    """The backend's module of derivatives, imported by the first call that needs it."""
+    return importlib.import_module(DERIVATIVES[chosen.device.backend], __package__)
 
 
 def _module(chosen: Plan) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import __version__, ahead, device, environment, nvrtc, source
 from ..backends import SIMULATED
 from ..device import Device
-from ..plan import MODULES
+from ..plan import MODULES, WITH_CACHE
 from . import cache
 
 # Versions are read from package metadata, without an import.
@@ -116,9 +116,10 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Why an engine would not serve a plain problem on a device.
+    """Why an engine would not serve a plain problem on a device, which has a KV cache for those that read one.
 
     The problem is fp16, the one dtype that all engines have on all GPUs, with D 64; `requested` is its engine=.
     """
-    (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested)
+    with_cache = engine in WITH_CACHE
+    *_, problem = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
     return MODULES[engine].refusals(problem, on)

@@ -11,7 +11,6 @@ from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import (
     captured_reads,
-    captured_refusals,
     grid_refusals,
     known_constants,
     nonempty,
@@ -82,7 +81,7 @@ class Tiles(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + captured_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -175,8 +174,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
 def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[Launch]:
     """The launches, shared by mma and wgmma, for the gradients of a bias and of captured arrays that are wanted."""
     launches = _bias_launches(problem, tile) + captured_launches(problem, device)
-    if tile is None:
+    if not _needs_bias_tile(problem):
         return launches
+    assert tile is not None
     shape = tile.rows, tile.step
     return launches + owned_launches(problem, shape, lambda grid: _launch("mma/backward_bias", problem, tile, grid))
 

@@ -72,7 +72,7 @@ struct FromRegisters : RoundedTile {
   // Issues C += A X, for tile X of queries.
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
-    accumulate(C, rmem, X_smem);
+    accumulate<0, N / 2>(C, rmem, X_smem);
   }
   // The same in two steps, before and after the barrier at which consumers exchange tiles. The first is enough here.
   template <int COLUMNS>

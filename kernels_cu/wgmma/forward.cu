@@ -17,6 +17,11 @@ struct Maps {
 #endif
 };
 
+// PV of a tile is N / 2 wgmmas. A warpgroup is stalled while the queue of the tensor cores is full, so only the first
+// ones are issued behind QK of the next tile, and the others once its row max is known, when the first have run: the
+// softmax starts as soon as S is ready. Few wgmmas fit the queue.
+constexpr int EARLY_PV = EXPONENTIALS_FIRST && !PINGPONG && N / 2 > 5 ? 4 : N / 2;
+
 using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
@@ -90,11 +95,13 @@ __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
   fence_operand(S);
   K.release();
 }
+// Steps [BEGIN, END) of 16 keys.
+template <int BEGIN, int END>
 __device__ void issue_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], const V_Ring& V) {
-  V.wait();
+  if constexpr (BEGIN == 0) V.wait();
   fence_operand(O), fence_operand(P);
   wgmma_fence();
-  accumulate(O, P, V.tile());
+  accumulate<BEGIN, END>(O, P, V.tile());
 }
 __device__ void wait_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], V_Ring& V) {
   wgmma_wait_group<0>();
@@ -125,13 +132,14 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // S becomes probabilities; returns whether O must be rescaled by O_scale.
-    auto attend = [&] {
+    // S becomes probabilities; returns whether O must be rescaled by O_scale. `issue` runs once the row max is known.
+    auto attend = [&](auto issue) {
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
       bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
+      issue();
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
       return rescales;
@@ -141,7 +149,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       // Prologue: P of the last tile of keys, the only one that can reach past the sequence.
       issue_QK(S_rmem, Q_smem, rings.K);
       wait_QK<0>(S_rmem, rings.K);
-      attend();
+      attend([] {});
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
         if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {
@@ -152,21 +160,24 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         }
 
       // Mainloop: S of this tile and PV of the previous one are in flight together.
+      auto issue_late_PV = [&] {
+        if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
+      };
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         pingpong_wait(warpgroup);
         issue_QK(S_rmem, Q_smem, rings.K);
-        issue_PV(O_rmem, P_rmem, rings.V);
+        issue_PV<0, EARLY_PV>(O_rmem, P_rmem, rings.V);
         pingpong_signal(warpgroup);
         // The pass over the scores needs the registers of P.
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
-        bool rescales = attend();
+        bool rescales = attend(issue_late_PV);
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
         round_fragments(P_rmem, S_rmem);
       }
-      issue_PV(O_rmem, P_rmem, rings.V);
+      issue_PV<0, N / 2>(O_rmem, P_rmem, rings.V);
       wait_PV(O_rmem, P_rmem, rings.V);
     }
 

@@ -115,12 +115,12 @@ __device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_
   wgmma_commit_group();
 }
 
-// Issues C += P X for P in fragments of 16 K columns, and the 16 K rows of tile X.
-template <int N, int K>
+// Issues C += P X for columns [16 BEGIN, 16 END) of P in fragments, and these rows of tile X, which has 16 K.
+template <int BEGIN, int END, int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
   unsigned long long x = smem_descriptor(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
-  for (int k = 0; k < K; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
+  for (int k = BEGIN; k < END; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   wgmma_commit_group();
 }
 

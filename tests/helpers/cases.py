@@ -279,11 +279,12 @@ def compute_references(case: Case, call: Call, gradients: bool = True, orders: i
         worst = _run_reference(case, call, gradients, dtype)
         for order in range(1, orders):
             other = _run_reference(case, call, gradients, dtype, np.random.default_rng(order))
-            worst = Result(*map(_furthest, exact, worst, other))
+            worst = Result(*map(furthest, exact, worst, other))
     return exact, worst
 
 
-def _furthest(exact: np.ndarray | None, a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+def furthest(exact: np.ndarray | None, a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    """Each element of a or b, whichever is further from the exact one."""
     if exact is None or a is None or b is None:
         return None
     with np.errstate(invalid="ignore"):

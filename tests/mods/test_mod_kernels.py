@@ -10,7 +10,6 @@ from test_mod_attention import BESIDE, by_autograd
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.problem import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -97,12 +96,3 @@ def test_planted_bugs_are_found(plant, monkeypatch):
         result = kernels_of(case)
     with pytest.raises(AssertionError):
         check(case, result)
-
-
-def test_a_deterministic_order_of_captured_gradients_is_refused():
-    case = Case(score_mod="relative")
-    call = case.call()
-    options = call.options | dict(backend="simulator", deterministic=True)
-    out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, **options)
-    with pytest.raises(UnsupportedError, match="deterministic gradient of array0, which score_mod reads at computed"):
-        cupy_flash.attention_backward(call.dout, call.q, call.k, call.v, out, lse, **options)

@@ -15,7 +15,7 @@ from ...launch import Launch
 from ...params import Workspace
 from ...problem import FP8, Problem
 from ..fragments import fragment_refusals
-from ..shared import captured_refusals, grid_refusals
+from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
@@ -35,7 +35,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
     Until it is measured, fp16 and bf16 also need engine="wgmma".
     """
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + captured_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if problem.engine != "wgmma" and not fp8:  # no other engine serves fp8
         reasons.append('not measured on a GPU yet, so it runs only on request: engine="wgmma"')

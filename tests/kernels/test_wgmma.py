@@ -180,7 +180,7 @@ PLANTED = {
     "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
     "the end not told": ("tile_smem.tile = -1;", "", errors.Deadlock),
     "work told before the last is done": (
-        "rings.Q.acquire();\n    tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
+        "rings.Q.acquire();\n      tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
     ),
     "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
     "a turn not passed": ("rings.V);\n        pingpong_signal(warpgroup);", "rings.V);", errors.Deadlock),
@@ -195,7 +195,7 @@ PLANTED = {
     "rows not cleared": ("if (kv_tiles.start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
-    "past the keys": ("SCORE_MODIFIED || kv_tiles.masked()", "SCORE_MODIFIED", AssertionError),
+    "past the keys": ("ALWAYS_MASKED || kv_tiles.masked()", "ALWAYS_MASKED", AssertionError),
 }  # fmt: skip
 # The same in a packed batch.
 PLANTED_IN_ROWS = {

@@ -15,7 +15,7 @@ from ...launch import Launch
 from ...params import Workspace
 from ...problem import FP8, Problem
 from ..fragments import fragment_refusals
-from ..shared import grid_refusals, mod_refusals
+from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
@@ -32,7 +32,7 @@ def step(problem: Problem) -> ModuleType:
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are other GPUs than sm_90a and rows that TMA cannot load."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + mod_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if device.backend in BACKENDS and device.arch != ARCH:
         reasons.append(f"{device.arch} lacks the instructions of {ARCH}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..features import FEATURES, MODS, is_given
+from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -99,12 +99,6 @@ def dtype_refusals(problem: Problem) -> list[str]:
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-def mod_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels know no mods does not serve a problem."""
-    given = [feature.name for feature in MODS if is_given(problem, feature)]
-    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
-
-
 CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
 
 
@@ -154,6 +148,16 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 def is_part(problem: Problem) -> bool:
     """Whether a call computes some rows or heads of a larger one, whose captured arrays it reads."""
     return problem.shard or problem.whole_heads != problem.heads
+
+
+def loads_by_key(problem: Problem) -> bool:
+    """Whether mods load elements of captured arrays for every key or score, not once per row."""
+    if not problem.mods:
+        return False
+    from ..mods.ir import order, parse
+
+    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
+    return any(node.inputs & {"kv", "score"} for node in loads)
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:

@@ -53,7 +53,7 @@ def test_split_size(case):
     [
         ("sm_75", 64, 64), exhaustive("sm_90", 128, 128), exhaustive("sm_75", 128, 64), exhaustive("sm_80", 40, 80),
         exhaustive("sm_80", 96, 96), exhaustive("sm_80", 192, 128), exhaustive("sm_80", 256, 256),
-        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 128, 128),
+        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 256, 256),
     ],
 )  # fmt: skip
 def test_any_gpu_and_head_dimension(arch, dim, dim_v):

@@ -19,6 +19,7 @@ from .problem import Gradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
+    from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
 
@@ -36,6 +37,7 @@ __all__ = [
     "attention_varlen_backward",
     "attention_vjp",
     "attention_with_kv_cache",
+    "block_mask",
     "compile",
     "explain",
     "explain_with_kv_cache",
@@ -47,7 +49,8 @@ __all__ = [
 ]
 
 
-LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks") | {"Mod": ".mods.trace"}
+LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 

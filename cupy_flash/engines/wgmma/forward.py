@@ -14,7 +14,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences
+from ..shared import known_constants, nonempty, sequences, with_mods
 from .hopper import (
     CACHE_BYTES,
     CLEAR,
@@ -22,10 +22,12 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
+    RECORD_BYTES,
     SHARED_BYTES,
     WARP_ROWS,
     WARPGROUP_ROWS,
     columns,
+    live_in_loads,
     needs_registers,
 )
 
@@ -82,7 +84,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
         kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
-        if _live(problem, block_kv) > limits[kind] or block_kv > most_keys:
+        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        if live > limits[kind] or block_kv > most_keys:
             continue
         sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
         fitting = [size for size in sizes if _shared_bytes(problem, *size) <= device.shared_bytes]
@@ -157,12 +160,14 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
         tuple(boxes),
     )
-    return nonempty([Launch("wgmma/clear", (), (1, 1, 1), 1), launch] if tile.persistent else [launch])
+    clear = [Launch("wgmma/clear", (), (1, 1, 1), 1)] if tile.persistent else []
+    return nonempty(with_mods(problem, [*clear, launch]))
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
-    return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
+    positional = problem.mask.edges or problem.mask_mod or problem.has_lengths
+    return not positional and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _live(problem: Problem, block_kv: int) -> int:
@@ -188,7 +193,8 @@ def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) ->
     """Bytes of shared memory.
 
     Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for Q and for each K and V,
-    and the tile record.
+    the records of tiles of keys under a mask_mod, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
-    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES
+    records = RECORD_BYTES if problem.mask_mod else 0
+    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + records + WORK_BYTES

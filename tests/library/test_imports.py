@@ -122,6 +122,8 @@ FLOW = (
     "adapters",
     "adapters.torch.fp8",
     "adapters.torch.op",
+    "adapters.torch.derivatives",
+    "adapters.torch.transforms",
     "adapters.torch.cache",
     "adapters.torch.drop_in",
     "adapters.torch.cache_drop_in",

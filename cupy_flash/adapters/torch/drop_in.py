@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
-from .op import forward
+from .transforms import forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,8 +23,8 @@ from .problem import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
-LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
+    from .checks.verdicts import check
+    from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
     from .tuning import tune
@@ -48,8 +48,8 @@ __all__ = [
     "attention_varlen_jvp",
     "attention_vjp",
     "attention_with_kv_cache",
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
-LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
+    "block_mask",
+    "check",
     "compile",
     "explain",
     "explain_with_kv_cache",

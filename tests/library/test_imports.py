@@ -129,6 +129,8 @@ FLOW = (
     "adapters",
     "adapters.torch.fp8",
     "adapters.torch.op",
+    "adapters.torch.derivatives",
+    "adapters.torch.transforms",
     "adapters.torch.cache",
     "adapters.torch.cache_drop_in",
     "adapters.torch.drop_in",

@@ -86,8 +86,8 @@ def test_jit_is_one_call_of_the_handler_and_copies_nothing(monkeypatch):
     seen = []
     run = calls.Call.run
 
-    def record(call, operands):
-        results = run(call, operands)
+    def record(call, operands, buffers):
+        results = run(call, operands, buffers)
         seen.append({name: x.pointer for name, x in (operands | results).items()})
         return results
 
@@ -108,7 +108,7 @@ def test_explain_names_the_interface():
 
 
 def test_no_exception_crosses_into_xla(monkeypatch):
-    def fail(call, operands):
+    def fail(call, operands, buffers):
         raise KeyboardInterrupt("no")
 
     monkeypatch.setattr(calls.Call, "run", fail)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
-import keyword
+import inspect
 import linecache
 import os
 import sys
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
+from .objects import Held, original
 from .sources import Collect
-from .values import Captured, Number, Trace, Traced, Value, call, element_of, is_array, lift
+from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
 
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
@@ -199,6 +200,7 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
     try:
         if not callable(function):
             raise Untraceable(f"it must be a function ({', '.join(inputs)}), not {type(function).__name__}")
+        _require_parameters(function, inputs)
         callee = _Rebuilder(trace).rebuild(function, source)
         result = callee(*(Value(trace, trace.graph.input(name)) for name in inputs))
         value = None if result is None else lift(trace, result)
@@ -214,6 +216,22 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
     except Untraceable as error:
         kind = TooLarge if isinstance(error, TooLarge) else Untraceable
         raise kind(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
+
+
+def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
+    """Untraceable if the function cannot be called with the inputs by position."""
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, or hidden by the class: the call tells
+        return
+    try:
+        parameters.bind(*inputs)
+    except TypeError as error:
+        raise Untraceable(
+            f"it takes {parameters} but is called with {len(inputs)} positional arguments, ({', '.join(inputs)}): "
+            f"{error}. A score_mod takes ({', '.join(SCORE_INPUTS)}), a mask_mod ({', '.join(MASK_INPUTS)}); other "
+            "values come by closure or functools.partial"
+        ) from None
 
 
 def _user_line(error: BaseException, function: Any) -> str:
@@ -340,7 +358,7 @@ class _Rebuilder:
             self.sources.reproducible = False  # a set, an iterator, ...: its state cannot be compared
             return x
         self._require_type(x, local)
-        return _Held(self, x, local)
+        return Held(self, x, local)
 
     def _key(self, key: Any) -> str:
         return repr(key) if type(key) is str else self.sources.constant(key)
@@ -375,9 +393,9 @@ class _Rebuilder:
         replaced = dict(function.__globals__)
         rebuilt = types.FunctionType(function.__code__, replaced, function.__name__, None, cells or None)
         self._rebuilt[id(function)] = (function, rebuilt, local)  # before its closure, which may hold the function
-        for n, (cell, original) in enumerate(zip(cells, function.__closure__ or (), strict=True)):
+        for n, (cell, captured) in enumerate(zip(cells, function.__closure__ or (), strict=True)):
             try:
-                content = original.cell_contents
+                content = captured.cell_contents
             except ValueError:  # empty
                 self.sources.reproducible = False
                 continue
@@ -401,22 +419,13 @@ class _Rebuilder:
 
     def _isinstance(self, x: Any, kinds: Any) -> bool:
         """Python's isinstance, of what stand-ins stand for."""
-        kinds = tuple(map(_original, kinds)) if isinstance(kinds, tuple) else _original(kinds)
-        return isinstance(_original(x), kinds)
+        kinds = tuple(map(original, kinds)) if isinstance(kinds, tuple) else original(kinds)
+        return isinstance(original(x), kinds)
 
     def _type(self, x: Any, *definition: Any) -> Any:
         """Python's type, of what stand-ins stand for; of a class that the mod also captures, the class's stand-in."""
-        kind = type(_original(x), *definition)
+        kind = type(original(x), *definition)
         return self._rebuilt[id(kind)][1] if id(kind) in self._rebuilt else kind
-
-
-def _original(x: Any) -> Any:
-    """The captured value that a stand-in replaces; anything else as it is."""
-    if type(x) is Number:
-        return x.value
-    if type(x) is Captured:
-        return x if x.indices else x.array
-    return object.__getattribute__(x, "_held")[1] if type(x) is _Held else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -429,57 +438,6 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names.update(_global_names(constant))
     return tuple(sorted(names))
-
-
-class _Held:
-    """An object, class or module that a mod captures; its attributes become stand-ins when they are read."""
-
-    def __init__(self, rebuilder: _Rebuilder, owner: Any, local: str) -> None:
-        object.__setattr__(self, "_held", (rebuilder, owner, local))
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that isinstance(x, its class) holds
-        return type(object.__getattribute__(self, "_held")[1])
-
-    def __getattr__(self, name: str) -> Any:
-        rebuilder, owner, local = object.__getattribute__(self, "_held")
-        try:
-            value = getattr(owner, name)
-        except AttributeError:  # hasattr or a default: nothing would notice that a later call has the attribute
-            rebuilder.sources.reproducible = False
-            raise
-        plain = name.isidentifier() and not keyword.iskeyword(name)
-        source = f"{local}.{name}" if plain else f"getattr({local}, {name!r})"
-        if isinstance(value, types.MethodType) and value.__self__ is owner:
-            function = rebuilder.rebuild(value.__func__, f"{source}.__func__")
-            return functools.partial(function, self)
-        return rebuilder.rebuild(value, source)
-
-    def __eq__(self, other: object) -> Any:
-        equality: Any = type(_original(self)).__eq__
-        if equality is object.__eq__:
-            return self is other
-        return self.__getattr__("__eq__")(other)
-
-    def __hash__(self) -> int:
-        return hash(_original(self))
-
-    def __contains__(self, item: Any) -> bool:  # without it, `in` would ask __getitem__ for 0, 1, 2, ... without end
-        return bool(self.__getattr__("__contains__")(item))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.__getattr__("__getitem__")(index)
-
-    def __len__(self) -> int:
-        return int(self.__getattr__("__len__")())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rebuilder, owner, _ = object.__getattribute__(self, "_held")
-        if isinstance(owner, type):
-            rebuilder.sources.reproducible = False
-            return owner(*args, **kwargs)
-        is_torch_module = _library(type(owner).__call__.__module__) == "torch"
-        return self.__getattr__("forward" if is_torch_module else "__call__")(*args, **kwargs)
 
 
 class _Namespace:

@@ -35,6 +35,7 @@ class Trace:
         self.sources = Sources()
         self.arrays: list[Any] = []
         self.array_sources: list[str] = []
+        self.captured: list[Captured] = []  # one stand-in for each array, so that `is` of two names holds
         self.numbers: list[Any] = []
         self.number_sources: list[str] = []
         self.kinds: list[str] = []
@@ -59,7 +60,9 @@ class Trace:
                 self._require_alike(name, array, element)
         elif source:
             self.sources.require(f"{self.sources.reach(source)} is {self.array_sources[slot]}")
-        return Captured(self, slot)
+        if slot == len(self.captured):
+            self.captured.append(Captured(self, slot))
+        return self.captured[slot]
 
     def _require_alike(self, name: str, array: Any, element: Element) -> None:
         self.sources.require(f"type({name}) is {self.sources.constant(type(array))}")
@@ -121,6 +124,18 @@ def is_array(x: Any) -> bool:
     )
 
 
+AS_IT_IS = (
+    "functions such as np.where or torch.where and operators take it as it is, an array is indexed as it is, and other "
+    "arrays are made before the mod"
+)
+
+
+class Delegate:
+    """A stand-in of an object of the user's, which is asked for an operator first."""
+
+    __slots__ = ()
+
+
 class UnknownMethod(Untraceable, AttributeError):
     """Untraceable, and what hasattr() expects."""
 
@@ -146,13 +161,13 @@ class Traced:
         return call(function.__name__, args, kwargs, function)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise Untraceable("a traced number cannot be made an array: call functions such as np.where on it directly")
+        raise Untraceable(f"{self.described} cannot be made an array: {AS_IT_IS}")
 
     def __iter__(self) -> Iterator[Any]:
         raise Untraceable("iteration over a traced number: it is one number, different for every score")
 
     def __len__(self) -> int:
-        raise Untraceable("a traced number has no length")
+        raise Untraceable(f"a traced number has no length, and cannot be made a tensor: {AS_IT_IS}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -161,23 +176,39 @@ class Traced:
             raise UnknownMethod(f"{self.described} has no {name!r} in a mod")
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
-    def _refuse_value(self, what: str) -> NoReturn:
+    def _refuse_value(self, what: str, instead: str) -> NoReturn:
         raise Untraceable(
-            f"{what} asks for the value of a traced number, which is different for every score: write "
-            "where(condition, a, b) instead of if, `&` instead of `and`, `|` instead of `or`, `~` instead of `not`"
+            f"{what} asks for the value of a traced number, which is different for every score: {instead}"
         )
 
     def __bool__(self) -> bool:
-        self._refuse_value("bool()")
+        self._refuse_value(
+            "bool()",
+            "write where(condition, a, b) instead of if, `&` instead of `and`, `|` instead of `or`, `~` instead of "
+            "`not`, minimum and maximum of NumPy or torch instead of min() and max()",
+        )
 
     def __index__(self) -> int:
-        self._refuse_value("index()")
+        self._refuse_value(
+            "indexing a list or tuple, or range(),",
+            "make the list an array before the mod, as in table = np.array([1, 2, 3]), and write table[index]",
+        )
 
     def __int__(self) -> int:
-        self._refuse_value("int()")
+        self._refuse_value("int()", "write x.int() or x.long()")
 
     def __float__(self) -> float:
-        self._refuse_value("float()")
+        self._refuse_value(
+            "float()", "write x.float(), and functions of NumPy, torch or jax instead of those of math, as np.exp(x)"
+        )
+
+    def __format__(self, specification: str) -> str:
+        if specification:
+            self._refuse_value(f"format {specification!r}", "print it without a format")
+        return repr(self)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise Untraceable("a mod changes no array: use where(condition, value, x)")
 
     def __floor__(self) -> Any:
         return call("int", (call("floor", (self,)),))
@@ -194,7 +225,10 @@ class Traced:
 
 def _install_operators() -> None:
     def binary(name: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
-        return lambda x, y: call(name, (y, x) if swapped else (x, y))
+        def operate(x: Any, y: Any) -> Any:
+            return NotImplemented if isinstance(y, Delegate) else call(name, (y, x) if swapped else (x, y))
+
+        return operate
 
     def unary(name: str) -> Callable[[Any], Any]:
         return lambda x: call(name, (x,))
@@ -218,6 +252,11 @@ class Value(Traced):
 
     def __init__(self, trace: Trace, node: Node) -> None:
         self.trace, self.node = trace, node
+
+    def __hash__(self) -> int:
+        raise Untraceable(
+            "a traced number cannot be a key of a dict or a member of a set: make the values an array, and index it"
+        )
 
     def __repr__(self) -> str:
         return f"<traced {self.node!r}>"
@@ -495,7 +534,7 @@ def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
         return x
     if is_array(x):
         return trace.capture(x).numbers()
-    raise Untraceable(f"a mod computes with numbers and arrays, not with {type(x).__name__}")
+    raise Untraceable(f"a mod computes with numbers and arrays, not with {x.__class__.__name__}")
 
 
 def node_of(trace: Trace, x: Any) -> Node:

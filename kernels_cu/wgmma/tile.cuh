@@ -19,8 +19,13 @@ constexpr int PANEL_ROW = 2 * PANEL;            // bytes
 constexpr int COMMON_BARRIER = 1;               // named barrier of all consumers
 constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
 
-// One lane of the producer walks the tiles, and the walk of a mask_mod needs all lanes of its warp.
-static_assert(!MASK_MOD, "the wgmma engine has no mask_mod");
+// Under a mask_mod the producer alone classifies tiles, and passes them to the consumers in records: of the start, a
+// multiple of 16, plus CUT if the mask_mod cuts the tile; END follows the last tile. The walk needs all lanes of a
+// warp, one of which issues the loads.
+constexpr int END = -1, CUT = 1;
+__device__ inline bool issues_loads() {
+  return !MASK_MOD || lane_id() == 0;
+}
 
 __device__ constexpr int panels_of(int dim) {
   return (dim + PANEL - 1) / PANEL;
@@ -110,12 +115,12 @@ __device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_
   wgmma_commit_group();
 }
 
-// Issues C += P X for P in fragments of 16 K columns, and the 16 K rows of tile X.
-template <int N, int K>
+// Issues C += P X for columns [16 BEGIN, 16 END) of P in fragments, and these rows of tile X, which has 16 K.
+template <int BEGIN, int END, int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
   unsigned long long x = smem_descriptor(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
-  for (int k = 0; k < K; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
+  for (int k = BEGIN; k < END; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   wgmma_commit_group();
 }
 

@@ -43,9 +43,12 @@ FLASH_ATTN = {
         "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
     ),
     "flash_attn_varlen_func": (
-        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
-        "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-        "return_attn_probs=False, block_table=None)"
+        # vLLM's version passes the first by name and omits cu_seqlens_k: all after it need defaults.
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False, block_table=None, *, seqused_k=None, out=None, "
+        "return_softmax_lse=False, q_descale=None, k_descale=None, v_descale=None, num_splits=0, s_aux=None, "
+        "scheduler_metadata=None, fa_version=None)"
     ),
     "flash_attn_qkvpacked_func": (
         "(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -573,8 +576,8 @@ def test_flash_attn_gradient_of_packed_qkv():
 
 def test_flash_attn_refuses():
     packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
-    with pytest.raises(cupy_flash.UnsupportedError, match="block_table"):
-        adapter.flash_attn_varlen_func(*packed, block_table=torch.zeros(3, 1, dtype=torch.int32))
+    with pytest.raises(cupy_flash.UnsupportedError, match="seqused_k, out: served with block_table alone"):
+        adapter.flash_attn_varlen_func(*packed, seqused_k=torch.zeros(3, dtype=torch.int32), out=Q)
     with pytest.raises(ValueError, match=r"qkv must be \(B, S, 3, H, D\)"):
         adapter.flash_attn_qkvpacked_func(Q)
     with pytest.raises(ValueError, match=r"kv must be \(Tk, 2, Hk, D\), not \(10, 3, 2, 8\)"):

@@ -173,6 +173,23 @@ def test_varlen(window, active, steps):
         assert torch.equal(a, b)
 
 
+def test_varlen_on_pages(active):
+    """torch's varlen_attn with a block table is attention on a paged KV cache."""
+    q, pages = normal(4, 4, E), normal(5, 2, 2, 2, E, seed=1)  # 5 pages of 2 keys
+    bounds, used = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    table = torch.tensor([[4, 1, -1], [3, 0, 2]], dtype=torch.int32)
+    out = varlen_attn(
+        q, *pages.unbind(1), bounds, None, 3, 6, window_size=(-1, 0), enable_gqa=True, seqused_k=used,
+        block_table=table, num_splits=1,
+    )  # fmt: skip
+    expected = cupy_flash.attention_with_kv_cache(
+        q, *pages.unbind(1), cache_seqlens=used, block_table=table, cu_seqlens_q=bounds, max_seqlen_q=3, split_size=64
+    )
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="needs seqused_k or cu_seqlens_k"):
+        aten._flash_attention_forward(q, *pages.unbind(1), bounds, None, 3, 6, 0.0, True, False, block_table=table)
+
+
 def test_dense_flash_operator(active):
     q, k = normal(2, L, 4, E), normal(2, S, 2, E, seed=1)
     used, slopes = torch.tensor([S, 3], dtype=torch.int32), torch.rand(4)
@@ -187,7 +204,7 @@ def test_dense_flash_operator(active):
     "options, reason",
     [
         pytest.param(dict(return_debug_mask=True), "return_debug_mask", id="probabilities"),
-        pytest.param(dict(block_table=torch.zeros(2, 1, dtype=torch.int32)), "block_table", id="paged"),
+        pytest.param(dict(block_table=torch.zeros(2, 1, dtype=torch.int32)), "cum_seq_q", id="paged and padded"),
         pytest.param(dict(num_splits=2), "num_splits", id="splits"),
     ],
 )

@@ -123,6 +123,9 @@ def test_a_regime_is_predicted():
     assert prediction.binding[0] == "one warpgroup's chain"
     assert prediction.tensor_clocks == 2 * prediction.tile[0] * prediction.tile[1] * 128 / predict.MULTIPLY_ADDS
     # The exponentials of a tile overlap PV of the previous one: they precede the wait for it.
-    assert [wait.exps for wait in prediction.waits if "WARPGROUP" in wait.instruction] == [0, prediction.exps]
+    # S is waited for once half of PV has been issued, and the other half follows the row max.
+    waits = [wait for wait in prediction.waits if "WARPGROUP" in wait.instruction]
+    assert [wait.exps for wait in waits] == [0, prediction.exps]
+    assert [wait.products for wait in waits] == [8 + 4, 8 + prediction.tile[1] // 16]
     (row,) = predict.table([prediction._asdict()]).rows
     assert row[0] == regime.name and row[3] == "0.92"

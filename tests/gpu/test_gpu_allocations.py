@@ -59,6 +59,32 @@ def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str
     assert memory.allocated == [q.nbytes, k.nbytes, v.nbytes, *workspace_bytes((q, k, v), saved, options)]
 
 
+def allocated_by_packed(arrays: list[Any], lengths: tuple[int, int], engine: str) -> list[int]:
+    """The sizes that a forward and a backward of two packed sequences of these lengths allocate, in order."""
+    q, k, v, dout = (x.reshape(-1, *x.shape[2:]) for x in arrays)
+    bounds = cupy.asarray([0, lengths[0], sum(lengths)], "int32")
+    options = dict(causal=True, engine=engine)
+    packed, memory, results = (bounds, bounds, len(q), len(q)), MEMORY["cupy"], []
+    memory.peak(lambda: results.extend(cupy_flash.attention_varlen(q, k, v, *packed, return_lse=True, **options)))
+    forward = memory.allocated.copy()
+    memory.peak(lambda: cupy_flash.attention_varlen_backward(dout, q, k, v, *results, *packed, **options))
+    assert forward[:2] == [x.nbytes for x in results]
+    assert memory.allocated[:3] == [x.nbytes for x in (q, k, v)]
+    return forward + memory.allocated
+
+
+@on_every_engine
+def test_the_lengths_of_packed_sequences_change_no_allocation(engine: str) -> None:
+    """They are values on the GPU."""
+    arrays = empty("cupy", engine, LENGTHS[0])
+    tokens = BATCH * LENGTHS[0]
+    allocated = [
+        allocated_by_packed(arrays, lengths, engine)
+        for lengths in ((tokens // 2, tokens // 2), (1, tokens - 1), (0, 0))
+    ]
+    assert allocated[0] == allocated[1] == allocated[2]
+
+
 @on_every_engine
 def test_twenty_steps_of_training_allocate_what_one_does(engine: str) -> None:
     memory, arrays = MEMORY["cupy"], empty("cupy", engine, 8 if in_numpy() else LENGTH)

@@ -17,13 +17,14 @@ For tests, a machine has
 
     reset(seed)            finish all work, revive lost devices, and order the work to come by another seed
     errors                 what has gone wrong in calls that cannot raise, as text; a test that passes leaves none
-    fail(call, status, n)  make such a call of the driver fail, after n that do not
+    fail(call, status, n)  make such a call of the driver or the runtime fail, after n that do not
     streams.pending        operations that wait, streams.executed those that have run
     modules.launches       every launch that the driver has accepted
     devices.cards[i]       memory.held: {address: bytes} of device i
 
-A ctypes callback cannot raise, so a failed call of CuPy's Cython code to the runtime returns None or 0 and leaves an
-entry in `errors`. Failed calls from Python, and of the driver, raise CuPy's own errors, and `refusals` says why.
+A failed call raises CuPy's own error, and `refusals` says why. CuPy's Cython code calls the runtime through C, where a
+ctypes callback cannot raise: trampolines do (raising.py). Without a C compiler there are none, and such a call returns
+None or 0 and leaves an entry in `errors`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .errors import CudaError
 from .graphs import Graphs
 from .memory import Heap
 from .modules import Modules
+from .raising import Trampolines
 from .streams import Streams
 
 KNOWN_CUPY = ("14.",)  # versions with the signatures that the parts are written for
@@ -50,7 +52,8 @@ class Machine:
         self.lock = threading.RLock()  # of every call
         self.errors: list[str] = []
         self.refusals: list[str] = []
-        self.faults: dict[str, list[int]] = {}  # by call: how many succeed before it, and its status
+        self.faults: dict[str, list[int]] = {}  # by call: how many succeed before it, its status, and how often
+        self.trampolines: Trampolines | None = None  # by which a call of Cython code raises
         self._handles = itertools.count(0x1000)
         self.devices = Devices(archs)
         self.heap = Heap(self)
@@ -66,16 +69,19 @@ class Machine:
         """A new handle of anything but memory."""
         return next(self._handles)
 
-    def fail(self, call: str, status: int, after: int = 0) -> None:
-        """Make a call of the driver fail once, after so many that do not."""
-        self.faults[call] = [after, status]
+    def fail(self, call: str, status: int, after: int = 0, times: int = 1) -> None:
+        """Make a call of the driver or the runtime fail so many times, after so many that do not."""
+        self.faults[call] = [after, status, times]
 
     def require_no_fault(self, call: str) -> None:
         """Raise CudaError if the call is to fail."""
         if call in self.faults:
-            self.faults[call][0] -= 1
-            if self.faults[call][0] < 0:
-                raise CudaError(self.faults.pop(call)[1], f"{call} fails because a test says so")
+            after, status, times = self.faults[call]
+            self.faults[call] = [after - 1, status, times]
+            if after <= 0:
+                if after - 1 == -times:
+                    del self.faults[call]
+                raise CudaError(status, f"{call} fails because a test says so")
 
     def answer(self, call: str):
         """The method that answers a call; None if there is none."""

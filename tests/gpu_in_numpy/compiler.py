@@ -9,18 +9,25 @@ from .modules import cubin
 
 
 def install() -> None:
-    """Replace nvrtc.compile and nvrtc.flags for sm targets; the flags give such code cache entries of its own. The PTX
-    is that of the simulator, with which it shares the cache."""
+    """Replace nvrtc.compile and nvrtc.flags for sm targets. The PTX is that of the simulator, with which it shares the
+    cache. The flags of a cubin include those of its PTX, which differ between the tiers (conftest.faster): code of
+    other passes rounds differently, and must be another cache entry."""
     compile_real, flags_real = nvrtc.compile, nvrtc.flags
 
     def compile(text: str, name: str, target: str) -> Compiled:
         if not target.startswith("sm_"):
             return compile_real(text, name, target)
-        ptx = cache.compiled(text, name, target.replace("sm_", "compute_"))
+        ptx = cache.compiled(text, name, _ptx(target))
         return Compiled(name, target, cubin(target, ptx.code), ptx.log)
 
     def flags(target: str) -> tuple[str, ...]:
-        mark = ("for a GPU in NumPy",) if target.startswith("sm_") else ()
-        return (*flags_real(target), *mark)
+        if not target.startswith("sm_"):
+            return flags_real(target)
+        return (*flags_real(target), "for a GPU in NumPy", *nvrtc.flags(_ptx(target)))
 
     nvrtc.compile, nvrtc.flags = compile, flags
+
+
+def _ptx(target: str) -> str:
+    """The PTX target of an architecture."""
+    return target.replace("sm_", "compute_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import inspect
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import raising
 from .errors import CudaError
 
 if TYPE_CHECKING:
@@ -50,25 +52,37 @@ def install(machine: Machine, versions: tuple[str, ...]) -> None:
     version = found[0].version if found else "unknown"
     if not version.startswith(versions):
         raise ImportError(f"the stand-in is written for CuPy {', '.join(versions)}*, not {version}")
-    for name, capsule in list(runtime.__pyx_capi__.items()):
-        answer = machine.answer(name)
-        if answer is not None:
-            runtime.__pyx_capi__[name] = _capsule(machine, name, capsule, answer)
-            setattr(runtime, name, _python(machine, name, answer, runtime.CUDARuntimeError))
+    capsules = {name: x for name, x in runtime.__pyx_capi__.items() if machine.answer(name) is not None}
+    if raising.compiler():
+        machine.trampolines = raising.Trampolines({name: _signature(x) for name, x in capsules.items()})
+    for name, capsule in capsules.items():
+        checked = _checked(machine, name, machine.answer(name), runtime.CUDARuntimeError)
+        runtime.__pyx_capi__[name] = _capsule(machine, name, capsule, checked)
+        setattr(runtime, name, checked)
     runtime.getLastError = machine.devices.getLastError
 
 
-def _python(machine: Machine, name: str, answer: Callable[..., Any], error_type: type[Exception]) -> Callable[..., Any]:
+def _checked(
+    machine: Machine, name: str, answer: Callable[..., Any], error_type: type[Exception]
+) -> Callable[..., Any]:
+    """The answer, alone of all threads; it raises CuPy's error if the call fails."""
+
+    @functools.wraps(answer)
     def call(*arguments: Any, **options: Any) -> Any:
         with machine.lock:
             try:
+                machine.require_no_fault(name)
                 return answer(*arguments, **options)
             except CudaError as error:
                 machine.refusals.append(str(error))
                 raise error_type(error.status) from error
 
-    call.__name__ = name
     return call
+
+
+def _signature(capsule: Any) -> str:
+    """The C signature of a capsule's function."""
+    return _api.PyCapsule_GetName(capsule).decode()
 
 
 def _caller() -> str:
@@ -80,15 +94,15 @@ def _caller() -> str:
 
 def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
     """A capsule with the signature of `capsule`, in which the answer is called."""
-    signature = _api.PyCapsule_GetName(capsule)
-    result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature.decode()).groups()
+    signature = _signature(capsule)
+    result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature).groups()
     arguments = [argument.strip() for argument in text.split(",") if argument.strip() != "void"]
     has_options = any(_OPTIONS in argument for argument in arguments)
     given = [x for x in arguments if x != _SKIP_DISPATCH and _OPTIONS not in x]
     parameters = inspect.signature(answer).parameters.values()
     required = [x for x in parameters if x.default is x.empty]
     if len(given) != len(required) or not all(x in _TYPES or x.endswith("*") for x in given):
-        raise ImportError(f"CuPy's {name} is {signature.decode()}, and the stand-in's takes {len(required)}")
+        raise ImportError(f"CuPy's {name} is {signature}, and the stand-in's takes {len(required)}")
     returns_object = result not in _TYPES or _TYPES[result] is ctypes.py_object
 
     def call(*values: Any) -> Any:
@@ -96,12 +110,15 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
         if options:
             optional = _Options.from_address(options)
             values += (optional.value,) * min(optional.count, len(parameters) - len(required))
-        with machine.lock:
-            try:
-                value = answer(*values)
-            except Exception as error:
+        try:
+            value = answer(*values)
+        except Exception as error:
+            value = None if returns_object else 0
+            if machine.trampolines is None:
                 machine.errors.append(f"{name} in {_caller()}: {error!r}")
-                value = None if returns_object else 0
+            else:
+                machine.trampolines.raise_later(error)
+                return value
         if returns_object:
             _api.Py_IncRef(value)
             return id(value)
@@ -110,7 +127,10 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
     kinds = [_TYPES.get(x, ctypes.c_void_p) for x in given]
     kinds += [ctypes.c_int] * (_SKIP_DISPATCH in arguments) + [ctypes.c_void_p] * has_options
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p if returns_object else _TYPES[result], *kinds)(call)
-    _kept.extend((function, signature))
-    replacement = _api.PyCapsule_New(ctypes.cast(function, ctypes.c_void_p), ctypes.c_char_p(signature), None)
-    _kept.append(replacement)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    if machine.trampolines is not None:
+        address = machine.trampolines.around(name, address)
+    text = ctypes.c_char_p(signature.encode())
+    replacement = _api.PyCapsule_New(address, text, None)
+    _kept.extend((function, text, replacement))
     return replacement

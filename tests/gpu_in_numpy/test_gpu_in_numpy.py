@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import FEATURES
 from tiers import in_tiers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ ORDERED = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs", "cu
 INSIDE = "tests/gpu_in_numpy/inside"
 BEHAVIOUR = [f"tests/behaviour/test_{name}.py" for name in ("attention", "backward", "varlen", "merge")]
 
-# These rows of SIMULATED_PAIRS have every feature at least once.
+# Rows of SIMULATED_PAIRS.
 EVERY_FEATURE = [
     "causal+window+scale+softcap+alibi+bias",
     "dropout+top-left+bhsd+bfloat16+kv-lengths+grouped",
@@ -47,7 +48,8 @@ RUNS = {
     "sm_90a": (
         "--archs=sm_90a", "tests/gpu/test_gpu_engine.py::test_arrays_come_back_as_they_were_given[wgmma-cupy]",
         "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[window-causal-any-order]",
-        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]", f"{INSIDE}/test_tensor_maps.py",
+        "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]",
+        f"{INSIDE}/test_tensor_maps.py", f"{INSIDE}/test_clusters.py",
     ),
     "sm_80-behaviour": ("--archs=sm_80", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
     "sm_75-behaviour": ("--archs=sm_75", *BEHAVIOUR, "-k=cuda", "--exhaustive"),
@@ -59,6 +61,11 @@ RUNS = {
     "mma-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=mma", "--exhaustive"),
     "wgmma-orders": ("--archs=sm_90a,sm_90a", "--seeds=50", *ORDERED, "-k=wgmma", "--exhaustive"),
 }  # fmt: skip
+
+
+def test_the_covering_set_has_every_feature() -> None:
+    assert {feature for row in EVERY_FEATURE for feature in row.split("+")} == set(FEATURES)
+
 
 if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
 

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
 DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
+# Above 64 columns of V and 80 keys, PV is issued in two parts.
+IN_PARTS = TILE._replace(block_kv=96)
 PLAIN = Case(**LONG)
+WIDE = Case(**LONG | dict(heads=1, head_dim=32, head_dim_v=96, causal=True))
 LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
 PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=(100, 30, 190), packed=True))
 
@@ -97,6 +100,12 @@ def test_every_order_gives_the_same_bits(case, other):
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
 
 
+@pytest.mark.parametrize(("order", "block_kv"), [("early", 144), ("late", 96), ("random", 112)])
+def test_products_in_parts(order, block_kv):
+    tile = IN_PARTS._replace(block_kv=block_kv)
+    check_forward(WIDE, forward(WIDE, tile, start=functools.partial(start, order=order)))
+
+
 @pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
 def test_bytes_and_conflicts(how, watch):
     """Each tile of queries loads its keys once, in a grid, persistent or with KV multicast; no bank conflicts."""
@@ -112,7 +121,7 @@ def test_bytes_and_conflicts(how, watch):
 PLANTED = {
     "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
     "no wait for K": ("  K.wait();\n", "", errors.PendingCopy),
-    "no wait for V": ("  V.wait();\n", "", errors.PendingCopy),
+    "no wait for V": ("if constexpr (BEGIN == 0) V.wait();", "", errors.PendingCopy),
     "no wait for an empty place": (
         "mbarrier_wait(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
@@ -171,7 +180,7 @@ PLANTED = {
     "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
     "the end not told": ("tile_smem.tile = -1;", "", errors.Deadlock),
     "work told before the last is done": (
-        "rings.Q.acquire();\n    tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
+        "rings.Q.acquire();\n      tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
     ),
     "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
     "a turn not passed": ("rings.V);\n        pingpong_signal(warpgroup);", "rings.V);", errors.Deadlock),
@@ -186,7 +195,7 @@ PLANTED = {
     "rows not cleared": ("if (kv_tiles.start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
     "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
-    "past the keys": ("SCORE_MODIFIED || kv_tiles.masked()", "SCORE_MODIFIED", AssertionError),
+    "past the keys": ("ALWAYS_MASKED || kv_tiles.masked()", "ALWAYS_MASKED", AssertionError),
 }  # fmt: skip
 # The same in a packed batch.
 PLANTED_IN_ROWS = {
@@ -214,12 +223,23 @@ PLANTED_IN_PAIRS = {
         "arrive at its mbarriers.\n  cluster_sync();", "\n", errors.EarlyExit,
     ),
 }  # fmt: skip
+# The same with PV in two parts.
+PLANTED_IN_PARTS = {
+    "the other part not issued": ("      issue();\n", "", AssertionError),
+    "a part begins too late": ("issue_PV<EARLY_PV, N / 2>", "issue_PV<EARLY_PV + 1, N / 2>", AssertionError),
+    "the other part not waited for": (
+        "wgmma_wait_group<0>();\n  fence_operand(O), fence_operand(P);",
+        "wgmma_wait_group<1>();\n  fence_operand(O), fence_operand(P);", (errors.PendingRegister, errors.PendingCopy),
+    ),
+    "V of the other part": ("if constexpr (BEGIN == 0) V.wait();", "", errors.PendingCopy),
+}  # fmt: skip
 BUGS = {
     name: (case, how, *bug)
     for case, how, bugs in (
         (LENGTHS, (DRAWING, 1), PLANTED),
         (PACKED_LENGTHS, (DRAWING, 1), PLANTED_IN_ROWS),
         (PLAIN, (PAIRED,), PLANTED_IN_PAIRS),
+        (WIDE, (IN_PARTS,), PLANTED_IN_PARTS),
     )
     for name, bug in bugs.items()
 }
@@ -300,7 +320,6 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param(dict(engine=None), 'runs only on request: engine="wgmma"', id="not-asked-for"),
         pytest.param(dict(arch="sm_80"), "sm_80 lacks the instructions of sm_90a", id="arch"),
         pytest.param(dict(arch="sm_100"), "sm_100 lacks", id="newer-arch"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),

@@ -374,12 +374,27 @@ def test_a_mod_keeps_arrays_and_numbers():
 
 # ----------------------------------------------------------------------------------------------------------- errors
 
+tensor = torch.ones(64)
 unreadable = np.ones(3, np.complex64)
 ERRORS = {
     "if": (lambda s, b, h, q, kv: s if s > 0 else 0.0, r"bool\(\) asks for .* where\(condition, a, b\) instead of if"),
     "and": (lambda s, b, h, q, kv: s * (q > kv and kv > 0), "`&` instead of `and`"),
     "max": (lambda s, b, h, q, kv: max(s, q), r"bool\(\)"),
-    "range": (lambda s, b, h, q, kv: sum(range(q)), r"index\(\)"),
+    "range": (lambda s, b, h, q, kv: sum(range(q)), r"range\(\), asks for the value"),
+    "list": (lambda s, b, h, q, kv: s + [1, 2, 3][q], "indexing a list or tuple.* make the list an array"),
+    "dict": (lambda s, b, h, q, kv: s + {0: 1}[q], "cannot be a key of a dict .* an array, and index it"),
+    "few parameters": (lambda s, b, h, q: s, r"it takes \(s, b, h, q\) but .* 5 .*\(score, b, h, q, kv\)"),
+    "many parameters": (lambda s, b, h, q, kv, table: s, "missing a required argument: 'table'.* functools.partial"),
+    "tensor": (lambda s, b, h, q, kv: s + torch.tensor(tensor)[kv], "cannot be made a tensor: .* indexed as it is"),
+    "as_tensor": (lambda s, b, h, q, kv: s + torch.as_tensor(q), "cannot be made a tensor: .* before the mod"),
+    "copy of an array": (lambda s, b, h, q, kv: s + np.array(table)[h, q], "captured array cannot be made an array"),
+    "assignment": (lambda s, b, h, q, kv: table.__setitem__(0, 1.0), "a mod changes no array"),
+    "attribute": (lambda s, b, h, q, kv: setattr(PLAIN, "n", 1), "a mod sets no attribute, here n"),
+    "object": (lambda s, b, h, q, kv: s + PLAIN, "not with Plain, which has no __radd__: read an attribute"),
+    "object of NumPy": (lambda s, b, h, q, kv: np.add(s, PLAIN), "not with Plain"),
+    "order": (lambda s, b, h, q, kv: s if PLAIN < 3 else 2, "not with Plain, which has no __lt__"),
+    "float of an object": (lambda s, b, h, q, kv: s * float(PLAIN), "which has no __float__"),
+    "format": (lambda s, b, h, q, kv: s * len(f"{q:d}"), "format 'd' asks for the value"),
     "iteration": (lambda s, b, h, q, kv: sum(x for x in s), "iteration over a traced number"),
     "math": (lambda s, b, h, q, kv: math.exp(s), r"float\(\)"),
     "slice": (lambda s, b, h, q, kv: s + table[h, :3], "take it before the mod"),
@@ -473,12 +488,36 @@ class Holds3:
         return 10.0
 
 
+class Own:
+    def __init__(self):
+        self.factor = 2.0
+
+    def __lt__(self, other):
+        return self.factor < other
+
+    def __float__(self):
+        return self.factor
+
+    def __bool__(self):
+        return self.factor > 5
+
+    def __rmul__(self, other):
+        return other * self.factor
+
+    def __neg__(self):
+        return -self.factor
+
+    def __index__(self):
+        return int(self.factor)
+
+
 @functools.lru_cache
 def two(x):
     return 2.0
 
 
-ARRAY, PLAIN, SEVEN, EQUAL, HOLDS = np.ones(64, np.float32), Plain(), 7, EqualToAll(), Holds3()
+ARRAY, PLAIN, SEVEN, EQUAL, HOLDS, OWN = np.ones(64, np.float32), Plain(), 7, EqualToAll(), Holds3(), Own()
+SAME = ARRAY
 
 
 @pytest.mark.parametrize(
@@ -492,10 +531,30 @@ ARRAY, PLAIN, SEVEN, EQUAL, HOLDS = np.ones(64, np.float32), Plain(), 7, EqualTo
         pytest.param(lambda s, b, h, q, kv: s * 2 if EQUAL == 4 else s, 2, id="own-equality"),
         pytest.param(lambda s, b, h, q, kv: s * 2 if 3 in HOLDS else s, 2, id="own-contains"),
         pytest.param(lambda s, b, h, q, kv: s * two(3), 2, id="lru-cache"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if ARRAY is SAME and ARRAY is not tensor else s, 2, id="is"),
+        pytest.param(lambda s, b, h, q, kv: s * vars(OWN)["factor"], 2, id="vars"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if PLAIN and not OWN else s, 2, id="own-bool"),
+        pytest.param(lambda s, b, h, q, kv: s * 2 if OWN < 3 else s, 2, id="own-order"),
+        pytest.param(lambda s, b, h, q, kv: s * OWN, 2, id="own-multiplication"),
+        pytest.param(lambda s, b, h, q, kv: s * abs(-OWN), 2, id="own-negation"),
+        pytest.param(lambda s, b, h, q, kv: s * float(OWN), 2, id="own-float"),
+        pytest.param(lambda s, b, h, q, kv: s * [0.0, 1.0, 2.0][OWN], 2, id="own-index"),
     ],
 )
 def test_python_sees_what_stand_ins_stand_for(mod, factor):
     assert traced(mod, None).text == traced(lambda s, b, h, q, kv: s * float(factor), None).text
+
+
+def test_own_operators_are_followed_in_every_call():
+    owner = Own()
+
+    def mod(s, b, h, q, kv):
+        return torch.where(owner < q, s * float(owner), s) + vars(owner)["factor"]
+
+    owner.factor = 3.0
+    first = traced(mod, None)
+    owner.factor = 7.5
+    assert str(traced(mod, None)) == str(first).replace("= 3", "= 7.5")
 
 
 def test_super_finds_the_next_class():

@@ -91,10 +91,14 @@ class CacheCall(NamedTuple):
         arrays = (operands["k"], operands["v"], operands["k_cache"], operands["v_cache"])
         return pose_append(*arrays, operands.get("cu_seqlens"), options)
 
+    def named(self, results: Any) -> dict[str, Array]:
+        """The results of a backend by name."""
+        return dict(zip(("out", "lse"), results, strict=True))
+
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
         """Compute the results; those of an append are written to where they are, which have the old contents."""
         if self.step == CACHED:
-            return dict(zip(("out", "lse"), backends.forward(*self.pose(operands)), strict=True))
+            return self.named(backends.forward(*self.pose(operands)))
         named = dict(zip(CACHES, results, strict=True))
         for name, cache in named.items():
             if cache.pointer != operands[name].pointer:  # not aliased, as in a fallback
@@ -107,12 +111,17 @@ calls.STEPS |= dict.fromkeys((APPEND, CACHED), (CacheCall, CacheStatic))
 
 
 def _as_int64(slots: Any) -> Any:
-    """Slots as the core takes them: jax has no 64-bit integers unless they are enabled."""
-    if slots is None or slots.dtype != np.int32:
+    """Slots as the core takes them, of the words of `_words`."""
+    if slots is None or slots.dtype != np.uint32:
         return slots
-    if slots.device != "cpu":  # without contents
-        return replace(slots, dtype=np.dtype(np.int64))
-    return replace(as_array(slots.numpy().astype(np.int64), "slots"), framework=slots.framework)
+    if slots.device == "cpu":
+        return replace(as_array(slots.numpy().view(np.int64)[:, 0], "slots"), framework=slots.framework)
+    return replace(slots, shape=slots.shape[:1], strides=(1,), dtype=np.dtype(np.int64))
+
+
+def _words(slots: Any) -> Any:
+    """int32 slots as the words of int64, uint32 (n, 2): jax has no 64-bit integers unless they are enabled."""
+    return jnp.stack([slots, slots >> 31], -1).view(jnp.uint32) if slots.dtype == jnp.int32 else slots
 
 
 def append_to_kv_cache(
@@ -198,6 +207,8 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
         given["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,)) if lengths.ndim == 0 else lengths
         settings.cache_seqlens = None
     operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    if "slots" in operands:
+        operands["slots"] = _words(operands["slots"])
     static = CacheStatic(
         **{name: getattr(settings, name, None) for name in CacheStatic._fields} | {"function": function}
     )

@@ -22,7 +22,7 @@ from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
 from ...backends import kernels
 from . import folding, frame, handler, sharding
-from .calls import BACKWARD, FORWARD, NUMBERS, Call, parse
+from .calls import BACKWARD, NUMBERS, Call, parse
 
 local_p = Primitive("cupy_flash_attention")  # on one device
 
@@ -141,8 +141,6 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
     if reason is not None:
         raise NotImplementedError(f"attention cannot be compiled for a GPU: {reason}")
     parsed = parse(call)
-    if parsed.step not in (FORWARD, BACKWARD):
-        raise NotImplementedError(f"{parsed.static.function}: no engine for GPUs serves a KV cache yet")
     unread = [name for name in parsed.names if name in (*NUMBERS, "first")]
     if unread:
         raise NotImplementedError(
@@ -154,7 +152,7 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
     operands_like = {name: recorder.array(x.shape, x.dtype) for name, x in described}
     written, outputs = allocations(parsed, recorder, operands_like)
     avals = [jax.core.ShapedArray(shape, dtype) for shape, dtype in written]
-    rule = jax.ffi.ffi_lowering(handler.TARGET)
+    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parsed.aliases)
     results = rule(context.replace(avals_out=avals), *operands, call=call, outputs=" ".join(map(str, outputs)))
     return [results[index] for index in outputs]
 
@@ -181,7 +179,10 @@ class Recorder:
 def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> tuple[list[Any], list[int]]:
     """(shape, dtype) of all that the kernels of a call write, in the order of allocation; which of them are results."""
     problem, posed = call.pose(operands)
-    run = kernels.forward if call.step == FORWARD else kernels.backward
+    if call.aliases:  # an append: the caches, and no workspaces
+        backends.plan_for(problem)
+        return list(call.results(operands).values()), list(range(len(call.aliases)))
+    run = kernels.backward if call.step == BACKWARD else kernels.forward
     results = call.named(run(backends.plan_for(problem), posed, lambda work: None))
     places = {id(array): place for place, array in enumerate(recorder.arrays)}
     return [(x.shape, x.dtype) for x in recorder.arrays], [places[id(result)] for result in results.values()]

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache on torch tensors, with the arguments of flash-attn 2 and of FlashAttention 3."""
+"""flash-attn's functions on a KV cache of torch tensors: flash_attn_with_kvcache, and varlen attention on pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ...pose_cache import SPLIT_UNIT, CacheOptions
 from ...problem import UnsupportedError
 from .cache import append, attend
-from .drop_in import is_zero
+from .op import as_int32, is_zero
 
 
 def flash_attn_with_kvcache(
@@ -125,6 +125,47 @@ def flash_attn_with_kvcache(
     return attend(
         q, k_cache, v_cache, CacheOptions(cache_seqlens=lengths, positions=positions, **rotary, **options)
     )  # fmt: skip
+
+
+def attend_to_pages(
+    function: str,
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    seqused_k: Any,
+    *,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    alibi_slopes: Any,
+    num_splits: Any,
+    return_softmax_lse: Any,
+    softcap: Any = 0.0,
+    sink: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out: Any = None,
+) -> Any:
+    """Attention of packed queries on pages, by flash-attn's names; `function` is named in errors."""
+    if not is_zero(dropout_p):
+        raise UnsupportedError(f"{function}: dropout with block_table: a KV cache records no gradients")
+    lengths = seqused_k
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise ValueError(f"{function}: block_table needs seqused_k or cu_seqlens_k: the keys of each sequence")
+        lengths = cu_seqlens_k.diff().to(torch.int32)
+    options = CacheOptions(
+        cache_seqlens=lengths, block_table=block_table, cu_seqlens_q=as_int32(cu_seqlens_q), max_seqlen_q=max_seqlen_q,
+        causal=causal, window=window_size, scale=softmax_scale, softcap=None if is_zero(softcap) else softcap,
+        alibi_slopes=alibi_slopes, sink=sink, k_descale=k_descale, v_descale=v_descale, out=out,
+        return_lse=return_softmax_lse, split_size=_split_size(function, num_splits, None, k_pages, block_table),
+    )  # fmt: skip
+    return attend(q, k_pages, v_pages, options)
 
 
 def _refuse(function: str, given: dict[str, bool]) -> None:

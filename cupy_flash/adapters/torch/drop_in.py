@@ -19,7 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
-from .op import forward
+from .cache_drop_in import attend_to_pages
+from .op import as_int32, forward, is_zero
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -505,9 +506,9 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -517,17 +518,31 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    num_splits: int = 0,
+    s_aux: torch.Tensor | None = None,
+    scheduler_metadata: object = None,
+    fa_version: int | None = None,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`.
+    """flash_attn.flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`; keyword-only arguments are vLLM's.
+
+    With block_table, k and v are the pages of a KV cache, and no gradients are recorded: the call is
+    `cupy_flash.attention_with_kv_cache` on packed queries, with nothing to append.
 
     Args:
         q: (Tq, Hq, D).
-        k: (Tk, Hk, D).
-        v: (Tk, Hk, D).
+        k: (Tk, Hk, D), or pages (pages, P, Hk, D) with block_table.
+        v: (Tk, Hk, D), or pages likewise.
         cu_seqlens_q: int32 (B + 1,), here and in the varlen functions below; int64 in host memory is cast.
-        cu_seqlens_k: likewise for the keys.
+        cu_seqlens_k: likewise for the keys; with block_table it or seqused_k says how many keys each sequence has.
         max_seqlen_q: at least the longest sequence of queries.
-        max_seqlen_k: at least the longest sequence of keys.
+        max_seqlen_k: at least the longest sequence of keys; not read with block_table, whose columns are the capacity.
         dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`.
@@ -536,17 +551,42 @@ def flash_attn_varlen_func(
         alibi_slopes: as in `flash_attn_func`.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
-        block_table: paged keys and values, which raise UnsupportedError.
+        block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P].
+        seqused_k: int32 (B,), with block_table: the keys of each sequence.
+        out: with block_table: where the result goes.
+        return_softmax_lse: with block_table: return (out, softmax_lse).
+        q_descale: UnsupportedError unless None: q has 16 bit beside pages of float8_e4m3fn.
+        k_descale: float32 (B, Hk), with block_table and pages of float8_e4m3fn.
+        v_descale: likewise.
+        num_splits: with block_table, as in `flash_attn_with_kvcache`.
+        s_aux: floating (Hq,), `sink` of `cupy_flash.attention`.
+        scheduler_metadata: ignored, as is fa_version: they choose among flash-attn's kernels.
+        fa_version: ignored.
 
     Returns:
         out (Tq, Hq, D), or (out, softmax_lse, None) with softmax_lse (Hq, Tq).
+
+    Raises:
+        UnsupportedError: dropout with block_table, or an argument for pages without it.
     """
     if block_table is not None:
-        raise UnsupportedError(
-            "flash_attn_varlen_func: no engine of this version reads paged keys and values (block_table)"
-        )
+        name = "flash_attn_varlen_func"
+        if q_descale is not None:
+            raise UnsupportedError(f"{name}: q_descale: beside pages of float8_e4m3fn q has 16 bit")
+        result = attend_to_pages(
+            name, q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, dropout_p=dropout_p,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sink=s_aux, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits,
+            out=out, return_softmax_lse=bool(return_softmax_lse or return_attn_probs),
+        )  # fmt: skip
+        return (*result, None) if return_attn_probs else result
+    refuse_without_pages(
+        "flash_attn_varlen_func", seqused_k=seqused_k, out=out, return_softmax_lse=return_softmax_lse or None,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits or None,
+    )  # fmt: skip
     options = _flash_attn_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = Packed(_as_int32(cu_seqlens_q), _as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
+    options.sink = s_aux
+    packed = Packed(as_int32(cu_seqlens_q), as_int32(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     return _flash_attn((q, k, v), options, return_attn_probs, packed)
 
 
@@ -696,7 +736,7 @@ def flash_attn_varlen_qkvpacked_func(
         As `flash_attn_varlen_func`.
     """
     q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T, 3, H, D)")
-    cu_seqlens = _as_int32(cu_seqlens)
+    cu_seqlens = as_int32(cu_seqlens)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -713,14 +753,6 @@ def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
     return packed.unbind(dim=-3)
 
 
-def _as_int32(cu_seqlens: Any) -> Any:
-    """Cast int64 cu_seqlens in host memory to int32; values out of range are clamped to ones that `pose` refuses."""
-    is_dense = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout == torch.strided
-    if is_dense and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
-        return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-    return cu_seqlens
-
-
 def _flash_attn_options(
     dropout: Any, scale: Any, causal: Any, window: Any, softcap: Any, alibi_slopes: Any, deterministic: Any
 ) -> Options:
@@ -735,12 +767,11 @@ def _flash_attn_options(
     )
 
 
-def is_zero(softcap: Any) -> bool:
-    """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
-    try:
-        return bool(softcap == 0)
-    except Exception:  # foreign objects may raise anything
-        return False
+def refuse_without_pages(function: str, **arguments: Any) -> None:
+    """Raise UnsupportedError if an argument that only a cache of pages has is given without one."""
+    names = [name for name, value in arguments.items() if value is not None]
+    if names:
+        raise UnsupportedError(f"{function}: {', '.join(names)}: served with block_table alone")
 
 
 def _flash_attn(

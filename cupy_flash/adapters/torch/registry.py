@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...problem import UnsupportedError
+from .cache_drop_in import attend_to_pages
 from .op import Call, attention_backward, attention_forward
 
 
@@ -145,16 +146,25 @@ def _flash_forward(
     block_table: Any = None,
     num_splits: int | None = None,
 ) -> tuple[Any, ...]:
+    paged = block_table is not None
     unsupported = {
         "return_debug_mask": return_debug_mask,
-        "block_table": block_table is not None,
-        "num_splits": (num_splits or 1) > 1,
-        "seqused_k of packed sequences": seqused_k is not None and cum_seq_q is not None,
+        "num_splits without block_table": not paged and (num_splits or 1) > 1,
+        "seqused_k of packed sequences without block_table": not paged and None not in (seqused_k, cum_seq_q),
+        "block_table without cum_seq_q": paged and cum_seq_q is None,
     }
     if any(unsupported.values()):
         names = ", ".join(name for name, is_given in unsupported.items() if is_given)
         raise UnsupportedError(f"_flash_attention_forward: no engine of this version serves {names}")
     rng_state = _draw(dropout_p, query)
+    if paged:
+        out, lse = attend_to_pages(
+            "_flash_attention_forward", query, key, value, block_table, cum_seq_q, cum_seq_k, max_q, seqused_k,
+            dropout_p=dropout_p, softmax_scale=scale, causal=is_causal,
+            window_size=(window_size_left, window_size_right), alibi_slopes=alibi_slopes, num_splits=num_splits or 0,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        return out, lse, rng_state, rng_state.new_zeros(()), query.new_empty(0)
     call = _flash(
         (query, key, value), dropout_p, is_causal, rng_state, scale, window_left=window_size_left,
         window_right=window_size_right, kv_lengths=seqused_k, alibi_slopes=alibi_slopes,

@@ -14,7 +14,7 @@ from engines import inputs, step
 from gpu_in_numpy.modules import MAGIC
 
 import cupy_flash
-from cupy_flash import cache, tensor_map
+from cupy_flash import cache, nvrtc, tensor_map
 from cupy_flash.backends import cuda, kernels
 from cupy_flash.launch import Launch
 
@@ -73,6 +73,22 @@ def test_shared_memory_that_the_device_has_not() -> None:
         function.max_dynamic_shared_size_bytes = most - 4095
 
 
+@pytest.mark.parametrize(("size", "fits"), [(32764, True), (32768, False)])
+def test_parameters_of_more_bytes_than_a_launch_has(size: int, fits: bool) -> None:
+    head = f".version 8.1\n.target {machine.devices.cards[0].arch}\n.address_size 64\n"
+    text = head + f".visible .entry large(.param .b8 x[{size}])\n{{\n ret;\n}}\n"
+    module = cupy.cuda.Module()
+    module.load(text.encode())
+    launch, values = module.get_function("large"), np.zeros((), f"V{size}")
+    if fits:
+        launch((1,), (1,), (values,))
+        assert len(machine.modules.launches[-1].parameters) == size
+    else:
+        with pytest.raises(Refused):
+            launch((1,), (1,), (values,))
+        assert "32768 bytes of parameters, above 32764" in machine.refusals[-1]
+
+
 def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
     module = cupy.cuda.Module()
     for image in (MAGIC + b"sm_86\n", b"\x7fELF\x02\x01\x01"):
@@ -80,6 +96,18 @@ def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
             module.load(image)
     with pytest.raises(Refused, match="INVALID_PTX"):
         module.load(b"no PTX")
+
+
+def test_code_of_other_passes_is_another_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers compile PTX with different flags, and share a cache: a cubin of one is not taken for the other's."""
+    arch, flags = machine.devices.cards[0].arch, nvrtc.flags
+
+    def with_another(target: str) -> tuple[str, ...]:
+        return (*flags(target), *(["--another"] if target.startswith("compute_") else []))
+
+    before = nvrtc.flags(arch)
+    monkeypatch.setattr(nvrtc, "flags", with_another)
+    assert nvrtc.flags(arch) == (*before, "--another")
 
 
 def test_a_tensor_map_needs_its_alignment() -> None:

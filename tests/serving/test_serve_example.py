@@ -1,0 +1,92 @@
+"""examples/serve.py: tokens equal those without a cache, with preemption and in every batch; pages all come back."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SIZES = {"layers": 2, "heads": 2, "embed": 32, "context": 64}
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
+    try:
+        yield importlib.import_module("serve")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def saved(example, tmp_path):
+    """A file with a model of random weights, large enough that its tokens depend on what it attends to."""
+    generator = torch.Generator().manual_seed(3)
+    model = example.train_gpt.GPT(example.train_gpt.parse_arguments([f"--{n}={x}" for n, x in SIZES.items()]))
+    weights = {name: torch.randn(x.shape, generator=generator) * 0.5 for name, x in model.state_dict().items()}
+    torch.save({"model": weights, **SIZES}, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def serve(example, saved, *options):
+    """The tokens of every request, and the server at the end."""
+    arguments = example.parse_arguments(["--model", str(saved), *options])
+    model = example.load_model(saved)
+    server = example.Server(model, arguments)
+    prompts = [list(prompt.encode()) for prompt in example.PROMPTS[:6]]
+    requests = [example.Request(list(prompt), len(prompt) + 2 + 5 * i) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        server.add(request)
+    ended = []
+    while len(ended) < len(requests):
+        ended += server.step()
+    expected = [example.generate_alone(model, *x) for x in zip(prompts, [r.length for r in requests], strict=True)]
+    return [request.tokens for request in requests], expected, server
+
+
+@pytest.mark.parametrize(
+    "options, preempts",
+    [((), False), (("--pages=8", "--page=8"), True), (("--budget=3", "--running=3", "--page=2"), False)],
+    ids=["all-at-once", "few-pages", "prompts-in-parts"],
+)
+def test_tokens_are_those_without_a_cache(example, saved, options, preempts):
+    tokens, expected, server = serve(example, saved, *options)
+    assert tokens == expected
+    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])  # the model does not repeat one token
+    assert bool(server.preemptions) == preempts
+    assert sorted(server.free) == list(range(server.arguments.pages))
+    assert server.most_pages <= server.arguments.pages
+
+
+def test_whole_run(example, saved, capsys):
+    example.main(["--model", str(saved), "--requests", "3", "--tokens", "8", "--split-size", "64"])
+    printed = capsys.readouterr().out
+    assert "3 of 3 requests have the tokens of attention without a cache" in printed
+    assert "pages in use" in printed
+
+
+def test_request_that_never_fits(example, saved):
+    server = example.Server(
+        example.load_model(saved), example.parse_arguments(["--model", str(saved), "--pages", "2", "--page", "4"])
+    )
+    with pytest.raises(SystemExit, match="need 3 pages"):
+        server.add(example.Request([1, 2, 3], 9))
+
+
+def test_stale_pages_are_noticed(example, saved, monkeypatch):
+    """A preempted request that trusts its old keys gets other tokens: this comparison would see it."""
+    preempt = example.Server.preempt
+
+    def keeps_its_count(self, request):
+        cached = request.cached
+        preempt(self, request)
+        request.cached = cached
+
+    monkeypatch.setattr(example.Server, "preempt", keeps_its_count)
+    tokens, expected, _ = serve(example, saved, "--pages=8", "--page=8")
+    assert tokens != expected

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
+from cupy_flash.isolated import ended_by_signal
 
 from . import bounds, compare, costs, decode, decode_gpu, first, gpu, marks, overhead, predict, ring, static, sweep
-from .isolated import ended_by_signal
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot, plot_sweep

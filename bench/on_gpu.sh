@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 8 | all. Each part takes less than eight minutes.
+# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 9 | all. Each part takes less than eight minutes.
 #
 # Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 7); installs nothing. Results and logs go to $RESULTS
 # (default bench/out/gpu), and each step appends a line to steps.jsonl. Steps that have passed are skipped. After a
@@ -108,11 +108,16 @@ part_8() { # bottlenecks of the fastest tiles of parts 5 and 6, and the cost mod
   step costs-backward 120 "$PYTHON" -m bench costs "$RESULTS/sweep-backward.json"
 }
 
+part_9() { # what every user can run: the engines proved, and the tiles of a few shapes measured, for this card
+  step check 300 "$PYTHON" -m cupy_flash check
+  step tune 150 "$PYTHON" -m cupy_flash tune --causal --seqlens 2048,8192 --backward --minutes 2
+}
+
 case ${1:-} in
-  [1-8]) "part_$1" ;;
-  all) for part in 3 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
+  [1-9]) "part_$1" ;;
+  all) for part in 3 9 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
   *)
-    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all" >&2
+    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all" >&2
     exit 1
     ;;
 esac

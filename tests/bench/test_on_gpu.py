@@ -22,9 +22,9 @@ from cases import planned
 from patience import FOREVER, give_workers_time, patiently
 
 from bench import gpu, sweep
-from bench.isolated import Lost
 from bench.results import ROOT
 from cupy_flash import backends
+from cupy_flash.isolated import Lost
 from cupy_flash.problem import Saved
 
 TOOL = """#!/usr/bin/env bash
@@ -75,6 +75,8 @@ def test_every_part_runs_once(machine):
         "half",
         "behaviour",
         "adapters",
+        "check",
+        "tune",
         "sweep-forward",
         "sweep-backward",
         "conformance",

@@ -19,7 +19,6 @@ SHARED_BYTES = 128  # shared-memory bandwidth
 CACHE_BYTES = 32  # L2 bandwidth
 STEP = 100  # clocks of waits and signals per mainloop step
 BLOCK = 2000  # clocks of prologue and epilogue per block
-NEXT_TILE = 1000  # clocks of them per tile of a persistent block, where loads overlap the last tile's epilogue
 CLOCK = 1.5e9
 CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 

@@ -185,6 +185,7 @@ WRONG = {
     "length-negative": (dict(), "cache_seqlens", 0, -5),
     "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
     "longest-length": (dict(), "cache_seqlens", 0, 2**31 - 1),
+    "length-past-the-table": (dict(page=8), "cache_seqlens", 0, 10**6),
     "page-negative": (dict(page=8), "block_table", (0, 0), -7),
     "page-past-the-pool": (dict(page=8), "block_table", (0, 1), 2**31 - 1),
     "row-of-the-cache": (dict(batch_idx=(1, 0)), "cache_batch_idx", 0, 2**30),

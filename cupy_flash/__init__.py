@@ -7,37 +7,49 @@ from typing import TYPE_CHECKING, Any
 from .api import (
     attention,
     attention_backward,
+    attention_double_backward,
+    attention_jvp,
     attention_varlen,
     attention_varlen_backward,
+    attention_varlen_double_backward,
+    attention_varlen_jvp,
     attention_vjp,
     compile,
     explain,
     merge,
 )
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
-from .problem import Gradients, UnsupportedError
+from .problem import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
+    from .checks.verdicts import check
     from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
+    from .tuning import tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Gradients",
     "Mod",
+    "SecondGradients",
     "UnsupportedError",
     "and_masks",
     "append_to_kv_cache",
     "attention",
     "attention_backward",
+    "attention_double_backward",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_varlen_double_backward",
+    "attention_varlen_jvp",
     "attention_vjp",
     "attention_with_kv_cache",
     "block_mask",
+    "check",
     "compile",
     "explain",
     "explain_with_kv_cache",
@@ -46,11 +58,12 @@ __all__ = [
     "noop_mask",
     "not_mask",
     "or_masks",
+    "tune",
 ]
 
 
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks", "check": ".checks.verdicts", "tune": ".tuning"}
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 

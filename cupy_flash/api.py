@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
 from .arrays import AnyArray, Array, ArrayT
 from .partials import pose_merge
 from .pose import pose
-from .problem import Gradients, Options, Packed, Saved
+from .problem import Gradients, Options, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -349,6 +349,216 @@ def attention_vjp(
     return ((out, lse) if settings.return_lse else out), vjp
 
 
+@overload
+def attention_jvp(
+    q: ArrayT, k: ArrayT, v: ArrayT, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
+    return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention_jvp(
+    q: ArrayT, k: ArrayT, v: ArrayT, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
+    return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ...]: ...  # fmt: skip
+
+
+def attention_jvp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    tq: ArrayT | None = None,
+    tk: ArrayT | None = None,
+    tv: ArrayT | None = None,
+    *,
+    tbias: AnyArray | None = None,
+    tsink: AnyArray | None = None,
+    tcaptured: Sequence[AnyArray | None] | None = None,
+    **options: Unpack[PaddedOptions[AnyArray]],
+) -> tuple[ArrayT, ...]:
+    """`attention` and its derivative in one direction of its inputs (forward mode), in one pass without a matrix.
+
+    With s the scores that the softmax sees, ts their tangent and P the probabilities, for one head:
+
+        tlse = (P * ts).sum(axis=1)                                     # + P_sink * tsink
+        tout = dropped(P * ts) @ v + dropped(P) @ tv - tlse[:, None] * out
+
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        tq: the tangent of q, its shape and dtype; None is 0 and costs nothing, here and below.
+        tk: the tangent of k.
+        tv: the tangent of v.
+        tbias: the tangent of the option bias.
+        tsink: the tangent of the option sink.
+        tcaptured: the tangents of the arrays that score_mod captures, in the order of `Mod.arrays`; None in the place
+            of an array that does not move, or is not floating.
+        **options: those of `attention`.
+
+    Returns:
+        (out, tout), or (out, tout, lse, tlse) with return_lse. A row that sees no key has tout 0 and tlse 0 (tsink with
+        a sink).
+
+    Raises:
+        UnsupportedError: no engine of the backend computes it, as none for GPUs does yet.
+
+    >>> import numpy as np, cupy_flash
+    >>> q, k, v, tq = np.random.default_rng(0).normal(size=(4, 1, 4, 2, 8))
+    >>> out, tout = cupy_flash.attention_jvp(q, k, v, tq, causal=True)
+    >>> nearby = cupy_flash.attention(q + 1e-6 * tq, k, v, causal=True)
+    >>> bool(abs((nearby - out) / 1e-6 - tout).max() < 1e-5)
+    True
+    """
+    tangents = Tangents(tq, tk, tv, tbias, tsink, tcaptured)
+    return _jvp("attention_jvp", (q, k, v), tangents, Options.of("attention_jvp", options))
+
+
+def attention_varlen_jvp(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    tq: ArrayT | None = None,
+    tk: ArrayT | None = None,
+    tv: ArrayT | None = None,
+    *,
+    tsink: AnyArray | None = None,
+    tcaptured: Sequence[AnyArray | None] | None = None,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> tuple[ArrayT, ...]:
+    """`attention_jvp` for `attention_varlen`.
+
+    Args:
+        q: as in `attention_varlen`.
+        k: as in `attention_varlen`.
+        v: as in `attention_varlen`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        max_seqlen_q: as in `attention_varlen`.
+        max_seqlen_k: as in `attention_varlen`.
+        tq: the tangent of q, its shape and dtype; None is 0.
+        tk: the tangent of k.
+        tv: the tangent of v.
+        tsink: the tangent of the option sink.
+        tcaptured: as in `attention_jvp`.
+        **options: those of `attention_varlen`.
+
+    Returns:
+        (out, tout), or (out, tout, lse, tlse) with return_lse.
+    """
+    name = "attention_varlen_jvp"
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tangents = Tangents(tq, tk, tv, None, tsink, tcaptured)
+    return _jvp(name, (q, k, v), tangents, Options.of(name, options), packed)
+
+
+def attention_double_backward(
+    tq: ArrayT | None,
+    tk: ArrayT | None,
+    tv: ArrayT | None,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    *,
+    dlse: AnyArray | None = None,
+    tbias: AnyArray | None = None,
+    tsink: AnyArray | None = None,
+    tcaptured: Sequence[AnyArray | None] | None = None,
+    **options: Unpack[PaddedOptions[AnyArray]],
+) -> SecondGradients[ArrayT]:
+    """The backward of `attention_backward`: Hessian-vector products, gradient penalties, meta-learning.
+
+    With (dq, dk, dv, dbias, dsink, dcaptured) the Gradients of `attention_backward`, it differentiates
+    sum(tq * dq) + sum(tk * dk) + ... by every input. Since the Hessian is symmetric, the results dq, dk, dv also are
+    the derivative of `attention_backward` as its inputs move by (tq, tk, tv, ...) while dout stays; where dout and dlse
+    move by tdout and tdlse, add attention_backward(tdout, ..., dlse=tdlse). Memory is linear in the sequence length.
+
+    Args:
+        tq: the cotangent of dq, of the shape and dtype of q; None is 0, here and below.
+        tk: the cotangent of dk.
+        tv: the cotangent of dv.
+        dout: as in `attention_backward`.
+        q: as in `attention_backward`.
+        k: as in `attention_backward`.
+        v: as in `attention_backward`.
+        out: as in `attention_backward`.
+        lse: as in `attention_backward`.
+        dlse: as in `attention_backward`.
+        tbias: the cotangent of dbias.
+        tsink: the cotangent of dsink.
+        tcaptured: the cotangents of dcaptured, as in `attention_jvp`.
+        **options: those of `attention_backward`.
+
+    Returns:
+        SecondGradients(dq, dk, dv, dbias, dsink, dcaptured, ddout, ddlse), each in the shape and dtype of its input.
+
+    Raises:
+        UnsupportedError: no engine of the backend computes it, as none for GPUs does yet.
+    """
+    name = "attention_double_backward"
+    tangents, saved = Tangents(tq, tk, tv, tbias, tsink, tcaptured), Saved(dout, out, lse, dlse)
+    return _double_backward(name, (q, k, v), tangents, Options.of(name, options), saved)
+
+
+def attention_varlen_double_backward(
+    tq: ArrayT | None,
+    tk: ArrayT | None,
+    tv: ArrayT | None,
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dlse: AnyArray | None = None,
+    tsink: AnyArray | None = None,
+    tcaptured: Sequence[AnyArray | None] | None = None,
+    **options: Unpack[PackedOptions[AnyArray]],
+) -> SecondGradients[ArrayT]:
+    """`attention_double_backward` for `attention_varlen`.
+
+    Args:
+        tq: the cotangent of dq; None is 0.
+        tk: the cotangent of dk.
+        tv: the cotangent of dv.
+        dout: as in `attention_varlen_backward`.
+        q: as in `attention_varlen_backward`.
+        k: as in `attention_varlen_backward`.
+        v: as in `attention_varlen_backward`.
+        out: as in `attention_varlen_backward`.
+        lse: as in `attention_varlen_backward`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        max_seqlen_q: as in `attention_varlen`.
+        max_seqlen_k: as in `attention_varlen`.
+        dlse: as in `attention_varlen_backward`.
+        tsink: the cotangent of dsink.
+        tcaptured: as in `attention_jvp`.
+        **options: those of `attention_varlen_backward`.
+
+    Returns:
+        SecondGradients, as `attention_double_backward`.
+    """
+    name = "attention_varlen_double_backward"
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tangents, saved = Tangents(tq, tk, tv, None, tsink, tcaptured), Saved(dout, out, lse, dlse)
+    return _double_backward(name, (q, k, v), tangents, Options.of(name, options), saved, packed)
+
+
 def merge(
     out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
 ) -> tuple[ArrayT, ArrayT]:
@@ -405,7 +615,8 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache`, which no engine for GPUs serves yet: UnsupportedError with their reasons.
+        cache: for `attention_with_kv_cache` with causal=True and without split_size, contiguous and paged, and for
+            `append_to_kv_cache`, both without rotary tables; forward only.
         **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
             not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
@@ -445,8 +656,8 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod their expressions, the
-        slope of the score, and what they capture.
+        Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
+        mask_mod their expressions, the slope of the score, and what they capture.
 
     Raises:
         UnsupportedError: no engine serves the problem.
@@ -454,6 +665,10 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, _ = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
+    if problem.framework == "jax":
+        from .adapters.jax import frame
+
+        text = f"{text}\njit        {frame.described()}"
     if not problem.mods:
         return text
     from .mods import explain as mods
@@ -478,6 +693,26 @@ def _backward(
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = backends.backward(problem, operands)
     return gradients.map(Array.result)
+
+
+def _jvp(
+    function: str, arrays: tuple[Any, Any, Any], tangents: Tangents, options: Options, packed: Packed | None = None
+) -> Any:
+    problem, operands = pose(function, arrays, options, packed, tangents=tangents)
+    out, lse, tout, tlse = (array.result() for array in backends.jvp(problem, operands))
+    return (out, tout, lse, tlse) if options.return_lse else (out, tout)
+
+
+def _double_backward(
+    function: str,
+    arrays: tuple[Any, Any, Any],
+    tangents: Tangents,
+    options: Options,
+    saved: Saved,
+    packed: Packed | None = None,
+) -> SecondGradients:
+    problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
+    return backends.double_backward(problem, operands).map(Array.result)
 
 
 def _is_torch(x: Any) -> bool:

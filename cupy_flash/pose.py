@@ -15,7 +15,19 @@ import numpy as np
 from . import environment
 from .arrays import Array, dtype_name
 from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW
-from .problem import WHOLE, Operands, Options, Packed, Problem, Saved, Shard, out_dtype
+from .problem import (
+    DOUBLE_BACKWARD,
+    JVP,
+    WHOLE,
+    Operands,
+    Options,
+    Packed,
+    Problem,
+    Saved,
+    Shard,
+    Tangents,
+    out_dtype,
+)
 from .requirements import (
     ArrayFacts,
     Requirements,
@@ -29,6 +41,7 @@ from .requirements import (
     check_saved,
     check_seed,
     check_shapes,
+    check_tangents,
     check_values,
     read,
 )
@@ -46,12 +59,17 @@ def pose(
     packed: Packed | None = None,
     saved: Saved | None = None,
     shard: Shard = WHOLE,
+    tangents: Tangents | None = None,
 ) -> tuple[Problem, Operands]:
-    """State the problem of one call of `function`, or raise one error with every requirement that is not met."""
+    """State the problem of one call of `function`, or raise one error with every requirement that is not met.
+
+    With `tangents` the problem is the JVP in their direction; with `saved` too, the double backward of them.
+    """
     requirements = Requirements(function)
     mod = _traced(requirements, options)
-    call = read(requirements, _given(arrays, options, packed, saved, shard, mod))
-    facts = _facts(call, options, packed, saved, shard, mod)
+    direction = {} if tangents is None else _direction(requirements, tangents, mod)
+    call = read(requirements, _given(arrays, options, packed, saved, shard, mod) | direction)
+    facts = _facts(call, options, packed, saved, shard, mod, tangents is not None)
     stated: Stated = cached_if_plain(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
@@ -67,8 +85,14 @@ def pose(
     elif seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    captured = tuple(call[name] for name in _captured_names(mod))
-    operands: dict[str, Any] = {**call, "seed": seed, "captured": captured, "numbers": mod.numbers if mod else ()}
+    names = _captured_names(mod)
+    operands: dict[str, Any] = {
+        **call,
+        "seed": seed,
+        "captured": tuple(call[name] for name in names),
+        "numbers": mod.numbers if mod else (),
+        "tcaptured": tuple(call.get(f"t{name}") for name in names),
+    }
     return stated.problem, Operands._make(map(operands.get, Operands._fields))
 
 
@@ -93,6 +117,22 @@ def _traced(requirements: Requirements, options: Options) -> Mod | None:
 
 def _captured_names(mod: Mod | None) -> list[str]:
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
+
+
+def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) -> dict[str, Any]:
+    """The arrays of a direction by name; those of captured arrays are called tarray0, ..."""
+    direction = {name: x for name, x in zip(Tangents._fields[:-1], tangents, strict=False) if x is not None}
+    if tangents.tcaptured is None:
+        return direction
+    count = 0 if mod is None else len(mod.arrays)
+    is_sequence = isinstance(tangents.tcaptured, (tuple, list))
+    if requirements.require_type(
+        is_sequence and len(tangents.tcaptured) == count,
+        f"tcaptured must be a sequence with a tangent or None for each of the {count} captured arrays",
+    ):
+        captured = zip(_captured_names(mod), tangents.tcaptured, strict=True)
+        direction |= {f"t{name}": x for name, x in captured if x is not None}
+    return direction
 
 
 def _given(
@@ -143,6 +183,7 @@ class Facts(NamedTuple):
     types: tuple[type, ...]  # 1 == True == 1.0, and not all of them are legal
     packed: bool
     backward: bool
+    directed: bool  # a JVP, or with `backward` a double backward
     aligned: bool
     arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
 
@@ -154,6 +195,7 @@ def _facts(
     saved: Saved | None,
     shard: Shard,
     mod: Mod | None,
+    directed: bool,
 ) -> Facts:
     plain = _plain_of(options)
     window, backend = options.window, options.backend
@@ -168,7 +210,7 @@ def _facts(
     arrays = tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()])
     return Facts(
         plain, window, backend, longest, bias_gradient, text, captured_gradient, shard[1:], types,
-        packed is not None, saved is not None, _are_aligned(call), arrays,
+        packed is not None, saved is not None, directed, _are_aligned(call), arrays,
     )  # fmt: skip
 
 
@@ -231,6 +273,7 @@ def _state(facts: Facts) -> Stated:
     if sizes.known:
         check_features(requirements, arrays, sizes)
         check_saved(requirements, arrays, sizes)
+        check_tangents(requirements, arrays)
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
     if facts.packed:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
@@ -243,9 +286,11 @@ def _state(facts: Facts) -> Stated:
     if sizes.known and not unmet:
         q_len, kv_len = longest
         assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
-        step, first_head, heads, _ = facts.shard
+        step, first_head, heads, first_batch, _ = facts.shard
         problem = Problem(
             backward=facts.backward,
+            derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
+            tangents=_moved(arrays),
             dtype=arrays["q"].dtype,
             device=arrays["q"].device,
             framework=arrays["q"].framework,
@@ -265,6 +310,7 @@ def _state(facts: Facts) -> Stated:
             step=step,
             first_head=first_head,
             whole_heads=sizes.heads if heads is None else heads,
+            first_batch=first_batch,
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
@@ -302,10 +348,10 @@ def _check_mods(
     from .mods.ir import parse
 
     program = parse(facts.mods)
-    *_, heads, lengths = facts.shard
+    _, _, heads, first_batch, lengths = facts.shard
     q_len, kv_len = lengths or longest
     if sizes.known and q_len is not None and kv_len is not None:
-        check_captured(requirements, arrays, program, (sizes.batch, heads or sizes.heads, q_len, kv_len))
+        check_captured(requirements, arrays, program, (first_batch + sizes.batch, heads or sizes.heads, q_len, kv_len))
     slots = range(len(program.arrays))
     asked = (True,) * len(slots) if facts.captured_gradient is None else facts.captured_gradient
     differentiated = floating_reads(program) if facts.backward else set()
@@ -315,6 +361,11 @@ def _check_mods(
         mask_mod=program.mask is not None,
         captured_gradient=tuple(asked[slot] and slot in differentiated for slot in slots),
     )
+
+
+def _moved(arrays: dict[str, ArrayFacts]) -> tuple[str, ...]:
+    """The inputs whose tangent is among the arrays of a call."""
+    return tuple(name for name in arrays if f"t{name}" in arrays)
 
 
 def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:

@@ -216,6 +216,8 @@ def _state(facts: Facts) -> Stated:
     unsupported += _check_pages(arrays, sizes)
     _check_dtypes(requirements, arrays, attends)
     _check_others(requirements, arrays, layout, sizes)
+    if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
+        requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
     return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported))
 
 
@@ -545,9 +547,10 @@ def _with_problem(
     numbers = settings.numbers
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
-    rotary = None
+    rotary = rotary_dtypes = None
     if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
         rotary = (2 * arrays["rotary_cos"].shape[1], bool(options["rotary_interleaved"]))
+        rotary_dtypes = (arrays["rotary_cos"].dtype.name, arrays["rotary_sin"].dtype.name)
     cache = Cache(
         layout=layout,
         dtype=arrays["k_cache"].dtype,
@@ -557,9 +560,12 @@ def _with_problem(
         slots="slots" in arrays,
         rotary=rotary,
         split_size=options["split_size"] if isinstance(options["split_size"], int) else None,
+        rotary_dtypes=rotary_dtypes,
     )
     problem = Problem(
         backward=False,
+        derivative="",
+        tangents=(),
         dtype=like.dtype,
         device=like.device,
         framework=like.framework,
@@ -579,6 +585,7 @@ def _with_problem(
         step=1,
         first_head=0,
         whole_heads=sizes.heads,
+        first_batch=0,
         deterministic=False,
         backend=facts.backend,
         engine=options["engine"],

@@ -39,6 +39,7 @@ DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
+JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 LONGEST = 2**31 - 1  # positions are int32
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -88,6 +89,19 @@ class Saved(NamedTuple):
     captured_gradient: tuple[bool, ...] | None = None  # of each captured array; None: of every floating one
 
 
+_Tangents: Any = record(*(f"t{name}" for name in DIFFERENTIATED), "tcaptured", optional=len(DIFFERENTIATED) + 1)
+
+
+class Tangents(_Tangents):
+    """The direction of a derivative, as the caller gives it: an array of its input's shape and dtype, or None for 0.
+
+    Beside the inputs of attention (JVP) or as the cotangents of their gradients (double backward). `tcaptured` is None,
+    or a sequence with one entry for each array that score_mod and mask_mod capture.
+    """
+
+    __slots__ = ()
+
+
 class Shard(NamedTuple):
     """The part of a larger call that a call computes; causal, window, ALiBi and dropout use positions in the whole.
 
@@ -99,6 +113,7 @@ class Shard(NamedTuple):
     step: int = 1  # positions between neighbouring rows
     first_head: int = 0
     heads: int | None = None  # query heads of the whole; None: all are here
+    first_batch: int = 0
     lengths: tuple[int, int] | None = None  # of the longest whole sequence, with `starts`: (queries, keys)
 
 
@@ -126,13 +141,40 @@ class Gradients(_Gradients, Generic[ArrayT]):
         Args:
             function: from an array to what replaces it.
         """
+        return Gradients(*_applied(function, self))
 
-        def applied(gradient: Any) -> Any:
-            if isinstance(gradient, tuple):
-                return tuple(map(applied, gradient))
-            return None if gradient is None else function(gradient)
 
-        return Gradients(*map(applied, self))
+def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
+    """A tuple of arrays, tuples of such and None, with the function applied to each array."""
+    if isinstance(gradients, tuple):
+        return tuple(_applied(function, gradient) for gradient in gradients)
+    return None if gradients is None else function(gradients)
+
+
+_Second: Any = record(*Gradients._fields, "ddout", "ddlse", optional=len(Gradients._fields) + 2)
+
+
+class SecondGradients(_Second, Generic[ArrayT]):
+    """The gradients of sum(tq * dq) + sum(tk * dk) + ..., by the inputs of attention, and by dout and dlse.
+
+    Each has its input's shape and dtype, ddlse that of lse; None for what was not given or not requested.
+    """
+
+    __slots__ = ()
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+    ddout: ArrayT
+    ddlse: ArrayT
+
+    def map(self, function: Callable[[Any], Any]) -> SecondGradients[Any]:
+        """The gradients with a function applied to each array that is there.
+
+        Args:
+            function: from an array to what replaces it.
+        """
+        return SecondGradients(*_applied(function, self))
 
 
 class _Call:
@@ -141,6 +183,8 @@ class _Call:
     __slots__ = ()
 
     backward: bool
+    derivative: str  # JVP, DOUBLE_BACKWARD, which is a backward too; "" without a direction
+    tangents: tuple[str, ...]  # the inputs that the direction moves; "array0", ... of the captured ones
     dtype: np.dtype
     device: str
     framework: str
@@ -162,6 +206,7 @@ class _Call:
     step: int
     first_head: int
     whole_heads: int
+    first_batch: int
     deterministic: bool
     backend: str | None  # as requested; None follows the arrays
     engine: str | None
@@ -194,6 +239,11 @@ class Problem(_Problem, _Call):
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def moves_probabilities(self) -> bool:
+        """Whether the direction of the derivative changes the probabilities: it moves more than v."""
+        return not {"v"}.issuperset(self.tangents)
 
     @property
     def has_lengths(self) -> bool:
@@ -229,7 +279,9 @@ class Problem(_Problem, _Call):
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
         features += [] if self.cache is None else [str(self.cache)]
-        step = "backward" if self.backward else "forward"
+        step = self.derivative or ("backward" if self.backward else "forward")
+        if self.derivative:
+            step += f" of {', '.join(self.tangents) or 'nothing'}"
         packed = "packed, up to " if self.layout == "thd" else ""
         to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
         return (
@@ -249,7 +301,7 @@ class Problem(_Problem, _Call):
 
 _Operands: Any = record(
     *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
-    *("captured", "numbers", "dout", "out", "lse", "dlse", "cache"),
+    *("captured", "numbers", "dout", "out", "lse", "dlse", *Tangents._fields, "tout", "tlse", "cache"),
 )
 
 
@@ -274,6 +326,14 @@ class Operands(_Operands):
     out: Array | None
     lse: Array | None
     dlse: Array | None
+    tq: Array | None
+    tk: Array | None
+    tv: Array | None
+    tbias: Array | None
+    tsink: Array | None
+    tcaptured: tuple[Array | None, ...] | None  # in the order of captured
+    tout: Array | None  # of a double backward: what the JVP of the same direction returns
+    tlse: Array | None
     cache: CacheOperands | None
 
 

@@ -53,6 +53,28 @@ class Options(_Options):
     """
 
 
+class Tangents(NamedTuple):
+    """A direction of the inputs: arrays of their shapes, or None for 0."""
+
+    tq: Array | None = None
+    tk: Array | None = None
+    tv: Array | None = None
+    tbias: Array | None = None
+    tsink: Array | None = None
+
+
+class SecondGradients(NamedTuple):
+    """Gradients of sum(tq * dq) + sum(tk * dk) + ..., shaped as their inputs; None for what was not given."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsink: Array | None
+    ddout: Array
+    ddlse: Array
+
+
 class Forward(NamedTuple):
     """Intermediate results that the backward needs; k and v are repeated for the query heads of their group."""
 
@@ -61,8 +83,12 @@ class Forward(NamedTuple):
     v: Array  # (B, Hq, Sk, Dv)
     scale: Any
     softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
+    softcap_curve: Array | float  # its second derivative
     mod_slope: Array | float  # derivative of score_mod by its score, (B, Hq, Sq, Sk)
+    mod_curve: Array | float  # its second derivative
     scores: Array  # after all score modifications and masks, (B, Hq, Sq, Sk)
+    probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
+    sink_probability: Array  # (B, Hq, Sq, 1)
     dropped: Array | float  # dropout factors of the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
     out: Array  # (B, Hq, Sq, Dv)
     lse: Array  # (B, Hq, Sq)
@@ -127,6 +153,75 @@ def attention_backward(
     gradients = _backward(settings, 0, dlse, *arrays)
     dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
     return gradients._replace(dq=dq, dk=dk, dv=dv)
+
+
+def attention_jvp(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    tangents: Tangents,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
+) -> tuple[Array, Array, Array, Array]:
+    """out, lse and their tangents in a direction: (out, lse, tout, tlse).
+
+    Args:
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        tangents: the direction. Arrays that score_mod captures do not move.
+        **options: those of `attention`.
+
+    For one sequence and one head it is:
+
+    >>> import numpy as np
+    >>> from cupy_flash import reference
+    >>> Q, K, V, tQ, tK, tV = np.random.default_rng(0).normal(size=(6, 5, 8))
+    >>> S, tS = (x / np.sqrt(8) for x in (Q @ K.T, tQ @ K.T + Q @ tK.T))
+    >>> P = np.exp(S) / np.exp(S).sum(axis=1, keepdims=True)
+    >>> mu = (P * tS).sum(axis=1, keepdims=True)
+    >>> tout = (P * (tS - mu)) @ V + P @ tV
+    >>> direction = reference.Tangents(*(x[None, :, None] for x in (tQ, tK, tV)))
+    >>> results = reference.attention_jvp(*(x[None, :, None] for x in (Q, K, V)), direction)
+    >>> np.allclose(results[2][0, :, 0], tout), np.allclose(results[3][0, 0], mu[:, 0])
+    (True, True)
+    """
+    settings = Options(**options)
+    storage, _ = _precision(q, settings.dtype)
+    heads_first = _direction_heads_first(tangents, settings.layout)
+    jvp = _jvp(settings, 0, heads_first, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    out, tout = (_from_heads_first(x, settings.layout).astype(storage) for x in (jvp.forward.out, jvp.tout))
+    return out, jvp.forward.lse, tout, jvp.tlse[..., 0]
+
+
+def attention_double_backward(
+    tangents: Tangents,
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
+) -> SecondGradients:
+    """Gradients of sum(tq * dq) + sum(tk * dk) + ... for the gradients of `attention_backward`.
+
+    Args:
+        tangents: the cotangents of the gradients.
+        dout: as in `attention_backward`.
+        q: as in `attention`.
+        k: as in `attention`.
+        v: as in `attention`.
+        dlse: as in `attention_backward`.
+        **options: those of the forward.
+    """
+    settings = Options(**options)
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    gradients = _double_backward(settings, 0, _direction_heads_first(tangents, settings.layout), dlse, *arrays)
+    dq, dk, dv, ddout = (_from_heads_first(getattr(gradients, name), settings.layout) for name in _AS_INPUTS)
+    return gradients._replace(dq=dq, dk=dk, dv=dv, ddout=ddout)
+
+
+_AS_INPUTS = ("dq", "dk", "dv", "ddout")
 
 
 def attention_varlen(
@@ -204,6 +299,88 @@ def attention_varlen_backward(
         if dsink is not None:
             dsink += gradients.dsink
     return Gradients(dq, dk, dv, None, dsink)
+
+
+def attention_varlen_jvp(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    tangents: Tangents,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
+) -> tuple[Array, Array, Array, Array]:
+    """`attention_jvp` of packed sequences: out, tout (Tq, Hq, Dv), lse, tlse (Hq, Tq), as (out, lse, tout, tlse).
+
+    Args:
+        q: as in `attention_varlen`.
+        k: as in `attention_varlen`.
+        v: as in `attention_varlen`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        tangents: the direction, tq, tk and tv packed too.
+        **options: those of `attention_varlen`.
+    """
+    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    settings = _varlen_options(options)
+    storage, compute = _precision(q, settings.dtype)
+    out, tout = (np.zeros((*q.shape[:2], v.shape[2]), storage) for _ in range(2))
+    lse, tlse = np.full((q.shape[1], q.shape[0]), -np.inf, compute), np.zeros((q.shape[1], q.shape[0]), compute)
+    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
+        jvp = _jvp(_options_of_sequence(settings, b), b, _direction_of_sequence(tangents, rows, columns), *arrays)
+        out[rows], tout[rows] = jvp.forward.out[0].swapaxes(0, 1), jvp.tout[0].swapaxes(0, 1)
+        lse[:, rows], tlse[:, rows] = jvp.forward.lse[0], jvp.tlse[0, ..., 0]
+    return out, lse, tout, tlse
+
+
+def attention_varlen_double_backward(
+    tangents: Tangents,
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens_q: npt.ArrayLike,
+    cu_seqlens_k: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Unpack[ReferenceOptions[npt.ArrayLike]],
+) -> SecondGradients:
+    """`attention_double_backward` of packed sequences.
+
+    Args:
+        tangents: the cotangents of the gradients, tq, tk and tv packed too.
+        dout: (Tq, Hq, Dv).
+        q: as in `attention_varlen`.
+        k: as in `attention_varlen`.
+        v: as in `attention_varlen`.
+        cu_seqlens_q: as in `attention_varlen`.
+        cu_seqlens_k: as in `attention_varlen`.
+        dlse: (Hq, Tq); None is 0.
+        **options: those of the forward.
+    """
+    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
+    settings = _varlen_options(options)
+    storage, compute = _precision(q, settings.dtype)
+    dq, dk, dv, ddout = (np.zeros(x.shape, storage) for x in (q, k, v, dout))
+    ddlse = np.zeros((q.shape[1], q.shape[0]), compute)
+    dsink = None if settings.sink is None else np.zeros(q.shape[1], compute)
+    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
+        dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
+        direction = _direction_of_sequence(tangents, rows, columns)
+        gradients = _double_backward(_options_of_sequence(settings, b), b, direction, dlse_b, *arrays)
+        for whole, part, here in (
+            (dq, gradients.dq, rows),
+            (dk, gradients.dk, columns),
+            (dv, gradients.dv, columns),
+            (ddout, gradients.ddout, rows),
+        ):
+            whole[here] = part[0].swapaxes(0, 1)
+        ddlse[:, rows] = gradients.ddlse[0]
+        if dsink is not None:
+            dsink += gradients.dsink
+    return SecondGradients(dq, dk, dv, None, dsink, ddout, ddlse)
 
 
 def attention_with_kv_cache(
@@ -337,9 +514,11 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     multiply = _multiply_in_14_bits if storage.name == FP8 else np.matmul
     scores = scale * q_descale * k_descale * multiply(q, k.swapaxes(2, 3))
     softcap_slope: Array | float = 1.0
+    softcap_curve: Array | float = 0.0
     if options.softcap is not None:
         capped = np.tanh(scores / options.softcap)
         scores, softcap_slope = options.softcap * capped, 1 - capped**2
+        softcap_curve = -2 * capped * softcap_slope / options.softcap
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes).astype(compute).reshape(-1, q_heads, 1, 1)
         scores = scores - slopes * np.abs(i + offset - j).astype(compute)
@@ -349,9 +528,11 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
 
     sequence, head = np.arange(first_batch, first_batch + batch)[:, None, None, None], np.arange(q_heads)[:, None, None]
     mod_slope: Array | float = 1.0
+    mod_curve: Array | float = 0.0
     if options.score_mod is not None:
         modified = _Dual.of(options.score_mod(_Dual(scores, np.ones_like(scores)), sequence, head, i, j))
-        scores, mod_slope = np.broadcast_to(modified.value, scores.shape).astype(compute), modified.slope
+        scores = np.broadcast_to(modified.value, scores.shape).astype(compute)
+        mod_slope, mod_curve = modified.slope, modified.curve
 
     visible = _visible(options, i, j, q_lengths, kv_lengths, offset)
     if options.mask_mod is not None:
@@ -365,6 +546,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     exponentials = np.exp(scores - row_max)
     row_sum = exponentials.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
     probabilities = exponentials / np.where(row_sum == 0, 1, row_sum)
+    sink_probability = np.exp(sink - row_max) / np.where(row_sum == 0, 1, row_sum)
     with np.errstate(divide="ignore"):
         lse = (row_max + np.log(row_sum))[..., 0]
 
@@ -381,7 +563,10 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     weights = (probabilities * dropped * factor).astype(storage).astype(compute)
     out = v_descale * multiply(weights, v) / np.where(factor == 0, 1, factor)
     out = out.astype(_out_dtype(storage)).astype(compute)
-    return Forward(q, k, v, scale, softcap_slope, mod_slope, scores, dropped, out, lse)
+    return Forward(
+        q, k, v, scale, softcap_slope, softcap_curve, mod_slope, mod_curve, scores, probabilities, sink_probability,
+        dropped, out, lse,
+    )  # fmt: skip
 
 
 def _backward(
@@ -421,11 +606,107 @@ def _backward(
     return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
 
 
-class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
-    """Values and their derivatives by the score, through which a score_mod of NumPy functions is differentiated."""
+class _Jvp(NamedTuple):
+    """A forward and what moves in a direction, all (B, Hq, Sq, Sk) or a row of it."""
 
-    def __init__(self, value: Any, slope: Any) -> None:
-        self.value, self.slope = value, slope
+    forward: Forward
+    tproducts: Array  # of scale * q.k
+    tmodified: Array  # of the scores that score_mod gets
+    tscores: Array  # of the scores that the softmax sees, 0 where P is 0
+    tsink: Array
+    tk: Array
+    tv: Array
+    tq: Array
+    tout: Array
+    tlse: Array  # (B, Hq, Sq, 1)
+
+
+def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Array, v: Array) -> _Jvp:
+    """The derivative of the forward in a direction, in which low precision rounds P, P (ts - tlse) and tout."""
+    storage, compute = _precision(q, options.dtype)
+    forward = _forward(options, first_batch, q, k, v)
+    group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
+    i, j = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[:, None]
+    rows, columns = i < _lengths(options.q_lengths, len(i)), j < _lengths(options.kv_lengths, len(j))
+    tq, tk, tv = (
+        np.zeros(x.shape, compute) if t is None else np.where(here, t.astype(storage).astype(compute), 0)
+        for t, x, here in zip(tangents[:3], (q, k, v), (rows, columns, columns), strict=True)
+    )
+    tk, tv = (x.repeat(group, axis=1) for x in (tk, tv))
+    probabilities = forward.probabilities
+    with np.errstate(invalid="ignore"):  # at hidden scores
+        tproducts = forward.scale * (tq @ forward.k.swapaxes(2, 3) + forward.q @ tk.swapaxes(2, 3))
+        tmodified = tproducts * forward.softcap_slope
+        if tangents.tbias is not None:
+            tmodified = tmodified + np.asarray(tangents.tbias).astype(compute)
+        tscores = np.where(probabilities == 0, 0, tmodified * forward.mod_slope)
+    tsink = np.asarray(np.zeros(q_heads) if tangents.tsink is None else tangents.tsink).astype(compute)[:, None, None]
+
+    tlse = (probabilities * tscores).sum(axis=-1, keepdims=True) + forward.sink_probability * tsink
+    weights = (probabilities * forward.dropped).astype(storage).astype(compute)
+    moving = (probabilities * forward.dropped * (tscores - tlse)).astype(storage).astype(compute)
+    tout = moving @ forward.v + weights @ tv
+    tout = tout.astype(storage).astype(compute)
+    return _Jvp(forward, tproducts, tmodified, tscores, tsink, tk, tv, tq, tout, tlse)
+
+
+def _double_backward(
+    options: Options,
+    first_batch: int,
+    tangents: Tangents,
+    dlse: npt.ArrayLike | None,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+) -> SecondGradients:
+    """The derivative of `_backward` in the direction, its formulas one by one: the Hessian is symmetric."""
+    storage, compute = _precision(q, options.dtype)
+    jvp = _jvp(options, first_batch, tangents, q, k, v)
+    forward, lse = jvp.forward, jvp.forward.lse[..., None]
+    # Recompute P from lse, as an engine does, so that the tolerance includes the rounding of lse.
+    infinite = np.where(np.isneginf(lse), np.inf, lse)
+    p = np.exp(forward.scores - infinite)
+    dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
+    dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
+    dlse = np.where(np.isneginf(lse), 0, dlse)
+
+    tp = p * (jvp.tscores - jvp.tlse)
+    dp = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
+    tdp = (dout @ jvp.tv.swapaxes(2, 3)) * forward.dropped
+    delta = (dout * forward.out).sum(axis=-1, keepdims=True) - dlse
+    tdelta = (dout * jvp.tout).sum(axis=-1, keepdims=True)
+    ds = p * (dp - delta)
+    tds = tp * (dp - delta) + p * (tdp - tdelta)
+    with np.errstate(invalid="ignore"):  # at hidden scores
+        tds = np.where(p == 0, 0, tds * forward.mod_slope + ds * forward.mod_curve * jvp.tmodified)
+        ds = np.where(p == 0, 0, ds * forward.mod_slope)
+        tdx = np.where(p == 0, 0, tds * forward.softcap_slope + ds * forward.softcap_curve * jvp.tproducts)
+        dx = np.where(p == 0, 0, ds * forward.softcap_slope)
+    tdx, dx = (x.astype(storage).astype(compute) for x in (tdx, dx))
+    dq = forward.scale * (tdx @ forward.k + dx @ jvp.tk)
+    dk = forward.scale * (tdx.swapaxes(2, 3) @ forward.q + dx.swapaxes(2, 3) @ jvp.tq)
+    dv = (tp * forward.dropped).astype(storage).astype(compute).swapaxes(2, 3) @ dout
+
+    dbias = dsink = None
+    if options.bias is not None:
+        bias = np.asarray(options.bias)
+        dbias = _sum_to_shape(tds, bias.shape).astype(compute if options.dtype is None else bias.dtype)
+    if options.sink is not None:
+        sink_probability = np.exp(np.asarray(options.sink).astype(compute)[:, None, None] - infinite)
+        tsink_probability = sink_probability * (jvp.tsink - jvp.tlse)
+        dsink = -(tsink_probability * delta + sink_probability * tdelta).sum(axis=(0, 2, 3))
+        dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
+    dk, dv = (_sum_groups(x, k.shape[1]) for x in (dk, dv))
+    dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
+    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
+
+
+class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
+    """Values with first and second derivatives by the score, which differentiates a score_mod of NumPy functions."""
+
+    def __init__(self, value: Any, slope: Any, curve: Any = 0.0) -> None:
+        self.value, self.slope, self.curve = value, slope, curve
 
     @staticmethod
     def of(x: Any) -> _Dual:
@@ -439,18 +720,30 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         with np.errstate(all="ignore"):
             partials = _PARTIALS[ufunc](x.value, y.value, value)
             # 0 times an infinite partial derivative is 0: that operand does not depend on the score.
-            terms = [np.where(slope == 0, 0, slope * p) for slope, p in zip((x.slope, y.slope), partials, strict=False)]
-        return _Dual(value, sum(terms))
+            slope = sum(_times(s, p) for s, p in zip((x.slope, y.slope), partials, strict=False))
+            curve = sum(_times(c, p) for c, p in zip((x.curve, y.curve), partials, strict=False))
+            if ufunc in _SECOND:
+                xx, xy, yy = _SECOND[ufunc](x.value, y.value, value)
+                curve = curve + _times(x.slope**2, xx) + _times(2 * x.slope * y.slope, xy) + _times(y.slope**2, yy)
+        return _Dual(value, slope, curve)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> _Dual:
         if function is np.clip:
             x, low, high = (_Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)
-            return _Dual(np.clip(x.value, low.value, high.value), np.where(inside, x.slope, 0))
+            clipped = np.clip(x.value, low.value, high.value)
+            return _Dual(clipped, np.where(inside, x.slope, 0), np.where(inside, x.curve, 0))
         if function is not np.where:
             raise TypeError(f"the reference does not differentiate {function.__name__}")
         condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])
-        return _Dual(np.where(condition, x.value, y.value), np.where(condition, x.slope, y.slope))
+        return _Dual(
+            *(np.where(condition, a, b) for a, b in ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve)))
+        )
+
+
+def _times(factor: Any, partial: Any) -> Any:
+    """factor * partial, 0 where the factor is 0."""
+    return np.where(factor == 0, 0, factor * partial)
 
 
 # Partial derivatives of f = ufunc(x, y) by x and y.
@@ -473,6 +766,22 @@ _PARTIALS: dict[np.ufunc, Any] = {
     np.sin: lambda x, y, f: (np.cos(x),),
     np.cos: lambda x, y, f: (-np.sin(x),),
     np.tanh: lambda x, y, f: (1 - f * f,),
+}
+
+# The second ones, by x twice, by both, and by y twice; of functions that are not listed they are 0.
+_SECOND: dict[np.ufunc, Any] = {
+    np.multiply: lambda x, y, f: (0, 1, 0),
+    np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
+    np.power: lambda x, y, f: (y * (y - 1) * x ** (y - 2), 0, 0),
+    np.square: lambda x, y, f: (2, 0, 0),
+    np.sqrt: lambda x, y, f: (-0.25 / f**3, 0, 0),
+    np.exp: lambda x, y, f: (f, 0, 0),
+    np.exp2: lambda x, y, f: (f * np.log(2) ** 2, 0, 0),
+    np.log: lambda x, y, f: (-1 / x**2, 0, 0),
+    np.log1p: lambda x, y, f: (-1 / (1 + x) ** 2, 0, 0),
+    np.sin: lambda x, y, f: (-f, 0, 0),
+    np.cos: lambda x, y, f: (-f, 0, 0),
+    np.tanh: lambda x, y, f: (-2 * f * (1 - f * f), 0, 0),
 }
 
 
@@ -540,6 +849,18 @@ def _heads_first(x: npt.ArrayLike, layout: str) -> Array:
 
 def _from_heads_first(x: Array, layout: str) -> Array:
     return x.swapaxes(1, 2) if layout == "bshd" else x
+
+
+def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
+    tq, tk, tv = (None if x is None else _heads_first(x, layout) for x in tangents[:3])
+    return tangents._replace(tq=tq, tk=tk, tv=tv)
+
+
+def _direction_of_sequence(tangents: Tangents, rows: slice, columns: slice) -> Tangents:
+    """The direction of one packed sequence, tq, tk and tv as (1, H, S, D)."""
+    here = zip(tangents[:3], (rows, columns, columns), strict=True)
+    tq, tk, tv = (None if x is None else _packed_heads_first(np.asarray(x)[part]) for x, part in here)
+    return tangents._replace(tq=tq, tk=tk, tv=tv)
 
 
 def _packed_heads_first(x: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import Array, as_array, dtype_name
 from .device import GPUS
-from .features import ARRAYS, CAP, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
+from .features import ARRAYS, CAP, DIFFERENTIATED, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
 from .plan import engine_reason
 from .problem import BACKENDS, DTYPES, FP8, LAYOUTS, LONGEST, out_dtype
@@ -383,6 +383,28 @@ def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes
             require_type(array.dtype == dtype, f"{name} must be {dtype.name}, not {array.dtype.name}")
 
 
+def check_tangents(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
+    """The tangents of a direction, each against its input."""
+    captured = [name for name in arrays if name.startswith("array")]
+    for name in (*DIFFERENTIATED, *captured):
+        if f"t{name}" not in arrays:
+            continue
+        tangent = arrays[f"t{name}"]
+        if not requirements.require(name in arrays, f"t{name} is the tangent of {name}, which is not given"):
+            continue
+        array = arrays[name]
+        requirements.require(
+            tangent.shape == array.shape, f"t{name} must have the shape of {name}, {array.shape}, not {tangent.shape}"
+        )
+        requirements.require_type(
+            tangent.dtype == array.dtype,
+            f"t{name} must have the dtype of {name}, {array.dtype.name}, not {tangent.dtype.name}",
+        )
+        requirements.require_type(
+            name not in captured or is_float(array.dtype), f"{name} is not floating and has no tangent"
+        )
+
+
 def is_float(dtype: np.dtype) -> bool:
     """Whether a dtype is one of the four that attention computes with; ml_dtypes' are not np.floating."""
     return dtype_name(dtype) in DTYPES
@@ -407,7 +429,7 @@ def check_seed(
     framework = arrays["q"].framework if "q" in arrays else ""
     if seed is None:
         why = "attention_backward cannot draw one" if backward else "jax has no generator to draw one from"
-        drawable = not dropout or not (backward or framework == "jax")
+        drawable = not dropout or not (backward or framework in ("jax", "xla"))
         requirements.require(drawable, f"dropout needs a seed here: {why}")
         return None
     if isinstance(seed, (bool, np.bool_, np.timedelta64, float, str)):

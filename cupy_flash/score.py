@@ -1,8 +1,9 @@
 """Score modifications between Q K^T and the softmax, on one tile: the Python twin of score.cuh.
 
 Each is a class with `apply` and `gradient`. `apply` modifies the tile S in place and, with `save`, returns what the
-gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place. They are
-applied in this order:
+gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place. In a
+direction of inputs, `tangent` is `apply` with the tangent tS of the scores, and `second_gradient` turns the gradients
+(dS, dtS) of the modified (S, tS) into those of the unmodified. They are applied in this order:
 
     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 """
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .mods.numpy_code import Function, mask_function, score_function, slope_of
+from .mods.numpy_code import Direction, Function, direction_of, mask_function, score_function, slope_of
 
 
 class Positions(NamedTuple):
@@ -74,6 +75,12 @@ class ScoreStep(Protocol):
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
         """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
+        """Modify S and its tangent tS in place; with `save`, return what the second gradient needs."""
+
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+        """Turn dS and dtS of the modified scores and tangents into those of the unmodified ones, in place."""
+
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of its own arrays, by the name of the option."""
 
@@ -87,7 +94,8 @@ def steps(problem: Any, operands: Any) -> list[ScoreStep]:
         applied.append(Alibi(np.atleast_2d(operands.alibi_slopes.numpy())))
     if operands.bias is not None:
         bias = four_dimensional(operands.bias.numpy())
-        applied.append(Bias(bias, np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None))
+        tbias = None if operands.tbias is None else four_dimensional(operands.tbias.numpy())
+        applied.append(Bias(bias, np.zeros(bias.shape, problem.accumulation) if problem.bias_gradient else None, tbias))
     if problem.score_mod:
         applied.append(Modified(problem, operands))
     return applied
@@ -118,6 +126,21 @@ class Softcap:
         """The dS of the capped scores, times the slope of the cap."""
         dS *= saved
 
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
+        """tS times the slope 1 - tanh(S / c)^2; the second gradient also needs the change of the slope."""
+        slope = self.apply(S, tile, save=True)
+        assert slope is not None
+        change = -2 / self.cap**2 * S * slope * tS if save else None  # S is capped: c tanh
+        tS *= slope
+        return slope, change
+
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+        """dS f' + dtS f'' tS and dtS f' for the cap f."""
+        slope, change = saved
+        dS *= slope
+        dS += _times(dtS, change)
+        dtS *= slope
+
     def gradients(self) -> dict[str, np.ndarray]:
         """None: the cap is a number."""
         return {}
@@ -143,6 +166,14 @@ class Alibi:
         """Leave dS as it is: a constant was added to each score."""
         pass
 
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
+        """tS stays: a constant is added to each score."""
+        self.apply(S, tile, save)
+
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Leave dS and dtS as they are."""
+        pass
+
     def gradients(self) -> dict[str, np.ndarray]:
         """None: slopes get no gradient."""
         return {}
@@ -153,8 +184,9 @@ class Bias:
 
     bounded = False
 
-    def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None) -> None:
+    def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None, tbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
+        self.tbias = tbias  # bias.shape, the direction in which it moves; None: it does not
         self.dbias = dbias  # bias.shape, in the accumulation dtype; None: no gradient wanted
         self.by_sequence = dbias is None or dbias.shape[0] > 1
         self.by_head = dbias is None or dbias.shape[1] > 1
@@ -173,6 +205,16 @@ class Bias:
             broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
 
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
+        """S + bias and tS + tbias."""
+        self.apply(S, tile, save)
+        if self.tbias is not None:
+            tS += tile.cut(self.tbias)
+
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+        """Add dS to dbias; dS and dtS are unchanged."""
+        self.gradient(dS, tile, saved)
+
     def gradients(self) -> dict[str, np.ndarray]:
         """The sum over all tiles so far: dbias."""
         return {} if self.dbias is None else {"bias": self.dbias}
@@ -184,7 +226,7 @@ class ModInputs:
     def __init__(self, problem: Any, operands: Any) -> None:
         self.arrays = tuple(array.numpy() for array in operands.captured)
         self.numbers, self.real = operands.numbers, problem.accumulation.type
-        self.first_head = problem.first_head
+        self.first_head, self.first_batch = problem.first_head, problem.first_batch
 
     def of(self, tile: ScoreTile) -> tuple[Any, ...]:
         """(b, h, q, kv, arrays, numbers, real): q (rows, 1) and kv (1, columns) are positions in the whole sequence."""
@@ -192,7 +234,8 @@ class ModInputs:
         q = np.arange(*tile.queries, dtype=np.int32) * np.int32(step) + np.int32(q_first)
         kv = np.arange(*tile.keys, dtype=np.int32) * np.int32(step) + np.int32(kv_first)
         head = np.int32(self.first_head + tile.head)
-        return np.int32(tile.batch), head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
+        batch = np.int32(self.first_batch + tile.batch)
+        return batch, head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
 
 
 class Modified:
@@ -209,6 +252,12 @@ class Modified:
             np.zeros(array.shape) if wanted else None
             for array, wanted in zip(self.inputs.arrays, problem.captured_gradient, strict=True)
         ]
+        self.direction: Direction | None = None
+        if problem.derivative:
+            tangents = tuple(None if array is None else array.numpy() for array in operands.tcaptured)
+            moved = tuple(array is not None for array in tangents)
+            self.inputs.arrays += tangents
+            self.direction = direction_of(problem.mods, moved, problem.captured_gradient)
         self.by_sequence = self.slope is None or self.slope.indexed_by("b")
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
@@ -230,6 +279,26 @@ class Modified:
             assert total is not None  # reads are those of the wanted slots
             _add_at(total, indices, _times(dS, factor))
         dS[...] = _times(dS, slope)
+
+    def tangent(self, S: np.ndarray[Any, Any], tS: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+        """The modified scores and their tangents; with `save`, return slope, change of the slope, and the reads."""
+        assert self.direction is not None
+        inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may be the score itself
+        if not save:
+            S[...], tS[...] = self.direction.tangent(*inputs)
+            return None
+        S[...], tS[...], *saved = self.direction.second(*inputs)
+        return saved
+
+    def second_gradient(self, dS: np.ndarray[Any, Any], dtS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+        """dS f' + dtS (f' of the tangent) and dtS f', and the gradients of what was read, likewise."""
+        slope, change, reads = saved
+        for read in reads:
+            total = self.dcaptured[read.slot]
+            assert total is not None  # reads are those of the wanted slots
+            _add_at(total, read.indices, _times(dS, read.of_score) + _times(dtS, read.of_tangent))
+        dS[...] = _times(dS, slope) + _times(dtS, change)
+        dtS[...] = _times(dtS, slope)
 
     def gradients(self) -> dict[str, Any]:
         """The sums over all tiles so far: one for each captured array, None where none is wanted."""

@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from .. import device, partials
+from .. import device, environment, partials
 from ..arrays import Array
 from ..device import Device
 from ..launch import Launch
-from ..plan import Plan, plan
-from ..problem import Gradients, Operands, Problem, UnsupportedError
+from ..plan import Plan, last_of_bucket, plan
+from ..problem import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -49,12 +49,53 @@ def plan_for(problem: Problem) -> Plan:
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Plan and run a forward problem; returns (out, lse)."""
+    if _RECORD is not None:
+        _record(problem, _RECORD)
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
+    if _RECORD is not None:
+        _record(problem, _RECORD)
     return run_backward(_fitted(plan_for(problem), operands), operands)
+
+
+_RECORD = environment.record_file()  # read once: calls of a process that records nothing do not look again
+_recorded: set[Problem] = set()
+
+
+def _record(problem: Problem, file: str) -> None:
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket."""
+    from ..trial import Trial
+
+    bucket = last_of_bucket(problem)
+    if bucket not in _recorded:
+        _recorded.add(bucket)
+        trial = Trial.of_problem(problem)
+        if trial is not None:
+            trial.append_to(file)
+
+
+def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """Plan and run a JVP; returns (out, lse, tout, tlse)."""
+    chosen = _fitted(plan_for(problem), operands)
+    results: tuple[Array, Array, Array, Array] = _derivatives(chosen).jvp(chosen, operands)
+    return results
+
+
+def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
+    """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
+
+    The JVP in the direction of the cotangents comes first: its tout is the gradient by dout, its tlse that by dlse.
+    """
+    forward = problem._replace(
+        backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
+    )
+    _, _, tout, tlse = jvp(forward, operands)
+    chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
+    gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
+    return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
@@ -104,6 +145,15 @@ def append(problem: Problem, operands: Operands) -> None:
 
 # By backend; a module of one engine comes first.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
+
+
+# The modules of JVP and double backward.
+DERIVATIVES = {"cpu": ".cpu_derivatives", "cuda": ".cuda", "simulator": ".simulator.run"}
+
+
+def _derivatives(chosen: Plan) -> Any:
+    """The backend's module of derivatives, imported by the first call that needs it."""
+    return importlib.import_module(DERIVATIVES[chosen.device.backend], __package__)
 
 
 def _module(chosen: Plan) -> Any:

@@ -50,7 +50,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    call = _Call(plan, operands)
+    call = Call(plan, operands)
     if problem.has_lengths:  # no task covers the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
@@ -58,8 +58,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
     def attend(sequence: Sequence, head: int, q_tiles: range) -> None:
         kv_head = head // problem.group
-        K = _load(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        V = _load(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
+        K = load_rows(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
+        V = load_rows(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
         # The bound costs a pass over K and one over V, which does not pay for a single query.
         boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
         K_norm = _largest_norm(K) if boundable else np.inf
@@ -69,7 +69,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         buffer = np.empty(plan.block_q * plan.block_kv, problem.accumulation)
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            Q = _load(q_rows[queries], problem.accumulation) * call.q_scale
+            Q = load_rows(q_rows[queries], problem.accumulation) * call.q_scale
             O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
             bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
             softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
@@ -78,7 +78,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 tile = ScoreTile(
                     sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions, cut
                 )
-                S = np.matmul(Q, K[kv_start:kv_stop].T, out=_tile_of(buffer, tile))
+                S = np.matmul(Q, K[kv_start:kv_stop].T, out=tile_of(buffer, tile))
                 call.scale(S)
                 for step in call.score_steps:
                     step.apply(S, tile, save=False)
@@ -111,7 +111,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     """
     problem, q = plan.problem, operands.q
     dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
-    call = _Call(plan, operands)
+    call = Call(plan, operands)
     if problem.has_lengths:
         for gradient in (dq, dk, dv):
             gradient.numpy()[...] = 0
@@ -122,7 +122,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         K = call.k[sequence.row, kv_head, sequence.keys]
         V = call.v[sequence.row, kv_head, sequence.keys]
         dK, dV = np.zeros(K.shape, problem.accumulation), np.zeros(V.shape, problem.accumulation)
-        K_norm = _largest_norm(_load(K, problem.accumulation))
+        K_norm = _largest_norm(load_rows(K, problem.accumulation))
         for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
             rows = _QueryRows(plan, call, sequence, head, K_norm)
             dQ = np.zeros((sequence.q_len, problem.head_dim), problem.accumulation)
@@ -151,14 +151,14 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
     return Gradients(
-        dq, dk, dv, **{f"d{name}": _rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+        dq, dk, dv, **{f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
     )
 
 
-def _rounded(total: Any, operand: Any, like: Array) -> Any:
+def rounded(total: Any, operand: Any, like: Array) -> Any:
     """A sum in the shape and dtype of its operand; of a tuple each, None where there is none."""
     if isinstance(operand, tuple):
-        return tuple(_rounded(one, array, like) for one, array in zip(total, operand, strict=True))
+        return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:
         return None
     gradient = empty(operand.shape, operand.dtype, like)
@@ -172,7 +172,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
         return plan
-    place = sequence.batch, problem.first_head, sequence.band, sequence.positions
+    place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
     classes = MaskMod(problem, operands).classes
     pairs = VisitedPairs(classes, *place)
     unbounded = problem._replace(mask=Mask())  # edges are among the pairs
@@ -247,7 +247,7 @@ class Sequence(NamedTuple):
         return self.band.kv_len
 
 
-class _Call:
+class Call:
     """The operands of one call as NumPy views (B, H, S, D); for a packed batch, (1, H, T, D)."""
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
@@ -286,6 +286,7 @@ class _Call:
         return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:
+        """View an array of the call's layout as (B, H, S, D)."""
         view = array.numpy()
         if self.problem.layout == "thd":
             return view.transpose(1, 0, 2)[None]
@@ -296,20 +297,26 @@ class _Call:
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
     def sink_of(self, head: int) -> np.floating | None:
+        """The sink of a head; None without one."""
         return None if self.sink is None else self.sink[head]
 
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
         """The key tiles that a query tile visits, last first."""
         if self.visits is None:
             return [Visit(*tile, False) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
-        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
+
+    def _place(self, sequence: Sequence, head: int) -> tuple[int, int, Band, Positions]:
+        """The batch index and the head in the whole call, and the positions, of a sequence's head."""
+        problem = self.problem
+        return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
         """The query tiles that visit a key tile, first to last."""
         if self.visits is None:
             return [Visit(*tile, False) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
-        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        place = self._place(sequence, head)
         return self.visits.q_tiles(*place, kv_start)
 
     def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
@@ -329,7 +336,7 @@ class _Call:
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
         problem, (q_first, kv_first, _, step) = self.problem, tile.positions
-        head_index = tile.batch * problem.whole_heads + problem.first_head + tile.head
+        head_index = (problem.first_batch + tile.batch) * problem.whole_heads + problem.first_head + tile.head
         if step == 1:
             kept = keep_mask(
                 self.seed, head_index, q_first + tile.q_start, q_first + tile.q_stop,
@@ -366,7 +373,7 @@ class _QueryRows:
     S rounded exactly as in the forward has the rounding error that lse contains, and the two cancel.
     """
 
-    def __init__(self, plan: Plan, call: _Call, sequence: Sequence, head: int, K_norm: float) -> None:
+    def __init__(self, plan: Plan, call: Call, sequence: Sequence, head: int, K_norm: float) -> None:
         problem, self.call, self.band = plan.problem, call, sequence.band
         rows = (sequence.row, head, sequence.queries)
         assert call.dout is not None and call.out is not None and call.lse is not None
@@ -378,7 +385,7 @@ class _QueryRows:
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
         self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
-        self.delta = np.vecdot(self.dO[:, :-1], _load(call.out[rows], problem.accumulation))
+        self.delta = np.vecdot(self.dO[:, :-1], load_rows(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
         unmodified = not call.score_steps and call.product_scale == 1
@@ -392,7 +399,7 @@ class _QueryRows:
     def recompute(self, tile: ScoreTile, K: np.ndarray, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Recompute P (after dropout) and dS (before the scale) of a tile; K and V carry a column of ones."""
         problem, rows = self.call.problem, slice(*tile.queries)
-        S = np.matmul(self.Q[rows], K.T, out=_tile_of(self.S_buffer, tile))
+        S = np.matmul(self.Q[rows], K.T, out=tile_of(self.S_buffer, tile))
         self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
@@ -401,7 +408,7 @@ class _QueryRows:
             np.copyto(S, -np.inf, where=hidden)
         self.call.hide(S, self.band, tile)
         P = np.exp(S, out=S)
-        dP = np.matmul(self.dO[rows], V.T, out=_tile_of(self.dP_buffer, tile))
+        dP = np.matmul(self.dO[rows], V.T, out=tile_of(self.dP_buffer, tile))
         if problem.dropout:
             keep = self.call.keep(tile)
             dP *= keep
@@ -409,11 +416,11 @@ class _QueryRows:
         dS = np.multiply(P, dP, out=dP)
         may_hide = self.call.may_hide(self.band, tile)
         if may_hide:
-            _hide_gradient(dS, P)
+            hide_gradient(dS, P)
         for step, value in zip(self.call.score_steps[::-1], saved[::-1], strict=True):
             step.gradient(dS, tile, value)
         if may_hide and saved:
-            _hide_gradient(dS, P)  # the softcap slope at a masked NaN is NaN
+            hide_gradient(dS, P)  # the softcap slope at a masked NaN is NaN
         if problem.dropout:
             P *= keep
         return P, dS
@@ -450,7 +457,7 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
     return sequences
 
 
-def _load(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def load_rows(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows (S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
     if dtype_name(rows.dtype) == "bfloat16":
         # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
@@ -462,12 +469,12 @@ def _load(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _with_column(rows: np.ndarray, dtype: np.dtype, value: float) -> np.ndarray:
     """Copy rows (S, D) to (S, D + 1) in the accumulation dtype; the last column is `value`."""
     wide = np.empty((rows.shape[0], rows.shape[1] + 1), dtype)
-    wide[:, :-1] = _load(rows, dtype)
+    wide[:, :-1] = load_rows(rows, dtype)
     wide[:, -1] = value
     return wide
 
 
-def _tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
+def tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
     """View the start of a flat buffer as (queries, keys) of the tile."""
     rows, columns = tile.q_stop - tile.q_start, tile.kv_stop - tile.kv_start
     return buffer[: rows * columns].reshape(rows, columns)
@@ -488,7 +495,7 @@ def _are_moderate(rows: np.ndarray) -> bool:
     return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
 
 
-def _hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
+def hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:
     """Set dS to 0 where P is 0, where 0 * NaN or 0 * inf would have made it NaN."""
     if not np.isfinite(square_sum(dS)):
         np.copyto(dS, 0, where=P == 0)

@@ -58,7 +58,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     across = block_kv if backward else block_q
     computed = min(pairs + problem.mask.edges * problem.q_len * across / 2, problem.q_len * problem.kv_len)
     if backward:
-        products, loaded = 5 * dims, dims / block_kv + 2 * dims / block_q
+        products, loaded = (10 if problem.derivative else 5) * dims, dims / block_kv + 2 * dims / block_q
+    elif problem.derivative:
+        products, loaded = 6 * dims, 2 * dims / block_q + problem.head_dim_v / block_kv
     else:
         products, loaded = 2 * dims, dims / block_q + problem.head_dim_v / block_kv
     scores = block_q * block_kv

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..features import FEATURES, MODS, is_given
+from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -45,10 +45,16 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
+CACHE_CONSTANTS = ("KV_CACHE", "PAGED", "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "append": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "ROTARY_DIM", "ROTARY_INTERLEAVED", "cos_element", "sin_element"),
+    "merge": (
+        *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
+        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
+    ),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
@@ -91,12 +97,6 @@ def dtype_refusals(problem: Problem) -> list[str]:
     if problem.dtype.name in DTYPES:
         return []
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
-
-
-def mod_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels know no mods does not serve a problem."""
-    given = [feature.name for feature in MODS if is_given(problem, feature)]
-    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
 
 
 CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
@@ -146,8 +146,18 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 
 
 def is_part(problem: Problem) -> bool:
-    """Whether a call computes some rows or heads of a larger one, whose captured arrays it reads."""
-    return problem.shard or problem.whole_heads != problem.heads
+    """Whether a call computes some rows, heads or sequences of a larger one, whose captured arrays it reads."""
+    return problem.shard or problem.whole_heads != problem.heads or problem.first_batch > 0
+
+
+def loads_by_key(problem: Problem) -> bool:
+    """Whether mods load elements of captured arrays for every key or score, not once per row."""
+    if not problem.mods:
+        return False
+    from ..mods.ir import order, parse
+
+    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
+    return any(node.inputs & {"kv", "score"} for node in loads)
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
@@ -180,7 +190,8 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
 def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     from ..mods import cuda_code
 
-    longest = cuda_code.LARGE if problem.shard else max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    longest = cuda_code.LARGE if is_part(problem) else max(counts)
     return cuda_code.headers(
         problem.mods, problem.backward, longest, captured_reads(problem), problem.captured_gradient,
         fixed_slots(problem), **part

@@ -88,6 +88,22 @@ def derivative(root: Node) -> Derivative:
     )
 
 
+def tangent(root: Node, moved: tuple[bool, ...]) -> Node:
+    """The tangent of a real expression, linear in the input `tscore` and in the tangents of captured arrays.
+
+    `moved` says, by slot, which arrays have a tangent. It is read as slot len(moved) + slot, at the indices of the
+    element. The derivatives of the result are the second derivatives of the expression in this direction.
+    """
+    by = derivative(root)
+    adjoints = _Adjoints(root.graph, [])
+    total = adjoints.times(root.graph.input("tscore"), by.slope)
+    for load, factor in by.loads:
+        if moved[load.value]:
+            element = root.graph.load(len(moved) + load.value, load.args, REAL)
+            total = adjoints.make("add", total, adjoints.times(element, factor))
+    return total
+
+
 class _Adjoints:
     """Derivatives of the root by its nodes, summed over the uses of a node."""
 

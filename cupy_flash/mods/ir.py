@@ -4,6 +4,7 @@ A node has an operator, operands and a kind. Kinds widen in the order bool < int
 real the accumulation dtype of the call. Integers wrap; x // 0 and x % 0 are 0; // and % round down as in Python.
 
     score b h q kv                                   inputs: the score (real), and int indices
+    tscore                                           the score's tangent, an input of derivatives alone
     const=value, argument=n                          numbers: in the text, or given at run time
     load=slot i j ...                                an element of a captured array; indices are clamped
     add sub mul floordiv mod pow min max neg abs sign    of the widest kind of the operands, at least int; pow is real
@@ -30,7 +31,7 @@ import numpy as np
 
 BOOL, INT, LONG, REAL = KINDS = ("bool", "int", "long", "real")
 WIDTH = {kind: width for width, kind in enumerate(KINDS)}
-INPUTS = {"score": REAL, "b": INT, "h": INT, "q": INT, "kv": INT}
+INPUTS = {"score": REAL, "b": INT, "h": INT, "q": INT, "kv": INT, "tscore": REAL}
 COMPARISONS = ("lt", "le", "eq", "ne")
 LOGIC = ("and", "or", "xor")
 ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "min", "max")

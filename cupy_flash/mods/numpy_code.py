@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .derive import derivative
+from .derive import derivative, tangent
 from .ir import INPUTS, Node, order, parse
 
 INFIX = {
@@ -29,7 +29,7 @@ CALLS = {
 }  # fmt: skip
 DTYPES = {"bool": "np.bool_", "int": "np.int32", "long": "np.int64", "real": "real"}
 
-# (score, b, h, q, kv, arrays, numbers, real) -> a tuple of results; real is the scalar type of reals
+# (score, b, h, q, kv, arrays, numbers, real, tscore) -> a tuple of results; real is the scalar type of reals
 Function = Callable[..., tuple[Any, ...]]
 
 
@@ -40,7 +40,7 @@ def erf(x: Any) -> Any:
 
 def function_of(roots: tuple[Node, ...]) -> Function:
     """The generated function that computes the roots."""
-    lines, names = ["def mod(score, b, h, q, kv, arrays, numbers, real):"], dict[Node, str]()
+    lines, names = ["def mod(score, b, h, q, kv, arrays, numbers, real, tscore=None):"], dict[Node, str]()
     for node in order(roots):
         if node.op in INPUTS:
             names[node] = node.op
@@ -131,3 +131,55 @@ class Slope:
 def slope_of(text: str, wanted: tuple[bool, ...]) -> Slope:
     """The derivatives of a mod; `wanted` chooses, by slot, the captured arrays that get a gradient."""
     return Slope(text, wanted)
+
+
+class SecondRead(NamedTuple):
+    """An element of a captured array that a score reads, with the derivatives of the score and of its tangent by it."""
+
+    slot: int
+    of_score: Any
+    of_tangent: Any
+    indices: tuple[Any, ...]  # before clamping
+
+
+class Direction:
+    """The modified score, its tangent, and the derivatives of both, on a tile.
+
+    The arrays of its inputs are the captured ones, followed by their tangents.
+    """
+
+    def __init__(self, text: str, moved: tuple[bool, ...], wanted: tuple[bool, ...]) -> None:
+        score = parse(text).score
+        assert score is not None
+        of_score, moving = derivative(score), tangent(score, moved)
+        of_tangent = derivative(moving)
+        self._tangent = function_of((score, moving))
+        zero, by_load = score.graph.const(0.0), dict(of_tangent.loads)
+        self._loads = [load for load, _ in of_score.loads if wanted[load.value]]
+        roots = [score, moving, of_score.slope, of_tangent.slope]
+        for load, factor in of_score.loads:
+            if wanted[load.value]:
+                roots += (factor, by_load.get(load, zero), *load.args)
+        self._second = function_of(tuple(roots))
+
+    def tangent(self, *inputs: Any) -> tuple[Any, Any]:
+        """(score, tangent) of a Function's inputs."""
+        score, moving = self._tangent(*inputs)
+        return score, moving
+
+    def second(self, *inputs: Any) -> tuple[Any, Any, Any, Any, list[SecondRead]]:
+        """(score, tangent, slope, the tangent's derivative by the score, the elements read) of a Function's inputs."""
+        score, moving, slope, curve, *others = self._second(*inputs)
+        reads, start = [], 0
+        for load in self._loads:
+            stop = start + 2 + len(load.args)
+            of_score, of_tangent, *indices = others[start:stop]
+            reads.append(SecondRead(load.value, of_score, of_tangent, tuple(indices)))
+            start = stop
+        return score, moving, slope, curve, reads
+
+
+@lru_cache(maxsize=256)
+def direction_of(text: str, moved: tuple[bool, ...], wanted: tuple[bool, ...]) -> Direction:
+    """The tangent of a mod and its derivatives, by slot: the arrays with a tangent, and those that get a gradient."""
+    return Direction(text, moved, wanted)

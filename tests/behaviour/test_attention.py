@@ -89,7 +89,7 @@ def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
 def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
     """Each visited tile contains a visible pair, and each visible pair is in exactly one visited tile."""
     visited = []
-    monkeypatch.setattr(cpu._Call, "hide", lambda call, S, band, tile: visited.append((band, tile)))
+    monkeypatch.setattr(cpu.Call, "hide", lambda call, S, band, tile: visited.append((band, tile)))
     plan, operands = posed(case, block_q=16, block_kv=16, threads=1)
     cpu.forward(plan, operands)
     counts = {}

@@ -154,7 +154,7 @@ def test_heads_that_add_to_one_element_run_in_turn(name, tasks):
     case = Case(score_mod=name)
     call, result = case.call(), run(case)
     plan, operands = posed(case, Saved(call.dout, result.out, result.lse))
-    assert len(cpu._Call(plan, operands).gradient_tasks(lambda sequence, kv_head: None)) == tasks
+    assert len(cpu.Call(plan, operands).gradient_tasks(lambda sequence, kv_head: None)) == tasks
 
 
 def test_half_precision_tables_get_gradients_of_their_dtype():

@@ -36,7 +36,13 @@ def check_kernels(case):
     """Results and gradients, those of captured arrays included."""
     result = kernels_of(case)
     check(case, result)
-    if case not in EACH.values() or not any(gradient is not None for gradient in result.dcaptured or ()):
+    if case in EACH.values():
+        check_captured(case, result)
+
+
+def check_captured(case, result):
+    """The gradients of captured arrays, of a case without options that `by_autograd` does not know."""
+    if not any(gradient is not None for gradient in result.dcaptured or ()):
         return
     expected = by_autograd(case)
     arrays = cupy_flash.Mod(**{k: v for k, v in case.call().options.items() if k in ("score_mod", "mask_mod")}).arrays

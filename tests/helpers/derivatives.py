@@ -1,0 +1,151 @@
+"""Forward mode and second order of a `cases.Case`: its direction, the results of the library, and the formula's."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from cases import DTYPES, Case
+from threadpoolctl import threadpool_limits
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash import backends, reference
+from cupy_flash.arrays import Array
+from cupy_flash.backends import cpu_derivatives
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Saved, Tangents
+
+ALL = ("tq", "tk", "tv", "tbias", "tsink")
+
+
+class Derivatives(NamedTuple):
+    """The results of a JVP and of a double backward in the same direction; None where there is no such result."""
+
+    out: np.ndarray
+    tout: np.ndarray
+    lse: np.ndarray
+    tlse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dbias: np.ndarray | None
+    dsink: np.ndarray | None
+    ddout: np.ndarray
+    ddlse: np.ndarray
+
+
+def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
+    """The tangents of a case that are in `moving`, always the same. They are NaN where the inputs are."""
+    rng = np.random.default_rng([case.seed, 3])
+    bias, sink = call.options.get("bias"), call.options.get("sink")
+    inputs = dict(tq=call.q, tk=call.k, tv=call.v, tbias=bias, tsink=sink)
+    tangents = {}
+    for name, x in inputs.items():
+        tangent = None if x is None else rng.normal(size=x.shape)
+        if case.scores != "normal" and x is not None:  # whole numbers, as in q and k: sums of products are exact
+            tangent = np.rint(2 * tangent)
+        if name in moving and x is not None:
+            wide = x.astype(np.float64)
+            tangents[name] = np.where(np.isnan(wide), np.nan, tangent).astype(x.dtype)
+    return reference.Tangents(**tangents)
+
+
+def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
+    """Results of the public functions."""
+    call = call or case.call()
+    q, k, v, options, dout, dlse, packed = call
+    options, direction = options | dict(backend=backend), direction_of(case, call, moving)._asdict()
+    inputs = [direction.pop(name) for name in ("tq", "tk", "tv")]
+    if packed is None:
+        out, tout, lse, tlse = cupy_flash.attention_jvp(q, k, v, *inputs, **direction, return_lse=True, **options)
+        second = cupy_flash.attention_double_backward(
+            *inputs, dout, q, k, v, out, lse, dlse=dlse, **direction, **options
+        )
+    else:
+        del direction["tbias"]
+        out, tout, lse, tlse = cupy_flash.attention_varlen_jvp(
+            q, k, v, *packed, *inputs, **direction, return_lse=True, **options
+        )
+        second = cupy_flash.attention_varlen_double_backward(
+            *inputs, dout, q, k, v, out, lse, *packed, dlse=dlse, **direction, **options
+        )
+    dq, dk, dv, dbias, dsink, _, ddout, ddlse = second
+    return Derivatives(out, tout, lse, tlse, dq, dk, dv, dbias, dsink, ddout, ddlse)
+
+
+def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
+    """Results of the CPU engine with plans changed by hand: other tiles, other threads."""
+    call = call or case.call()
+    tangents = Tangents(*direction_of(case, call, moving))
+    arrays, options = (call.q, call.k, call.v), Options(**call.options)
+    problem, operands = pose("case", arrays, options, call.packed, tangents=tangents)
+    results = cpu_derivatives.jvp(backends.plan_for(problem)._replace(**changes), operands)
+    out, lse, tout, tlse = (array.numpy() for array in results)
+    saved = Saved(call.dout, out, lse, call.dlse)
+    problem, operands = pose("case", arrays, options, call.packed, saved, tangents=tangents)
+    operands = operands._replace(tout=results[2], tlse=results[3])
+    gradients = cpu_derivatives.double_backward(backends.plan_for(problem)._replace(**changes), operands)
+    dq, dk, dv, dbias, dsink, _ = gradients.map(Array.numpy)
+    return Derivatives(out, tout, lse, tlse, dq, dk, dv, dbias, dsink, tout, tlse)
+
+
+@cache
+def references(case: Case, moving=ALL, orders=8) -> tuple[Derivatives, Derivatives]:
+    """The formula in fp64 (longdouble for fp64), and the worst of several runs in low precision, element by element.
+
+    The runs differ in the order of the head dimensions, that is, of the sums.
+    """
+    with threadpool_limits(1, user_api="blas"):
+        exact = _run_reference(case, moving, None)
+        worst = _run_reference(case, moving, DTYPES[case.dtype])
+        for order in range(1, orders):
+            other = _run_reference(case, moving, DTYPES[case.dtype], np.random.default_rng(order))
+            worst = Derivatives(*map(_furthest, exact, worst, other))
+    return exact, worst
+
+
+def _furthest(exact, a, b):
+    if exact is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(b - exact) > np.abs(a - exact), b.astype(exact.dtype), a.astype(exact.dtype))
+
+
+def _run_reference(case, moving, dtype, rng=None) -> Derivatives:
+    call = case.call()
+    q, k, v, options, dout, dlse, packed = call
+    direction = direction_of(case, call, moving)
+    inner, outer = (np.arange(n) if rng is None else rng.permutation(n) for n in (case.head_dim, case.head_dim_v))
+    q, k, v, dout = q[..., inner], k[..., inner], v[..., outer], dout[..., outer]
+    moved = (None if x is None else x[..., axes] for x, axes in zip(direction[:3], (inner, inner, outer), strict=True))
+    direction = reference.Tangents(*moved, *direction[3:])
+    inner, outer = np.argsort(inner), np.argsort(outer)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if packed is None:
+            jvp, double_backward, bounds = reference.attention_jvp, reference.attention_double_backward, ()
+        else:
+            jvp, double_backward = reference.attention_varlen_jvp, reference.attention_varlen_double_backward
+            bounds = packed[:2]
+        out, lse, tout, tlse = jvp(q, k, v, *bounds, direction, dtype=dtype, **options)
+        dq, dk, dv, dbias, dsink, ddout, ddlse = double_backward(
+            direction, dout, q, k, v, *bounds, dlse=dlse, dtype=dtype, **options
+        )
+    return Derivatives(
+        out[..., outer], tout[..., outer], lse, tlse, dq[..., inner], dk[..., inner], dv[..., outer], dbias, dsink,
+        ddout[..., outer], ddlse,
+    )  # fmt: skip
+
+
+def check(case: Case, result=None, backend="cpu", moving=ALL, only=Derivatives._fields) -> None:
+    """Compare a result, by default that of the public functions, with the formula by the rule of tolerance.py."""
+    result = run(case, backend, moving) if result is None else result
+    exact, low = references(case, moving)
+    dtypes = dict.fromkeys(Derivatives._fields, DTYPES[case.dtype])
+    dtypes |= dict.fromkeys(("lse", "tlse", "ddlse"), case.accumulation)
+    dtypes["dbias"] = DTYPES[case.bias_dtype or case.dtype]
+    for name in only:
+        actual, expected, what = getattr(result, name), getattr(exact, name), f"{name} of {case}, moving {moving}"
+        assert (actual is None) == (expected is None), what
+        if actual is not None:
+            assert (actual.dtype, actual.flags.c_contiguous) == (dtypes[name], True), what
+            assert_matches_reference(actual, expected, getattr(low, name), dtypes[name], what)

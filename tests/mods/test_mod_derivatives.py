@@ -1,0 +1,100 @@
+"""Forward mode and second order through score_mod, by autograd on all scores at once, captured arrays included."""
+
+import numpy as np
+import pytest
+from cases import Case
+from derivatives import check
+from mods import SCORE_MODS, arrays_of, mods_of
+from tiers import in_tiers
+from tolerance import assert_matches_reference
+
+import cupy_flash
+
+torch = pytest.importorskip("torch")
+
+# torch's own forward mode compiles decompositions with torch.jit.script, which it has deprecated.
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+
+CASES = {name: Case(score_mod=name, mask_mod="document", softcap=3.0) for name in SCORE_MODS}
+del CASES["choice"]  # torch's second derivative of a branch that is not taken is NaN; the formula has it
+DEFAULT = ["learned-twice", "hides-by-sum", "row-bias"]
+
+
+def inputs_of(case):
+    """(call, arrays by name, the names of the captured floating ones, their tangents and those of q, k and v)."""
+    call, arrays = case.call(), arrays_of(case)
+    captured = cupy_flash.Mod(**mods_of(case, arrays=arrays)).arrays
+    names = [next(name for name, x in arrays.items() if x is array) for array in captured]
+    rng = np.random.default_rng(7)
+    tangents = {name: rng.normal(size=x.shape).astype(np.float32) for name, x in arrays.items() if x.dtype.kind == "f"}
+    return call, arrays, names, tangents, [rng.normal(size=x.shape).astype(np.float32) for x in call[:3]]
+
+
+def by_autograd(case, dtype):
+    """{name: result} of dense attention: (out, lse), their tangents, and the gradients of the gradients' sum."""
+    call, arrays, names, tangents, moved = inputs_of(case)
+    floating = [name for name in dict.fromkeys(names) if name in tangents]
+    variables = [torch.tensor(x).to(dtype) for x in (*call[:3], *(arrays[name] for name in floating))]
+    directions = tuple(torch.tensor(x).to(dtype) for x in (*moved, *(tangents[name] for name in floating)))
+    dout, dlse = torch.tensor(call.dout).to(dtype), torch.tensor(call.dlse).to(dtype)
+
+    def dense(q, k, v, *captured):
+        held = {name: torch.tensor(x) for name, x in arrays.items()} | dict(zip(floating, captured, strict=True))
+        mods = mods_of(case, torch, held)
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
+        s = torch.einsum("bihd,bjhd->bhij", q, k) / case.head_dim**0.5
+        s = case.softcap * torch.tanh(s / case.softcap)
+        b, h = torch.arange(case.batch)[:, None, None, None], torch.arange(case.heads)[:, None, None]
+        i, j = torch.arange(case.q_len)[:, None], torch.arange(case.kv_len)
+        s = mods["score_mod"](s, b, h, i, j)
+        hidden = ~mods["mask_mod"](b, h, i, j).broadcast_to(s.shape) | torch.isneginf(s.detach())
+        seen = ~hidden.all(-1, keepdim=True)
+        s = torch.where(hidden, -1e9, s)
+        p = torch.where(hidden | ~seen, 0.0, torch.softmax(s, -1))
+        lse = torch.where(seen[..., 0], torch.logsumexp(s, -1), 0.0)
+        return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+    (out, lse), (tout, tlse) = torch.func.jvp(dense, tuple(variables), directions)
+
+    def backward(dout, dlse, *variables):
+        _, vjp = torch.func.vjp(dense, *variables)
+        return vjp((dout, dlse))
+
+    _, second = torch.func.vjp(backward, dout, dlse, *variables)
+    ddout, ddlse, dq, dk, dv, *dcaptured = second(directions)
+    results = dict(out=out, tout=tout, tlse=tlse, dq=dq, dk=dk, dv=dv, ddout=ddout, ddlse=ddlse)
+    return {name: x.numpy() for name, x in (results | dict(zip(floating, dcaptured, strict=True))).items()}
+
+
+BY_FORMULA = {
+    "choice": Case(score_mod="choice", mask_mod="rows"),
+    "choice-beside-others": Case(score_mod="choice", sink=True, dropout=0.2, bias="1hqk", alibi="h"),
+    "hides-packed": Case(score_mod="hides", packed=True, q_lengths=(7, 19), kv_lengths=(23, 5)),
+    "softcap-bfloat16": Case(score_mod="softcap", mask_mod="causal", dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", BY_FORMULA.values(), ids=BY_FORMULA)
+def test_beside_other_options(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", in_tiers(CASES, DEFAULT))
+def test_every_mod(case):
+    call, arrays, names, tangents, moved = inputs_of(case)
+    tcaptured = [tangents.get(name) for name in names]
+    options = call.options | mods_of(case, arrays=arrays) | dict(tcaptured=tcaptured)
+    out, tout, lse, tlse = cupy_flash.attention_jvp(*call[:3], *moved, return_lse=True, **options)
+    second = cupy_flash.attention_double_backward(*moved, call.dout, *call[:3], out, lse, dlse=call.dlse, **options)
+    actual = dict(out=out, tout=tout, tlse=tlse, dq=second.dq, dk=second.dk, dv=second.dv)
+    actual |= dict(ddout=second.ddout, ddlse=second.ddlse)
+    for name, gradient in zip(names, second.dcaptured, strict=True):
+        if gradient is not None:
+            actual[name] = gradient
+    exact, low = by_autograd(case, torch.float64), by_autograd(case, torch.float32)
+    assert actual.keys() == exact.keys()
+    for name, x in actual.items():
+        assert_matches_reference(x, exact[name], low[name], np.dtype(np.float32), f"{name} of {case}")

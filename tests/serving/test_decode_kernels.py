@@ -53,7 +53,7 @@ def test_split_size(case):
     [
         ("sm_75", 64, 64), exhaustive("sm_90", 128, 128), exhaustive("sm_75", 128, 64), exhaustive("sm_80", 40, 80),
         exhaustive("sm_80", 96, 96), exhaustive("sm_80", 192, 128), exhaustive("sm_80", 256, 256),
-        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 128, 128),
+        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 256, 256),
     ],
 )  # fmt: skip
 def test_any_gpu_and_head_dimension(arch, dim, dim_v):
@@ -185,6 +185,7 @@ WRONG = {
     "length-negative": (dict(), "cache_seqlens", 0, -5),
     "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
     "longest-length": (dict(), "cache_seqlens", 0, 2**31 - 1),
+    "length-past-the-table": (dict(page=8), "cache_seqlens", 0, 10**6),
     "page-negative": (dict(page=8), "block_table", (0, 0), -7),
     "page-past-the-pool": (dict(page=8), "block_table", (0, 1), 2**31 - 1),
     "row-of-the-cache": (dict(batch_idx=(1, 0)), "cache_batch_idx", 0, 2**30),

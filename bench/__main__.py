@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
+from cupy_flash.isolated import ended_by_signal
 
-from . import bounds, compare, costs, decode, first, gpu, marks, overhead, predict, ring, static, sweep
-from .isolated import ended_by_signal
+from . import bounds, compare, costs, decode, decode_gpu, first, gpu, marks, overhead, predict, ring, static, sweep
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot, plot_sweep
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "overhead":
         return _overhead(options.out, arguments)
     if options.command == "decode":
-        return _decode(options.out, arguments)
+        return _decode(options, arguments)
     if options.command == "first":
         return _first(options.out, arguments)
     if options.command == "predict":
@@ -126,10 +126,11 @@ def _overhead(out: Path, arguments: list[str]) -> int:
     return 0
 
 
-def _decode(out: Path, arguments: list[str]) -> int:
-    result = describe(arguments, 1) | {"decode": decode.measure()}
-    write(result, out / "decode.json")
-    show(decode.table(result["decode"]))
+def _decode(options: argparse.Namespace, arguments: list[str]) -> int:
+    module, name = (decode_gpu, "decode_gpu") if options.gpu else (decode, "decode")
+    result = describe(arguments, 1) | {name: module.measure()}
+    write(result, options.out / f"{name}.json")
+    show(module.table(result[name]))
     return 0
 
 
@@ -322,7 +323,10 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     host_time = commands.add_parser("overhead", help="host time of a call before the kernel launch")
     host_time.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
-    step = commands.add_parser("decode", help="one query on a KV cache on the CPU, beside torch's SDPA")
+    step = commands.add_parser(
+        "decode", help="one query on a KV cache: on the CPU beside torch's SDPA, on a GPU beside reading the cache"
+    )
+    step.add_argument("--gpu", action="store_true", help="on this machine's GPU, with CuPy")
     step.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     first_call = commands.add_parser(
         "first", help="time of the first call of a process, with a cold and a warm kernel cache"

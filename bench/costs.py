@@ -29,7 +29,10 @@ from .report import NOTHING, Table
 CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "mma": (mma, ("CLOCK", "MULTIPLY_ADDS_OF_SERVERS", "SHARED_BYTES", "CACHE_BYTES", "INSTRUCTIONS", "LATENCY")),
     "simt": (simt, ("FMA_PER_SECOND",)),
-    "wgmma forward": (forward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "STEP", "BLOCK", "NEXT_TILE", "CLEAR")),
+    "wgmma forward": (
+        forward,
+        ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "SHARED_WEIGHT", "STEP", "TILE_STEPS", "BLOCK", "CLEAR"),
+    ),
     "wgmma fp8": (forward_fp8, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "STEP", "BLOCK")),
     "wgmma backward": (backward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "INSTRUCTIONS", "STEP", "BLOCK")),
 }

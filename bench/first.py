@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 import cupy_flash
+from cupy_flash.isolated import Announce, Lost, OutOfTime, Worker
 
-from .isolated import Announce, Lost, OutOfTime, Worker
 from .report import NOTHING, Table
 
 ARCH = "sm_90a"  # compiled for where there is no GPU

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from cupy_flash.isolated import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
 from cupy_flash.problem import FP8
 
-from .isolated import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
 from .peers import FLEX_ATTENTION, OURS
 from .results import describe, write
 

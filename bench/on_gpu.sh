@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 8 | all. Each part takes less than eight minutes.
+# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 9 | all. Each part takes less than eight minutes.
 #
 # Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 7); installs nothing. Results and logs go to $RESULTS
 # (default bench/out/gpu), and each step appends a line to steps.jsonl. Steps that have passed are skipped. After a
@@ -39,7 +39,8 @@ tests() { "$PYTHON" -c 'import xdist' 2>/dev/null && parallel="-n $(getconf _NPR
 
 part_1() { # host time of a call, and of first calls with a cold and a warm cache
   step overhead 60 "$PYTHON" -m bench overhead --out "$RESULTS"
-  step first 300 "$PYTHON" -m bench first --out "$RESULTS"
+  step decode 200 "$PYTHON" -m bench decode --gpu --out "$RESULTS"
+  step first 250 "$PYTHON" -m bench first --out "$RESULTS"
 }
 
 part_2() { # instruction conformance: record the GPU's results, then test the simulator against them
@@ -91,12 +92,12 @@ part_7() { # compute-sanitizer on short calls of every engine; resumes when run 
     fi
   }
   within calls "$PYTHON" -m sanitize # fills the kernel cache, and fails early without a sanitizer
-  for engine in simt mma wgmma fp8; do
+  for engine in simt mma wgmma fp8 cache; do
     within "memcheck-$engine" compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
     within "synccheck-$engine" compute-sanitizer --tool synccheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
   # Racecheck does not know that mbarriers order bulk copies and would report false races in wgmma and fp8.
-  for engine in simt mma; do
+  for engine in simt mma cache; do
     within "racecheck-$engine" compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
 }
@@ -107,11 +108,16 @@ part_8() { # bottlenecks of the fastest tiles of parts 5 and 6, and the cost mod
   step costs-backward 120 "$PYTHON" -m bench costs "$RESULTS/sweep-backward.json"
 }
 
+part_9() { # what every user can run: the engines proved, and the tiles of a few shapes measured, for this card
+  step check 300 "$PYTHON" -m cupy_flash check
+  step tune 150 "$PYTHON" -m cupy_flash tune --causal --seqlens 2048,8192 --backward --minutes 2
+}
+
 case ${1:-} in
-  [1-8]) "part_$1" ;;
-  all) for part in 3 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
+  [1-9]) "part_$1" ;;
+  all) for part in 3 9 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
   *)
-    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | all" >&2
+    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all" >&2
     exit 1
     ;;
 esac

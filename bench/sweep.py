@@ -15,6 +15,7 @@ from typing import Any
 
 from cupy_flash import backends
 from cupy_flash.backends.kernels import compile_launch
+from cupy_flash.isolated import Announce
 from cupy_flash.launch import Launch
 from cupy_flash.plan import candidates
 from cupy_flash.pose import pose
@@ -33,7 +34,6 @@ from .gpu import (
     peer_tflops,
     peers,
 )
-from .isolated import Announce
 from .marks import MARKS
 from .peers import FLEX_ATTENTION
 from .published import flash_attention_3

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import bounds, decode, first, marks, overhead, predict, ring, static, sweep
+from . import bounds, decode, decode_gpu, first, marks, overhead, predict, ring, static, sweep
 from .report import Table, left_out, provenance, tables
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
@@ -28,6 +28,7 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "overhead": lambda result: overhead.tables(result["overhead"]),
     "first": lambda result: [first.table(result["first"])],
     "decode": lambda result: [decode.table(result["decode"])],
+    "decode_gpu": lambda result: [decode_gpu.table(result["decode_gpu"])],
     "predict": lambda result: [predict.table(result["predict"])],
     "bounds": lambda result: [bounds.table(result["bounds"])],
 }

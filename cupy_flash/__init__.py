@@ -23,8 +23,11 @@ from .problem import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory
+    from .checks.verdicts import check
+    from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
+    from .tuning import tune
 
 __version__ = "0.1.0"
 
@@ -45,6 +48,8 @@ __all__ = [
     "attention_varlen_jvp",
     "attention_vjp",
     "attention_with_kv_cache",
+    "block_mask",
+    "check",
     "compile",
     "explain",
     "explain_with_kv_cache",
@@ -53,10 +58,13 @@ __all__ = [
     "noop_mask",
     "not_mask",
     "or_masks",
+    "tune",
 ]
 
 
-LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks") | {"Mod": ".mods.trace"}
+LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
+LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 

@@ -1,4 +1,4 @@
-"""Command line: python -m cupy_flash info | compile | explain | ptx | memory | cache."""
+"""Command line: python -m cupy_flash info | check | tune | report | compile | explain | ptx | memory | cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import cache, compile, explain, info, memory, ptx
+from .commands import cache, check, compile, explain, info, memory, ptx, report, tune
 from .nvrtc import CompileError
 from .problem import UnsupportedError
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m cupy_flash", description="Exact attention for Python arrays.")
     parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, compile, explain, ptx, memory, cache):
+    for command in (info, check, tune, report, compile, explain, ptx, memory, cache):
         command.add(commands)
     arguments = vars(parser.parse_args(argv))
     run = arguments.pop("run")

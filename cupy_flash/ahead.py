@@ -12,8 +12,10 @@ from . import device
 from .arrays import named_dtype
 from .cache_records import Cache
 from .device import Device
+from .engines import mma_decode
 from .features import ARRAYS, Feature
 from .launch import Launch
+from .mask import Mask
 from .plan import launches_at_any_length
 from .pose import pose
 from .problem import DTYPES, FP8, Options, Packed, Problem
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .arguments import DType, PaddedOptions, Presence
+
+CAPACITY = 2**20  # of a cache: blocks share its keys, so that there are partial results to merge
 
 
 def device_for(arch: str | None) -> Device:
@@ -77,9 +81,14 @@ def problems(
     forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
     if cache:
         contiguous = Cache(
-            "bshd", forward.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=None
+            "bshd", forward.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=None
         )
-        return [forward._replace(cache=contiguous)]
+        causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
+        return [
+            forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
+            for page in (None, 1)
+            for q_len in sorted({max(rows // group, 1) for rows in mma_decode.ROWS})  # one for each tile
+        ]
     if not backward:
         return [forward]
     # A call without return_lse has no gradient of lse.

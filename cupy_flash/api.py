@@ -615,7 +615,8 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache`, which no engine for GPUs serves yet: UnsupportedError with their reasons.
+        cache: for `attention_with_kv_cache` with causal=True and without split_size, contiguous and paged, and for
+            `append_to_kv_cache`, both without rotary tables; forward only.
         **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
             not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
@@ -655,8 +656,8 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; of score_mod and mask_mod their expressions, the
-        slope of the score, and what they capture.
+        Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
+        mask_mod their expressions, the slope of the score, and what they capture.
 
     Raises:
         UnsupportedError: no engine serves the problem.
@@ -664,6 +665,10 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, _ = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
+    if problem.framework == "jax":
+        from .adapters.jax import frame
+
+        text = f"{text}\njit        {frame.described()}"
     if not problem.mods:
         return text
     from .mods import explain as mods

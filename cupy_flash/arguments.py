@@ -110,7 +110,7 @@ class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
     """Options of `attention`."""
 
 
-class PackedRanksOptionsWithoutLse(Definition[T], Execution, total=False):
+class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
     """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse."""
 
 

@@ -48,7 +48,7 @@ class Array:
     strides: tuple[int, ...]
     dtype: np.dtype[Any]  # bf16 and fp8 are ml_dtypes' dtypes
     device: str  # "cpu" or "cuda:<index>"
-    framework: str  # "numpy", "torch", "jax", "cupy", "dlpack" or "cuda_array_interface"
+    framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
     owner: Any = field(repr=False)
     readonly: bool = False
     capsule: Any = field(default=None, repr=False)  # DLPack capsule; its destructor returns the memory to the producer
@@ -102,8 +102,10 @@ def as_array(x: Any, name: str) -> Array:
     Accepts, in this order: cupy.ndarray, torch.Tensor, numpy.ndarray, jax.Array, `__dlpack__`,
     `__cuda_array_interface__`; any shape, dtype and strides (negative and 0 too), on the CPU or a CUDA device,
     read-only or not, with or without gradient. Raises TypeError for anything else and ValueError for unusable memory;
-    the messages start with `name`, the argument's name.
+    the messages start with `name`, the argument's name. A buffer that XLA handed over is an Array already.
     """
+    if isinstance(x, Array):
+        return x
     try:
         if _is_instance(x, "cupy", "ndarray"):
             return _from_cupy(x)
@@ -130,6 +132,9 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     immutable: the output is a buffer that `result` passes to jax, on the CPU without a copy.
     """
     dtype = np.dtype(dtype)
+    if like.framework == "xla":  # the memory of a call frame, which has the results
+        output: Array = like.owner.empty(shape, dtype)
+        return output
     if like.framework == "torch":
         import torch
 
@@ -179,11 +184,13 @@ def contiguous(array: Array) -> Array:
 def stream_of(like: Array) -> int:
     """The CUDA stream handle for kernels on arrays like this one; 0 for CPU arrays.
 
-    It is the current stream of torch, or of CuPy for all other libraries: their allocators reuse the memory of outputs
-    and workspaces in that stream's order.
+    It is the stream of the call frame for XLA, the current stream of torch, or that of CuPy for all other libraries:
+    their allocators reuse the memory of outputs and workspaces in that stream's order.
     """
     if like.device == "cpu":
         return 0
+    if like.framework == "xla":
+        return int(like.owner.stream)
     if like.framework == "torch":
         import torch
 
@@ -246,7 +253,9 @@ def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[i
     return tuple(stride // itemsize for stride in byte_strides)
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=1024)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a C-contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -334,7 +343,7 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
         pointer, dtype = operator.index(pointer), np.dtype(interface["typestr"])
         shape, byte_strides = tuple(map(operator.index, interface["shape"])), interface.get("strides")
         if byte_strides is None:
-            byte_strides = tuple(stride * dtype.itemsize for stride in _contiguous_strides(shape))
+            byte_strides = tuple(stride * dtype.itemsize for stride in contiguous_strides(shape))
         byte_strides = tuple(map(operator.index, byte_strides))
     except (TypeError, ValueError) as error:
         raise TypeError(f"its __cuda_array_interface__ is malformed: {error}") from error
@@ -419,7 +428,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     if lanes != 1 or (code, bits) not in _DLPACK_DTYPES:
         raise TypeError(f"DLPack dtype (code {code}, bits {bits}, lanes {lanes}) is not supported")
     shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _contiguous_strides(shape)
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
     return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)

@@ -24,6 +24,7 @@ class Cache(NamedTuple):
     slots: bool
     rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
     split_size: int | None
+    rotary_dtypes: tuple[str, str] | None = None  # of its tables, cos and sin
 
     def __str__(self) -> str:
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]

@@ -14,6 +14,8 @@ class Device(NamedTuple):
     arch: str  # "x86_64", "arm64"; "sm_80"
     units: int  # SMs; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
     shared_bytes: int = 0  # largest shared memory of a block
+    card: str = ""  # model of a GPU of this machine; "simulator"; "" of a GPU that is only named
+    driver: str = ""  # the CUDA version of a GPU's driver
 
     def __str__(self) -> str:
         unit = "thread" if self.backend == "cpu" else "multiprocessor"
@@ -41,7 +43,7 @@ def named(arch: str, backend: str = "simulator") -> Device:
     if not isinstance(arch, str) or arch not in GPUS:
         raise ValueError(f"unknown GPU architecture {arch!r}; known are {', '.join(GPUS)}")
     shared_kib, units = GPUS[arch]
-    return Device(backend, arch, units, shared_kib * 1024)
+    return Device(backend, arch, units, shared_kib * 1024, "simulator" if backend == "simulator" else "")
 
 
 def cpu() -> Device:
@@ -58,7 +60,16 @@ def gpu(index: int) -> Device:
     # Hopper needs the target sm_90a for wgmma and setmaxnreg.
     arch = f"sm_{card.compute_capability}".replace("sm_90", "sm_90a")
     attributes = card.attributes
-    return Device("cuda", arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"])
+    model = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
+    version = cupy.cuda.runtime.driverGetVersion()
+    return Device(
+        "cuda",
+        arch,
+        attributes["MultiProcessorCount"],
+        attributes["MaxSharedMemoryPerBlockOptin"],
+        model,
+        f"{version // 1000}.{version % 1000 // 10}",
+    )
 
 
 @lru_cache(maxsize=1)

@@ -18,3 +18,13 @@ def libraries() -> tuple[str | None, ...]:
 def cache_dir() -> str | None:
     """CUPY_FLASH_CACHE_DIR: the folder of compiled kernels; None if unset or empty."""
     return os.environ.get("CUPY_FLASH_CACHE_DIR") or None
+
+
+def evidence_dir() -> str | None:
+    """CUPY_FLASH_EVIDENCE_DIR: a read-only folder of evidence that several machines share; None if unset or empty."""
+    return os.environ.get("CUPY_FLASH_EVIDENCE_DIR") or None
+
+
+def record_file() -> str | None:
+    """CUPY_FLASH_RECORD: a file to which a process appends the calls that it makes; None if unset or empty."""
+    return os.environ.get("CUPY_FLASH_RECORD") or None

@@ -50,13 +50,15 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "") -> dict[str, np.dtype[Any]]:
+def dtypes(captured: str = "", cache: bool = False) -> dict[str, np.dtype[Any]]:
     """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
+    `cache`: with the members of a KV cache.
     """
     text = (kernel_folder() / "params.cuh").read_text()
-    lines = [line for _, line, _ in chosen_lines(text, {"MODS": captured != ""}, "params.cuh")]
+    switches = {"MODS": captured != "", "KV_CACHE": cache}
+    lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype[Any]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
@@ -92,7 +94,7 @@ def pack(
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     for name, array in zip(Operands._fields, operands, strict=True):
-        if isinstance(array, Array):
+        if isinstance(array, Array) and (problem.cache is None or name not in ("k", "v")):
             members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     for name, array in results.items():
@@ -114,7 +116,7 @@ def pack(
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
         "step": (problem.step,),
-        "first_head": (problem.first_head,),
+        "first_head": (problem.first_batch * problem.whole_heads + problem.first_head,),
         "whole_heads": (problem.whole_heads,),
         "batch": (problem.batch,),
         "heads": (problem.heads,),
@@ -124,6 +126,11 @@ def pack(
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
+    if problem.cache is not None:
+        from .cache_params import cache_members  # which calls without a cache never need
+
+        members |= cache_members(problem, operands, workspaces, address, _tensor)
+        return _filled("Params", members, cache=True)
     if captured is None:
         return _filled("Params", members)
     return _filled("Params", members | {"captured": captured.members(address)}, captured.text)
@@ -221,8 +228,8 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str, captured: str) -> _Struct:
-    dtype = dtypes(captured)[name]
+def _struct(name: str, captured: str, cache: bool) -> _Struct:
+    dtype = dtypes(captured, cache)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far
@@ -236,9 +243,11 @@ def _struct(name: str, captured: str) -> _Struct:
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
-def _filled(name: str, members: dict[str, tuple[float, ...]], captured: str = "") -> np.ndarray[Any, Any]:
+def _filled(
+    name: str, members: dict[str, tuple[float, ...]], captured: str = "", *, cache: bool = False
+) -> np.ndarray[Any, Any]:
     """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name, captured)
+    layout = _struct(name, captured, cache)
     numbers = layout.zeros.copy()
     for member, values in members.items():
         numbers[layout.places[member]] = values

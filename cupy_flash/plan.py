@@ -1,25 +1,35 @@
-"""Chooses how a problem will run: the legal tile with the smallest predicted time, of all engines.
+"""Chooses how a problem will run: the tile measured fastest on this card, else that with the smallest predicted time.
 
-Pure: nothing is computed, and no GPU is needed.
+Nothing is computed, and no GPU is needed. A plan depends on the problem, the device and the evidence about it, which a
+process reads once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from . import evidence
 from .device import Device
-from .engines import Engine, cpu, cpu_decode, mma, simt, wgmma
-from .features import ARRAYS
+from .engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
+from .evidence import Measured, Tune
+from .features import ARRAYS, FEATURES, is_given
 from .launch import Launch
 from .params import Workspace
-from .problem import Problem, UnsupportedError
+from .problem import FP8, Problem, UnsupportedError
 
 # The engines by name.
-MODULES: dict[str, Engine] = {"cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "wgmma": wgmma}
-WITH_CACHE = ("cpu_decode",)  # the engines that read a KV cache
+MODULES: dict[str, Engine] = {
+    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+}  # fmt: skip
+WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
 WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
+# The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
+ON_REQUEST = ("wgmma",)
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
+
+SIZES = ("queries", "keys", "rows")  # the fields of tune_key that no kernel depends on
 
 # Buckets of lengths per octave. By the cost models the best tile for a bucket's last length takes 0 to 2 % longer than
 # the best tile for the exact length (random decodes, prefills and chunked prefills on sm_80, sm_90a and a CPU; means by
@@ -40,6 +50,7 @@ class Plan(NamedTuple):
     tile: Any  # of the engine's own type
     cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
+    measured: str = ""  # the measurement that has chosen; "": the prediction has
 
     @property
     def tiles(self) -> str:
@@ -69,7 +80,9 @@ class Plan(NamedTuple):
             f"engine     {self.engine} on {self.device}",
             f"tiles      {self.tiles}",
             f"bucket     {queries} queries x {keys} keys have this engine and these tiles",
-            f"why        the smallest predicted time of all legal tiles, for the bucket's last lengths: "
+            f"why        {self.measured}"
+            if self.measured
+            else f"why        the smallest predicted time of all legal tiles, for the bucket's last lengths: "
             f"{self.cost * 1e3:.3g} ms{of}",
         ]
         cache = self.problem.cache
@@ -78,16 +91,18 @@ class Plan(NamedTuple):
             lines.append(
                 f"bits       of a sequence, the same in every batch, by split_size; {without.cost * 1e3:.3g} ms without"
             )
-        if MODULES[self.engine].MEASURED is None:
+        if MODULES[self.engine].MEASURED is None and not self.measured:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
+        lines += _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(
                 f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory"
             )
+        tune = _tune(self.problem, self.device)
         for engine, reasons in self.refused:
             # Reasons quote lengths: those of this problem, not the bucket's.
-            own = _refusals(engine, self.problem, self.device) or reasons
+            own = refusals(engine, self.problem, self.device, tune) or reasons
             lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
         return "\n".join(lines)
 
@@ -106,6 +121,7 @@ class Choice(NamedTuple):
     tile: Any
     cost: float
     refused: Refused
+    measured: str = ""
 
 
 @lru_cache(maxsize=1024)
@@ -120,11 +136,11 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
     choice = _choice(last, device)
     if choice is None:
         lines = [f"no engine of this version serves this problem: {problem}"]
-        lines += [f"  - {engine}: {reason}" for engine in MODULES for reason in _refusals(engine, problem, device)]
+        lines += [f"  - {engine}: {reason}" for engine in MODULES for reason in refusals(engine, problem, device)]
         raise UnsupportedError("\n".join(lines))
     if tile is not None:
         cost = MODULES[choice.engine].seconds(last, _pairs(last), device, tile)
-        choice = choice._replace(tile=tile, cost=cost)
+        choice = choice._replace(tile=tile, cost=cost, measured="")
     return _planned(problem, device, choice)
 
 
@@ -162,6 +178,33 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
+def tune_key(problem: Problem) -> dict[str, Any]:
+    """The bucket of shapes and options that a measurement holds for, as a record of JSON.
+
+    Lengths, rows of heads (batch times query heads) and windows count by their buckets, numbers and arrays among the
+    options by their presence.
+    """
+    mask = problem.mask
+    given = [feature.field for feature in FEATURES if feature.constant and is_given(problem, feature)]
+    facts = ("bias_gradient", "deterministic", "shard")
+    return {
+        "queries": bucket_of(problem.q_len)[1],
+        "keys": bucket_of(problem.kv_len)[1],
+        "rows": bucket_of(problem.batch * problem.heads)[1],
+        "step": "backward" if problem.backward else "forward",
+        "dtype": problem.dtype.name,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "group": problem.group,
+        "packed": problem.layout == "thd",
+        "mask": [None if side is None else bucket_of(side)[1] if side > 0 else side for side in mask[:2]],
+        "top_left": mask.top_left and mask.edges > 0,
+        "options": sorted(given + [name for name in facts if getattr(problem, name)]),
+        "mods": problem.mods,
+        "cache": "" if problem.cache is None else str(problem.cache._replace(split_size=None, blocks=0)),
+    }
+
+
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """A launch of every kernel that the plans of this problem may have, whatever its batch, heads and lengths.
 
@@ -170,33 +213,120 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     plan(problem, device)  # raises where nothing serves the problem
     launches: list[Launch] = []
     for engine, module in MODULES.items():
-        if _refusals(engine, problem, device):
+        if refusals(engine, problem, device):
             continue
         best: dict[object, Any] = {}
         for _, tile in _by_cost(engine, problem, device):
             best.setdefault(module.alike(tile), tile)
         for tile in best.values():
             launches += module.launches(problem, device, tile)
+    key = tune_key(problem)
+    for tune in evidence.tunes(device):
+        if {**tune.key, **dict.fromkeys(SIZES)} == {**key, **dict.fromkeys(SIZES)}:
+            serving = [engine for engine in MODULES if not refusals(engine, problem, device, tune)]
+            fastest = _fastest(problem, device, tune, serving)
+            if fastest is not None:
+                launches += MODULES[fastest[0].engine].launches(problem, device, fastest[1])
     return tuple(launches)
 
 
 @lru_cache(maxsize=1024)
-def _choice(problem: Problem, device: Device) -> Choice | None:
-    """The tile with the smallest cost of all engines that serve the problem; None where none does."""
-    refused = {engine: reasons for engine in MODULES if (reasons := _refusals(engine, problem, device))}
+def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | None:
+    """The tile measured fastest, else that with the smallest cost of all engines that serve the problem.
+
+    None where no engine does. Without `measure` the prediction alone chooses.
+    """
+    evidence.suggest(device, tuple(engine for engine in MODULES if "cuda" in MODULES[engine].BACKENDS))
+    tune = _tune(problem, device) if measure else None
+    refused = {engine: reasons for engine in MODULES if (reasons := refusals(engine, problem, device, tune))}
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
-    chosen = min(best, key=lambda engine: best[engine][0])
-    for engine, (cost, _) in best.items():
+    fastest = None if tune is None else _fastest(problem, device, tune, best)
+    if tune is None or fastest is None:
+        # An engine on request serves where it is measured, never by its prediction.
+        defaults = [engine for engine in best if not _is_on_request(engine, problem)] or list(best)
+        chosen = min(defaults, key=lambda engine: best[engine][0])
+        (cost, tile), words = best[chosen], ""
+    else:
+        measured, tile = fastest
+        chosen, words = measured.engine, _comparison(measured, tune, best)
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+    for engine, (seconds, _) in best.items():
         if engine != chosen:
-            refused[engine] = (f"its smallest predicted time is {cost * 1e3:.3g} ms",)
-    cost, tile = best[chosen]
-    return Choice(chosen, tile, cost, tuple(refused.items()))
+            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms",)
+    return Choice(chosen, tile, cost, tuple(refused.items()), words)
+
+
+def forget() -> None:
+    """Plan every later problem anew, with the evidence that is then stored."""
+    evidence.forget()
+    plan.cache_clear()
+    _choice.cache_clear()
+
+
+def predicted(problem: Problem, device: Device) -> Plan:
+    """The plan of a problem without measurements: the smallest predicted time of the engines that are defaults."""
+    choice = _choice(last_of_bucket(problem), device, measure=False)
+    if choice is None:
+        return plan(problem, device)  # raises with every engine's reasons
+    return _planned(problem, device, choice)
+
+
+def _tune(problem: Problem, device: Device) -> Tune | None:
+    """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return None
+    return evidence.tune_of(tune_key(problem), device)
+
+
+def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
+    """The fastest measurement of a tile that is legal for the problem, and the tile."""
+    tiles: dict[str, dict[str, Any]] = {}
+    for measured in tune.measured:
+        if measured.engine not in engines:
+            continue
+        if measured.engine not in tiles:
+            legal = MODULES[measured.engine].tiles(problem, device)
+            tiles[measured.engine] = {repr(tile): tile for tile in legal}
+        tile = tiles[measured.engine].get(measured.tile)
+        if tile is not None:
+            return measured, tile
+    return None
+
+
+def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str:
+    """Why a measured tile is chosen, as explain() says it."""
+    amounts = {each[:2]: each.amount for each in tune.measured}
+    count = sum(each.engine in engines for each in tune.measured)
+    default = amounts[tune.default]
+    beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
+    return (
+        f"measured the fastest of {count} tiles in this bucket, "
+        f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
+    )
+
+
+def amount_text(amount: float, unit: str) -> str:
+    """A measurement with its unit, seconds as milliseconds."""
+    return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
+
+
+def _evidence_lines(chosen: Plan) -> list[str]:
+    """The lines of explain() about checks and about records that were ignored."""
+    if not evidence.has_card(chosen.device):
+        return []
+    check, where = evidence.check_of(chosen.engine, chosen.device), f"{chosen.device.card} ({chosen.device.arch})"
+    if check is None:
+        lines = [f"checked    {chosen.engine} not yet on {where}: {evidence.CHECK_COMMAND}"]
+    else:
+        verdict = "passed" if check.passed else f"failed, {check.reason},"
+        lines = [f"checked    {chosen.engine} {verdict} on {where} at {check.date}: {check.path}"]
+    return lines + [f"ignored    {path}: {why}" for path, why in sorted(evidence.ignored.items())]
 
 
 def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
-    engine, tile, cost, refused = choice
+    engine, tile, cost, refused, measured = choice
     module = MODULES[engine]
     return Plan(
         problem,
@@ -209,6 +339,7 @@ def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
         tile,
         cost,
         refused,
+        measured,
     )
 
 
@@ -225,8 +356,8 @@ def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float,
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
 
-def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
-    """Why an engine does not serve a problem; empty where it does."""
+def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
+    """Why an engine does not serve a problem; empty where it does. `tune`: the measurements for the problem."""
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
@@ -240,4 +371,25 @@ def _refusals(engine: str, problem: Problem, device: Device) -> tuple[str, ...]:
         reasons.append(f"it computes no {problem.derivative} in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")
-    return (*reasons, *MODULES[engine].refusals(problem, device))
+    return (*reasons, *MODULES[engine].refusals(problem, device), *unproved(engine, problem, device, tune))
+
+
+def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> list[str]:
+    """Why the evidence does not permit an engine that the call does not name; empty where it does."""
+    if problem.engine is not None or device.backend == "cpu":
+        return []
+    check = evidence.check_of(engine, device)
+    request = f'so it runs only on request: engine="{engine}"'
+    if check is not None and not check.passed:
+        return [f"its check failed on {device.card} ({check.reason}), {request}"]
+    if not _is_on_request(engine, problem):
+        return []
+    if check is None:
+        return [f"no check has passed on this card yet ({evidence.CHECK_COMMAND}), {request}"]
+    if tune is None or all(measured.engine != engine for measured in tune.measured):
+        return [f"checked, but not measured in this bucket of shapes ({evidence.TUNE_COMMAND}), {request}"]
+    return []
+
+
+def _is_on_request(engine: str, problem: Problem) -> bool:
+    return engine in ON_REQUEST and engine != problem.engine and problem.dtype.name != FP8  # which no other serves

@@ -286,7 +286,7 @@ def _state(facts: Facts) -> Stated:
     if sizes.known and not unmet:
         q_len, kv_len = longest
         assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
-        step, first_head, heads = facts.shard
+        step, first_head, heads, first_batch, _ = facts.shard
         problem = Problem(
             backward=facts.backward,
             derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
@@ -310,6 +310,7 @@ def _state(facts: Facts) -> Stated:
             step=step,
             first_head=first_head,
             whole_heads=sizes.heads if heads is None else heads,
+            first_batch=first_batch,
             deterministic=bool(options["deterministic"]),
             backend=facts.backend,
             engine=options["engine"],
@@ -347,9 +348,10 @@ def _check_mods(
     from .mods.ir import parse
 
     program = parse(facts.mods)
-    q_len, kv_len = longest
-    if sizes.known and q_len is not None and kv_len is not None and "starts" not in arrays:
-        check_captured(requirements, arrays, program, sizes, (q_len, kv_len))
+    _, _, heads, first_batch, lengths = facts.shard
+    q_len, kv_len = lengths or longest
+    if sizes.known and q_len is not None and kv_len is not None:
+        check_captured(requirements, arrays, program, (first_batch + sizes.batch, heads or sizes.heads, q_len, kv_len))
     slots = range(len(program.arrays))
     asked = (True,) * len(slots) if facts.captured_gradient is None else facts.captured_gradient
     differentiated = floating_reads(program) if facts.backward else set()

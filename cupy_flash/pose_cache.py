@@ -216,6 +216,8 @@ def _state(facts: Facts) -> Stated:
     unsupported += _check_pages(arrays, sizes)
     _check_dtypes(requirements, arrays, attends)
     _check_others(requirements, arrays, layout, sizes)
+    if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
+        requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
     return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported))
 
 
@@ -393,7 +395,10 @@ def _check_what_goes_together(
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
     if appends and any(arrays[name].framework == "jax" for name in ("k_cache", "v_cache") if name in arrays):
-        unsupported.append("jax arrays are immutable: nothing can be appended to them in place")
+        unsupported.append(
+            "jax arrays are immutable, and nothing can be appended to them in place: "
+            "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"
+        )
     elif appends:
         for name in ("k_cache", "v_cache"):
             require(name not in arrays or not arrays[name].readonly, f"{name} is read-only: rows cannot be appended")
@@ -545,9 +550,10 @@ def _with_problem(
     numbers = settings.numbers
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
-    rotary = None
+    rotary = rotary_dtypes = None
     if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
         rotary = (2 * arrays["rotary_cos"].shape[1], bool(options["rotary_interleaved"]))
+        rotary_dtypes = (arrays["rotary_cos"].dtype.name, arrays["rotary_sin"].dtype.name)
     cache = Cache(
         layout=layout,
         dtype=arrays["k_cache"].dtype,
@@ -557,6 +563,7 @@ def _with_problem(
         slots="slots" in arrays,
         rotary=rotary,
         split_size=options["split_size"] if isinstance(options["split_size"], int) else None,
+        rotary_dtypes=rotary_dtypes,
     )
     problem = Problem(
         backward=False,
@@ -581,6 +588,7 @@ def _with_problem(
         step=1,
         first_head=0,
         whole_heads=sizes.heads,
+        first_batch=0,
         deterministic=False,
         backend=facts.backend,
         engine=options["engine"],

@@ -113,6 +113,8 @@ class Shard(NamedTuple):
     step: int = 1  # positions between neighbouring rows
     first_head: int = 0
     heads: int | None = None  # query heads of the whole; None: all are here
+    first_batch: int = 0
+    lengths: tuple[int, int] | None = None  # of the longest whole sequence, with `starts`: (queries, keys)
 
 
 WHOLE = Shard()
@@ -204,6 +206,7 @@ class _Call:
     step: int
     first_head: int
     whole_heads: int
+    first_batch: int
     deterministic: bool
     backend: str | None  # as requested; None follows the arrays
     engine: str | None

@@ -429,7 +429,7 @@ def check_seed(
     framework = arrays["q"].framework if "q" in arrays else ""
     if seed is None:
         why = "attention_backward cannot draw one" if backward else "jax has no generator to draw one from"
-        drawable = not dropout or not (backward or framework == "jax")
+        drawable = not dropout or not (backward or framework in ("jax", "xla"))
         requirements.require(drawable, f"dropout needs a seed here: {why}")
         return None
     if isinstance(seed, (bool, np.bool_, np.timedelta64, float, str)):

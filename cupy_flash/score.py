@@ -226,7 +226,7 @@ class ModInputs:
     def __init__(self, problem: Any, operands: Any) -> None:
         self.arrays = tuple(array.numpy() for array in operands.captured)
         self.numbers, self.real = operands.numbers, problem.accumulation.type
-        self.first_head = problem.first_head
+        self.first_head, self.first_batch = problem.first_head, problem.first_batch
 
     def of(self, tile: ScoreTile) -> tuple[Any, ...]:
         """(b, h, q, kv, arrays, numbers, real): q (rows, 1) and kv (1, columns) are positions in the whole sequence."""
@@ -234,7 +234,8 @@ class ModInputs:
         q = np.arange(*tile.queries, dtype=np.int32) * np.int32(step) + np.int32(q_first)
         kv = np.arange(*tile.keys, dtype=np.int32) * np.int32(step) + np.int32(kv_first)
         head = np.int32(self.first_head + tile.head)
-        return np.int32(tile.batch), head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
+        batch = np.int32(self.first_batch + tile.batch)
+        return batch, head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
 
 
 class Modified:

@@ -67,3 +67,12 @@ constexpr bool MASK_MOD = false;           // a mask_mod hides some
 constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
 #define MODS 0                 // there is one of both: traced.cuh and captured.cuh are generated from their traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
+
+// A KV cache.
+#define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
+constexpr bool PAGED = false;  // they are pools of pages with a block table
+constexpr int SPLIT_SIZE = 0;  // keys of a piece, which ends at its multiples; 0: equal runs of tiles
+constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
+constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2
+using cos_element = float;                  // dtypes of the rotary tables
+using sin_element = float;

@@ -221,13 +221,19 @@ __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned 
 #define NAMES_12 \
   NAMES_10       \
   ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_16 \
+#define NAMES_14 \
   NAMES_12       \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_24                                                                     \
-  NAMES_16                                                                           \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+  ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define NAMES_16 \
+  NAMES_14       \
+  ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_18 \
+  NAMES_16       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define NAMES_24                                                 \
+  NAMES_18                                                       \
+  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
+  ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_32                                                                                 \
   NAMES_24                                                                                       \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -237,10 +243,10 @@ __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned 
 #define FRAGMENTS_8 FRAGMENTS_4, FRAGMENT(4), FRAGMENT(5), FRAGMENT(6), FRAGMENT(7)
 #define FRAGMENTS_10 FRAGMENTS_8, FRAGMENT(8), FRAGMENT(9)
 #define FRAGMENTS_12 FRAGMENTS_10, FRAGMENT(10), FRAGMENT(11)
-#define FRAGMENTS_16 FRAGMENTS_12, FRAGMENT(12), FRAGMENT(13), FRAGMENT(14), FRAGMENT(15)
-#define FRAGMENTS_24                                                                                              \
-  FRAGMENTS_16, FRAGMENT(16), FRAGMENT(17), FRAGMENT(18), FRAGMENT(19), FRAGMENT(20), FRAGMENT(21), FRAGMENT(22), \
-      FRAGMENT(23)
+#define FRAGMENTS_14 FRAGMENTS_12, FRAGMENT(12), FRAGMENT(13)
+#define FRAGMENTS_16 FRAGMENTS_14, FRAGMENT(14), FRAGMENT(15)
+#define FRAGMENTS_18 FRAGMENTS_16, FRAGMENT(16), FRAGMENT(17)
+#define FRAGMENTS_24 FRAGMENTS_18, FRAGMENT(18), FRAGMENT(19), FRAGMENT(20), FRAGMENT(21), FRAGMENT(22), FRAGMENT(23)
 #define FRAGMENTS_32                                                                                              \
   FRAGMENTS_24, FRAGMENT(24), FRAGMENT(25), FRAGMENT(26), FRAGMENT(27), FRAGMENT(28), FRAGMENT(29), FRAGMENT(30), \
       FRAGMENT(31)
@@ -271,7 +277,9 @@ __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned 
   DEFINE_WGMMA(T, TYPE, 8, 64, 32, 33, 34, 35, 36)    \
   DEFINE_WGMMA(T, TYPE, 10, 80, 40, 41, 42, 43, 44)   \
   DEFINE_WGMMA(T, TYPE, 12, 96, 48, 49, 50, 51, 52)   \
+  DEFINE_WGMMA(T, TYPE, 14, 112, 56, 57, 58, 59, 60)  \
   DEFINE_WGMMA(T, TYPE, 16, 128, 64, 65, 66, 67, 68)  \
+  DEFINE_WGMMA(T, TYPE, 18, 144, 72, 73, 74, 75, 76)  \
   DEFINE_WGMMA(T, TYPE, 24, 192, 96, 97, 98, 99, 100) \
   DEFINE_WGMMA(T, TYPE, 32, 256, 128, 129, 130, 131, 132)
 DEFINE_WGMMA_SHAPES(half16, "f16")

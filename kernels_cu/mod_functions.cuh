@@ -126,6 +126,38 @@ template <typename Sum>
 __device__ void add_to(Sum* sums, long long place, real x) {
   atomicAdd(sums + place, (Sum)x);
 }
+// Deterministic sums of the gradient of a captured array, in fixed point: integers have one sum in any order of
+// additions. `largest` is the largest sum of magnitudes that a row contributes; all rows together stay below 2^62
+// units.
+struct FixedPoint {
+  int exponent;  // a unit is 2^-exponent
+  bool is_finite;
+  __device__ FixedPoint(const Params& p, const void* largest) {
+    int biased = (int)(__double_as_longlong(*(const double*)largest) >> 52);  // largest < 2^(biased - 1022)
+    int of_rows = 64 - __clzll((long long)p.batch * p.heads * p.q_len);       // rows < 2^of_rows
+    exponent = min(max(61 - of_rows - (biased - 1022), -1022), 1022);
+    is_finite = biased != 0x7FF;
+  }
+  static __device__ double power_of_two(int n) { return __longlong_as_double((long long)(1023 + n) << 52); }
+  __device__ void add_to(long long* sums, long long place, real x) const {
+    long long units = (long long)rint((double)x * power_of_two(exponent));
+    atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
+  }
+  // An infinite or NaN contribution leaves no scale: the gradient is NaN.
+  __device__ real value(long long sum) const {
+    return is_finite ? (real)((double)sum * power_of_two(-exponent)) : (real)__int_as_float(0x7FC00000);
+  }
+};
+// Numbers that are not negative have the order of their bits, also inf and NaN.
+__device__ inline void raise_to(double* largest, real x) {
+  atomicMax((unsigned long long*)largest, (unsigned long long)__double_as_longlong(abs((double)x)));
+}
+template <typename Element>
+__device__ void round_fixed(Element* gradient, const long long* sums, long long count, FixedPoint fixed, int thread,
+                            int threads) {
+  for (long long n = thread; n < count; n += threads) store(gradient + n, fixed.value(sums[n]));
+}
+
 template <typename Sum>
 __device__ void clear(Sum* sums, long long count, int thread, int threads) {
   for (long long n = thread; n < count; n += threads) sums[n] = 0;

@@ -73,6 +73,34 @@ struct Params {
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
+#if KV_CACHE
+  Operand k_new;  // rows to append; null: none
+  Operand v_new;
+  Operand q_unrotated;  // with rotary tables: q is the workspace with its rotated rows
+  int* cache_seqlens;   // keys of each sequence before the append, with slots all keys; null: cache_length
+  int* cache_batch_idx;
+  int* cache_leftpad;
+  int* block_table;
+  long long* slots;
+  int* positions;
+  void* rotary_cos;
+  void* rotary_sin;
+  float* part_out;  // workspaces: partial results, (places, BLOCK_Q, columns) and (places, BLOCK_Q)
+  float* part_lse;
+  long long table_row;      // strides
+  long long positions_row;  // of one sequence; a packed batch has none
+  long long cos_row;
+  long long sin_row;
+  int places;          // for partial results
+  int cache_length;    // of every sequence
+  int cache_capacity;  // keys of a sequence
+  int cache_blocks;    // pages, or rows of a contiguous cache
+  int cache_rows;      // keys of a block
+  int page_log2;
+  int appended;     // rows of k of each sequence of a padded batch
+  int rotary_rows;  // of the tables
+  int mask_keys;    // the last keys of a sequence, to which the mask applies
+#endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod
 #endif

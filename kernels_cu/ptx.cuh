@@ -112,6 +112,18 @@ __device__ inline void st_shared_v4(unsigned int to, const unsigned int (&x)[4])
                : "memory");
 }
 
+__device__ inline int ld_shared(unsigned int from) {
+  int x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+__device__ inline void st_shared(unsigned int to, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ inline void st_shared_v2(unsigned int to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
 // Copies the first `bytes` of SIZE (16 or 4) from global to shared memory, both aligned to SIZE, and zero-fills the
 // rest. Visible to the thread after cp_async_wait_group, to others after a barrier that follows. Turing has no cp.async
 // and copies synchronously.
@@ -135,7 +147,7 @@ __device__ inline void cp_async(unsigned int to, const void* from, int bytes) {
     st_shared_v4(to, x);
   } else {
     if (bytes) x[0] = *(const unsigned int*)from;
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x[0]) : "memory");
+    st_shared(to, x[0]);
   }
 #endif
 }

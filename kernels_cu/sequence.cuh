@@ -2,6 +2,9 @@
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
+#if KV_CACHE
+#include "kv_cache.cuh"
+#endif
 
 struct Range {
   int begin;
@@ -13,12 +16,15 @@ struct Range {
 // Addresses of the rows of a tile in global memory.
 template <typename T>
 struct TileRows {
+  static constexpr bool EQUIDISTANT = true;
+
   T* data;  // position 0 of the sequence
   long long stride;
   int first;    // position of the tile's row 0
   int aligned;  // of the operand
 
   __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
+  __device__ bool has(int position) const { return true; }  // as PagedTileRows may not
 };
 
 // The rows of one head of a tensor; `tile` finds those from position `first`.
@@ -48,6 +54,35 @@ struct Sequence {
   int offset;  // the diagonal offset o that causal, window and ALiBi share
   int step;    // query i is i * step + offset - j * step positions past key j
 
+#if KV_CACHE
+  int appended;  // rows of k
+  int leftpad;   // keys before it are not seen
+  Blocks blocks;
+
+  // Wrong contents of arrays lead to no access outside of the arrays: lengths and bounds are clamped.
+  __device__ Sequence(const Params& p, int b)
+      : batch(b), q_rows(p.q_len), kv_start(0), q_start(0), step(1), leftpad(0), blocks(p, b) {
+    bool past_the_end = PACKED && b == p.batch;
+    if (PACKED && p.cu_seqlens_q) {
+      int end = past_the_end ? p.q_len : p.cu_seqlens_q[b + 1];
+      q_start = min(max(p.cu_seqlens_q[b], 0), p.q_len);
+      q_rows = min(max(end, q_start), p.q_len) - q_start;
+    } else if (past_the_end) {
+      q_rows = 0;
+    }
+    q_len = past_the_end ? 0 : q_rows;
+    kv_len = appended = 0;
+    if (p.k_new.data && (!past_the_end || p.slots)) appended = PACKED ? q_rows : p.appended;
+    if (!past_the_end) {
+      int added = p.slots ? 0 : appended;
+      int before = p.cache_seqlens ? p.cache_seqlens[b] : p.cache_length;
+      kv_len = min(max(before, 0), max(p.cache_capacity - added, 0)) + min(added, p.cache_capacity);
+      if (p.cache_leftpad) leftpad = max(p.cache_leftpad[b], 0);
+    }
+    kv_rows = kv_len;
+    offset = kv_len - q_len;
+  }
+#else
   __device__ Sequence(const Params& p, int b) : batch(b) {
     if constexpr (PACKED) {
       // The grid has one sequence more than the batch: the rows past cu_seqlens[-1], without valid queries or keys.
@@ -72,6 +107,7 @@ struct Sequence {
       if (b < p.batch) offset = p.starts[3 * b + 2];
     }
   }
+#endif
 
   // The address of row 0 of this sequence: of a tensor of queries, then of a tensor of keys.
   template <typename T>
@@ -90,9 +126,16 @@ struct Sequence {
   __device__ HeadRows<T> query_rows(const Operand& x, int head) const {
     return {queries<T>(x, head), x.row, x.aligned};
   }
+#if KV_CACHE
+  template <typename T>
+  __device__ CacheRows<T> key_rows(const Operand& x, int kv_head) const {
+    return {blocks, (T*)x.data + kv_head * x.head + (PAGED ? 0 : blocks.row() * x.batch), x.batch, x.row, x.aligned};
+  }
+#else
   template <typename T>
   __device__ HeadRows<T> key_rows(const Operand& x, int kv_head) const {
     return {keys<T>(x, kv_head), x.row, x.aligned};
   }
+#endif
   __device__ Box key_box(int first) const { return {kv_start + first, PACKED ? 0 : batch}; }
 };

@@ -14,6 +14,9 @@ from cupy_flash import backends, cache, nvrtc
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
 
+# Before jax's first use of its devices: four of them, for sharded arrays.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+
 for tier, examples in (("default", 64), ("exhaustive", 200)):
     hypothesis.settings.register_profile(
         tier,

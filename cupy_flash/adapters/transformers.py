@@ -1,8 +1,9 @@
 """attn_implementation="cupy_fa" for Hugging Face transformers: `register`, attention function, mask function.
 
 transformers builds one boolean mask (B, 1, Sq, Sk) per attention pattern before the layers run, which is quadratic in
-the sequence. Ours is a `LazyMask` that stores causal, window and padding instead, and materialises only for code that
-reads its elements. As with sdpa, the mask alone determines which keys a query sees.
+the sequence. Ours is a `LazyMask` that stores causal, window and padding instead, or the mask function as a `Mod`
+(chunks, prefixes, several sequences in one row, ...), and materialises only for code that reads its elements. As with
+sdpa, the mask alone determines which keys a query sees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from ..mods.trace import Mod
 from ..problem import UnsupportedError
 from .torch import attention, attention_varlen
 
@@ -30,7 +32,7 @@ def register() -> None:
     """Register attn_implementation="cupy_fa" with transformers, for `from_pretrained` and `set_attn_implementation`.
 
     Results and gradients are those of attn_implementation="sdpa"; softcaps and sinks, which sdpa lacks, work too.
-    Key/value heads are not repeated; causal masks, sliding windows and padding take memory linear in the sequence.
+    Key/value heads are not repeated; masks take memory linear in the sequence.
     Padding rows may be 0, where sdpa computes arbitrary values. A model that does not use the attention interface
     raises UnsupportedError when built or loaded: see `check_model`.
 
@@ -146,7 +148,8 @@ class LazyMask(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
 
-    dense: Callable[[], Any]
+    dense: functools._lru_cache_wrapper[Any]
+    mod: Mod | None  # the whole pattern, instead of the following
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
@@ -159,11 +162,18 @@ class LazyMask(torch.Tensor):
         causal: bool,
         window: tuple[int, int] | None,
         padding: Padding | None,
+        mod: Mod | None = None,
     ) -> LazyMask:
         """A mask with this shape and pattern; `dense` makes its elements for operators that read them."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool, device=device)
-        mask.dense, mask.causal, mask.window, mask.padding = dense, causal, window, padding
+        mask.dense = functools.cache(dense)
+        mask.causal, mask.window, mask.padding, mask.mod = causal, window, padding, mod
         return mask
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the pattern is the mask. A model that asked for elements, and read them, may have written to them."""
+        return self.mod is None or not self.dense.cache_info().currsize
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,8 +190,8 @@ def attention_mask(
 ) -> Any:
     """Mask function for transformers: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
 
-    sdpa_mask builds the tensor for combined patterns, chunked attention, several sequences in one row, static caches,
-    and under torch.compile. Models in `ADDITIVE` get an additive mask.
+    sdpa_mask builds the tensor for static caches, for one query, under torch.compile, and for mask functions that no
+    Mod traces. Models in `ADDITIVE` get an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
@@ -200,11 +210,12 @@ def attention_mask(
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
-    if pattern is None or not is_known:
+    if not is_known:
         return sdpa_mask(**sizes, **arguments)
-    causal, window = pattern
-    if (causal or window) and q_offset + q_length != kv_offset + kv_length:  # the last query is not at the last key
-        return sdpa_mask(**sizes, **arguments)
+    causal, window = pattern or (False, None)
+    is_aligned = q_offset + q_length == kv_offset + kv_length  # the last query is at the last key
+    if pattern is None or ((causal or window) and not is_aligned):
+        return _mask_by_function(sizes, arguments)
     if window and max(window) + 1 >= kv_length:
         window = None
     padding = None
@@ -217,10 +228,40 @@ def attention_mask(
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,
-        dense=functools.cache(functools.partial(sdpa_mask, **sizes, **arguments)),
+        dense=functools.partial(sdpa_mask, **sizes, **arguments),
         causal=causal,
         window=window,
         padding=padding,
+    )
+
+
+def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """The LazyMask of a mask function that a Mod traces, else its tensor; for one query, that is linear in the keys."""
+    batch_size, q_length, kv_length, q_offset, kv_offset = sizes.values()
+    function, tokens = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
+    device = arguments.get("device", "cpu")
+    valid = None if tokens is None else F.pad(tokens.to(device), (0, max(0, kv_offset + kv_length - tokens.shape[1])))
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q_idx, kv_idx = q_idx + q_offset, kv_idx + kv_offset
+        seen = function(b, 0, q_idx, kv_idx)  # a mask has no heads
+        return seen if valid is None else seen & valid[b, kv_idx]
+
+    try:
+        mod = Mod(mask_mod=mask_mod) if q_length > 1 else None
+    except Exception:  # errors of the function's own come again, with tensors
+        mod = None
+    if mod is None:
+        return sdpa_mask(**sizes, **arguments)
+    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)  # its elements are never None
+    return LazyMask.of(
+        shape=(batch_size, 1, q_length, kv_length),
+        device=device,
+        dense=functools.partial(sdpa_mask, **sizes, **arguments),
+        causal=False,
+        window=None,
+        padding=None,
+        mod=mod,
     )
 
 
@@ -296,8 +337,10 @@ def attention_forward(
             attention_mask = attention_mask & selected
         else:
             attention_mask = attention_mask.masked_fill(~selected, -torch.inf)
-    if isinstance(attention_mask, LazyMask):
+    if isinstance(attention_mask, LazyMask) and attention_mask.is_pattern:
         return _attend(attention_mask, q, k, v, options), None
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.dense()
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # A single query is the newest token and sees all keys; several are the first ones, as in a static cache.
@@ -321,8 +364,8 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
         raise UnsupportedError(
             'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
         )
-    # For position_ids that restart in each sequence, transformers has built a mask that is not a LazyMask.
-    is_separated = attention_mask is not None and not isinstance(attention_mask, LazyMask)
+    # For position_ids that restart in each sequence, transformers has built a mask by a function of them.
+    is_separated = attention_mask is not None and getattr(attention_mask, "mod", True) is not None
     sequences = kwargs.get("cu_seq_lens_q")
     if sequences is not None and sequences.shape[0] > 2 and not is_separated:
         raise UnsupportedError(
@@ -345,6 +388,8 @@ def _is_argument_of_eager(module_class: type, name: str) -> bool:
 
 
 def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    if mask.mod is not None:
+        return attention(q, k, v, mask_mod=mask.mod, **options)
     options |= dict(causal=mask.causal, window=mask.window)
     padding = mask.padding
     if padding is None:

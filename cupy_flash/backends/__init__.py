@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from .. import device, partials
+from .. import device, environment, partials
 from ..arrays import Array
 from ..device import Device
 from ..launch import Launch
-from ..plan import Plan, plan
+from ..plan import Plan, last_of_bucket, plan
 from ..problem import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 # Appended to the error if CuPy is missing.
@@ -49,12 +49,32 @@ def plan_for(problem: Problem) -> Plan:
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Plan and run a forward problem; returns (out, lse)."""
+    if _RECORD is not None:
+        _record(problem, _RECORD)
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
+    if _RECORD is not None:
+        _record(problem, _RECORD)
     return run_backward(_fitted(plan_for(problem), operands), operands)
+
+
+_RECORD = environment.record_file()  # read once: calls of a process that records nothing do not look again
+_recorded: set[Problem] = set()
+
+
+def _record(problem: Problem, file: str) -> None:
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket."""
+    from ..trial import Trial
+
+    bucket = last_of_bucket(problem)
+    if bucket not in _recorded:
+        _recorded.add(bucket)
+        trial = Trial.of_problem(problem)
+        if trial is not None:
+            trial.append_to(file)
 
 
 def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:

@@ -172,7 +172,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
         return plan
-    place = sequence.batch, problem.first_head, sequence.band, sequence.positions
+    place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
     classes = MaskMod(problem, operands).classes
     pairs = VisitedPairs(classes, *place)
     unbounded = problem._replace(mask=Mask())  # edges are among the pairs
@@ -304,14 +304,19 @@ class Call:
         """The key tiles that a query tile visits, last first."""
         if self.visits is None:
             return [Visit(*tile, False) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
-        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
+
+    def _place(self, sequence: Sequence, head: int) -> tuple[int, int, Band, Positions]:
+        """The batch index and the head in the whole call, and the positions, of a sequence's head."""
+        problem = self.problem
+        return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
         """The query tiles that visit a key tile, first to last."""
         if self.visits is None:
             return [Visit(*tile, False) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
-        place = sequence.batch, self.problem.first_head + head, sequence.band, sequence.positions
+        place = self._place(sequence, head)
         return self.visits.q_tiles(*place, kv_start)
 
     def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
@@ -331,7 +336,7 @@ class Call:
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
         problem, (q_first, kv_first, _, step) = self.problem, tile.positions
-        head_index = tile.batch * problem.whole_heads + problem.first_head + tile.head
+        head_index = (problem.first_batch + tile.batch) * problem.whole_heads + problem.first_head + tile.head
         if step == 1:
             kept = keep_mask(
                 self.seed, head_index, q_first + tile.q_start, q_first + tile.q_stop,

@@ -25,6 +25,12 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         return kernels.forward(plan, operands, _start)
 
 
+def append(plan: Plan, operands: Operands) -> None:
+    """Launch the append to a KV cache on the current stream."""
+    with _explained():
+        kernels.append(plan, operands, _start)
+
+
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Launch the backward on the current stream; returns the gradients."""
     with _explained():

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..cache import compiled
-from ..engines.shared import ELEMENTS
+from ..engines.shared import ELEMENTS, fixed_slots
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
@@ -41,10 +41,12 @@ class Work(NamedTuple):
     layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
     captured: Captured | None = None  # what mods read and write
+    written: tuple[str, ...] = ()  # the inputs that are also written: the caches of an append
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
-        if not launch.headers and params.nbytes > (size := dtypes()["Params"].itemsize):
+        if self.captured is not None and not launch.headers:
+            size = dtypes()["Params"].itemsize
             params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
         if not launch.boxes:
             return (params,)
@@ -64,10 +66,18 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
     """(out, lse) of the call."""
     problem, q = plan.problem, operands.q
-    out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
+    out = None if operands.cache is None else operands.cache.out
+    if out is None:
+        out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     start(_work(plan, operands, {"out": out, "lse": lse}))
     return out, lse
+
+
+def append(plan: Plan, operands: Operands, start: Start) -> None:
+    """Append rows of k and v to a KV cache."""
+    launches = tuple(launch for launch in plan.launches if launch.kernel == "append")
+    start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
@@ -112,7 +122,7 @@ def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
 
 
-def _work(plan: Plan, operands: Operands, results: Results) -> Work:
+def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:
     """The launches of a plan with these outputs, and with workspaces from the caller's framework.
 
     Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
@@ -127,25 +137,41 @@ def _work(plan: Plan, operands: Operands, results: Results) -> Work:
         if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
     if rows:
-        operands, inputs = operands._replace(**rows), inputs | rows
+        operands, inputs = _replaced(operands, rows), inputs | rows
     problem = plan.problem
     tokens = (operands.q.shape[0], operands.k.shape[0])
-    workspaces = plan.workspaces(*(tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)))
+    lengths = tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)
+    workspaces = () if without_workspaces else plan.workspaces(*lengths)
     results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
     captured = None
     if any(launch.headers for launch in plan.launches):
         from ..mods.captured import Captured  # imported by the first call that has a mod
 
-        captured = Captured(problem, operands)
+        captured = Captured(problem, operands, fixed_slots(problem))
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(pack, problem, operands, results, workspaces, captured=captured)
-    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured)
+    written = () if operands.cache is None or operands.cache.k is None else ("k", "v")
+    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written)
 
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
     every = zip(Operands._fields, operands, strict=True)
-    return {name: array for name, array in every if isinstance(array, Array)}
+    arrays = {name: array for name, array in every if isinstance(array, Array)}
+    if operands.cache is None:
+        return arrays
+    from ..cache_params import cache_arrays  # which calls without a cache never need
+
+    return arrays | cache_arrays(operands)
+
+
+def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
+    """The operands with these arrays, by the names of `given`."""
+    if operands.cache is None:
+        return operands._replace(**arrays)
+    from ..cache_params import with_arrays
+
+    return with_arrays(operands, arrays)
 
 
 def _has_contiguous_row(array: Array) -> bool:

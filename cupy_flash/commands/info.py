@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, ahead, device, environment, nvrtc, source
+from .. import __version__, ahead, device, environment, evidence, nvrtc, source
 from ..backends import SIMULATED
 from ..device import Device
-from ..plan import MODULES
+from ..plan import MODULES, WITH_CACHE, unproved
 from . import cache
 
 # Versions are read from package metadata, without an import.
@@ -38,8 +38,11 @@ def run() -> int:
         "kernels_cu": kernels(),
         "NVRTC": compiler(),
         "cache": cache.describe(),
+        "evidence": "; ".join(evidence.summary()) or f"none: {evidence.CHECK_COMMAND}",
         "CUPY_FLASH_BACKEND": environment.backend() or "not set",
         "CUPY_FLASH_CACHE_DIR": environment.cache_dir() or "not set",
+        "CUPY_FLASH_EVIDENCE_DIR": environment.evidence_dir() or "not set",
+        "CUPY_FLASH_RECORD": environment.record_file() or "not set",
         **{f"engine {name}": text for name, text in engines().items()},
     }
     width = max(map(len, rows))
@@ -118,7 +121,9 @@ def engines() -> dict[str, str]:
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
     """Why an engine would not serve a plain problem on a device.
 
-    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64; `requested` is its engine=.
+    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64, and of a KV cache for engines that
+    serve nothing else; `requested` is its engine=.
     """
-    (problem,) = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested)
-    return MODULES[engine].refusals(problem, on)
+    with_cache = engine in WITH_CACHE
+    problem, *_ = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
+    return [*MODULES[engine].refusals(problem, on), *unproved(engine, problem, on)]

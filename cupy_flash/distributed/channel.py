@@ -144,6 +144,11 @@ class Channel(NamedTuple):
         ]
         return Arrival(received, distributed.batch_isend_irecv(operations) if operations else [])
 
+    def sum(self, x: Any) -> Any:
+        """The sum of the ranks' tensors, in the memory of x."""
+        distributed.all_reduce(x, group=self.group)
+        return x
+
     def all_to_all(self, pieces: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """All-to-all: sends pieces[r] to rank r and returns the tensors of shapes[r] received from each rank r."""
         sent = torch.cat([piece.reshape(-1) for piece in pieces])

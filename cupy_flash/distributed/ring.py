@@ -19,6 +19,7 @@ import torch
 from .. import backends
 from ..api import merge
 from ..features import ARRAYS, FEATURES, MODS, SEED
+from ..mods.trace import Mod, decoded, mod_of
 from ..pose import pose
 from ..problem import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
@@ -97,12 +98,13 @@ def ring_attention(
             work, and cannot be captured in a CUDA graph. If False (on all ranks), a mismatch runs into the group's
             timeout or goes unnoticed.
         **options: those of `attention` except bias, mask, q_lengths, kv_lengths and the descales. Positions, the
-            diagonal offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank.
+            diagonal offset and dropout refer to the whole sequence; dropout needs a seed, the same on every rank. What
+            score_mod and mask_mod capture is for the whole sequence, the same on every rank.
 
     Returns:
         out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r): the rank's rows of the whole result.
         The sink's gradient is the contribution of the rank's queries: as for any replicated parameter, sum it over the
-        ranks.
+        ranks. Gradients of what score_mod captures are those of the whole already, on every rank.
 
     Raises:
         TypeError: the call is invalid on this rank.
@@ -117,7 +119,7 @@ def ring_attention(
         problem, _ = pose(function, (q, k, v), settings)
         lengths = whole_lengths(function, seqlen, (problem.q_len, problem.kv_len), channel.ranks)
         schedule = ring_schedule((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, schedule, problem.layout, problem.batch, without_tensors(settings))
+        call = _Call(function, channel, schedule, problem.layout, problem.batch, lengths, without_tensors(settings))
         request |= call.request((q, k, v), settings, lengths, sharding)
     return _attend((q, k, v), settings, call)
 
@@ -186,8 +188,9 @@ def ring_attention_varlen(
         local = [chunks(lengths_of_batch, channel.rank, channel.ranks, sharding) for lengths_of_batch in lengths]
         # Checks the call on its first chunk: an invalid option fails on any of them.
         problem, _ = pose(function, (q, k, v), settings, _packed(local[0][0], local[1][0], q.device))
+        longest = (max(lengths[0], default=0), max(lengths[1], default=0))
         schedule = ring_schedule(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, schedule, problem.layout, 1, without_tensors(settings))
+        call = _Call(function, channel, schedule, problem.layout, 1, longest, without_tensors(settings))
         request |= call.request((q, k, v), settings, tuple(lengths), sharding)
     return _attend((q, k, v), settings, call)
 
@@ -205,6 +208,8 @@ def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, o
         unmet.append("dropout needs a seed here, the same on every rank: the ranks share the bits of one sequence")
     if unmet:
         raise ValueError("\n  - ".join([f"{function}: a requirement is not met", *unmet]))
+    if settings.score_mod is not None or settings.mask_mod is not None:
+        settings.score_mod, settings.mask_mod = mod_of(settings.score_mod, settings.mask_mod), None
     settings.deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     return settings
 
@@ -217,14 +222,21 @@ def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict
         request[name] = f"{x.dtype} ({sizes})"
     for name in ALIKE:
         value = getattr(settings, name)
+        if isinstance(value, Mod):
+            request |= {"mods": value.encoded, "captured": [_described(x) for x in value.arrays]}
+            continue
         request[name] = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     request["seed"] = settings.seed if settings.dropout else None
     return request
 
 
+def _described(captured: Any) -> str:
+    return f"{captured.dtype} {tuple(captured.shape)}{' requires_grad' * bool(captured.requires_grad)}"
+
+
 def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
     """Whether autograd records the call, so that its backward communicates: on all ranks or on none."""
-    inputs = (*arrays, *tensors_of(settings))
+    inputs = (*arrays, *tensors_of(settings), *captured_of(settings))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
@@ -272,10 +284,46 @@ def tensors_of(settings: Options) -> list[Any]:
     return [value if isinstance(value, torch.Tensor) else None for value in values]
 
 
+def captured_of(settings: Options) -> tuple[Any, ...]:
+    """The tensors that the mods capture."""
+    return settings.score_mod.arrays if isinstance(settings.score_mod, Mod) else ()
+
+
 def without_tensors(settings: Options) -> Options:
-    """The options with tensors replaced by None: ctx must not hold tensors."""
+    """The options with tensors replaced by None, and the Mod by its text: ctx must not hold tensors."""
     given = {name for name in TENSORS if isinstance(getattr(settings, name), torch.Tensor)}
-    return replace(settings, **dict.fromkeys(given))
+    mod = settings.score_mod
+    text = mod.encoded if isinstance(mod, Mod) else None
+    return replace(settings, **dict.fromkeys(given), score_mod=text)
+
+
+def with_mods(settings: Options, captured: tuple[Any, ...]) -> Options:
+    """The options of `without_tensors` with the Mod over what it captures."""
+    return (
+        settings if settings.score_mod is None else replace(settings, score_mod=decoded(settings.score_mod, captured))
+    )
+
+
+class CapturedGradients:
+    """The gradients of the tensors that mods capture: the sums over the calls of a rank, and then over the ranks."""
+
+    def __init__(self, captured: tuple[Any, ...], wanted: tuple[bool, ...], dtype: Any) -> None:
+        pairs = zip(captured, wanted, strict=True)
+        self.captured = captured
+        self.totals = [
+            torch.zeros_like(x, dtype=dtype) if asked and x.is_floating_point() else None for x, asked in pairs
+        ]
+
+    def add(self, gradients: Any) -> None:
+        """Add those of one backward."""
+        for total, part in zip(self.totals, gradients.dcaptured or (None,) * len(self.totals), strict=True):
+            if total is not None and part is not None:
+                total += part.result()
+
+    def of_all_ranks(self, channel: Channel) -> list[Any]:
+        """The gradients in the dtypes of the tensors: a collective for each."""
+        totals = zip(self.totals, self.captured, strict=True)
+        return [None if total is None else channel.sum(total).to(x.dtype) for total, x in totals]
 
 
 def refuse_second_derivative() -> None:
@@ -285,7 +333,7 @@ def refuse_second_derivative() -> None:
 
 
 def _attend(arrays: tuple[Any, Any, Any], settings: Options, call: _Call) -> Any:
-    out, lse = _Ring.apply(*arrays, *tensors_of(settings), call)
+    out, lse = _Ring.apply(*arrays, *tensors_of(settings), *captured_of(settings), call)
     return (out, lse) if settings.return_lse else out
 
 
@@ -297,6 +345,7 @@ class _Call(NamedTuple):
     schedule: Schedule
     layout: str  # "thd" for a packed batch
     batch: int  # batch entries with the same positions; 1 for a packed batch
+    lengths: tuple[int, int]  # of the longest whole sequence
     options: Options
 
     @property
@@ -328,16 +377,21 @@ class _Call(NamedTuple):
     def pose(
         self, pair: Pair, arrays: tuple[Any, Any, Any], tensors: tuple[Any, ...], saved: Saved | None = None
     ) -> Any:
-        """(problem, operands) of a pair of chunks; only the local pair includes the sink, which must count once."""
+        """(problem, operands) of a pair of chunks; only the local pair includes the sink, which must count once.
+
+        `tensors` are those of TENSORS, and those that the mods capture.
+        """
         q, k, v = arrays
-        *features, seed = tensors
+        (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
         given = {
             feature.name: x if pair.local or not feature.once else None
             for feature, x in zip(SERVED, features, strict=True)
         }
-        options = replace(self.options, seed=self.options.seed if seed is None else seed, **given)
+        options = with_mods(self.options, captured)
+        options = replace(options, seed=self.options.seed if seed is None else seed, **given)
         packed = _packed(pair.queries, pair.keys, q.device) if self.layout == "thd" else None
-        shard = Shard(_on_device(pair.starts * self.batch, q.device), self.schedule.stride)
+        starts = _on_device(pair.starts * self.batch, q.device)
+        shard = Shard(starts, self.schedule.stride, lengths=self.lengths)
         arrays = (self.rows(q, pair.queries), self.rows(k, pair.keys), self.rows(v, pair.keys))
         return pose(self.function, arrays, options, packed, saved, shard)
 
@@ -388,12 +442,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         refuse_second_derivative()
-        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), None
+        wanted = ctx.needs_input_grad[3 + len(TENSORS) : -1]
+        return *_gradients(ctx.call, wanted, dout, dlse, *ctx.saved_tensors), None
 
 
-def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of this rank's shards, and the gradients of TENSORS."""
-    q, k, v, out, lse, *tensors = saved
+def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of what the mods capture."""
+    q, k, v, out, lse, *rest = saved
+    tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])
+    of_captured = CapturedGradients(captured, wanted, lse.dtype)
     dout = torch.zeros_like(out) if dout is None else dout  # None: only lse was used
     dq = torch.zeros_like(q, dtype=lse.dtype)
     totals = [
@@ -407,8 +464,9 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
         arrival = call.next_keys(step, kv)
         dkv = [torch.zeros_like(x, dtype=lse.dtype) for x in kv]
         for pair in pairs:
-            posed = call.pose(pair, (q, *kv), tuple(tensors), call.saved(pair.queries, dout, out, lse, dlse))
-            gradients = backends.backward(*posed)
+            rows = call.saved(pair.queries, dout, out, lse, dlse)._replace(captured_gradient=wanted)
+            gradients = backends.backward(*call.pose(pair, (q, *kv), (*tensors, *captured), rows))
+            of_captured.add(gradients)
             dk, dv = (call.rows(x, pair.keys) for x in dkv)
             for name, total in {"dq": call.rows(dq, pair.queries), "dk": dk, "dv": dv, **named}.items():
                 part = getattr(gradients, name, None)  # alibi_slopes have none
@@ -423,7 +481,7 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
     assert partial_dkv is not None  # a schedule has at least one step
     dk, dv = partial_dkv.wait()
     others = [None if total is None else total.to(x.dtype) for total, x in zip([*totals, None], tensors, strict=True)]
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *others
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *others, *of_captured.of_all_ranks(call.channel)
 
 
 def _packed(queries: Chunk, keys: Chunk, device: Any) -> Packed:

@@ -18,12 +18,16 @@ from ..problem import Options, Packed, Saved, Shard
 from .channel import Channel
 from .ring import (
     SERVED,
+    TENSORS,
+    CapturedGradients,
+    captured_of,
     describe,
     read_options,
     refuse_second_derivative,
     require_rows,
     tensors_of,
     whole_lengths,
+    with_mods,
     without_tensors,
 )
 from .shards import runs
@@ -198,7 +202,7 @@ def _attend(
     longest = None if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(settings))
     cu_seqlens = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    out, lse = _Ulysses.apply(*arrays, *tensors_of(settings), *cu_seqlens, call)
+    out, lse = _Ulysses.apply(*arrays, *tensors_of(settings), *captured_of(settings), *cu_seqlens, call)
     return (out, lse) if settings.return_lse else out
 
 
@@ -268,10 +272,11 @@ class _Call(NamedTuple):
         bounds: tuple[Any, Any],
         saved: Saved | None = None,
     ) -> Any:
-        """(problem, operands) of the whole sequence and this rank's heads; dropout uses the global head indices."""
-        *features, seed = tensors
+        """(problem, operands) of the whole sequence and this rank's heads; dropout and mods use global head indices."""
+        (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
         given = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
-        options = replace(self.options, seed=self.options.seed if seed is None else seed, **given)
+        options = with_mods(self.options, captured)
+        options = replace(options, seed=self.options.seed if seed is None else seed, **given)
         packed = None if self.longest is None else Packed(*bounds, *self.longest)
         heads = arrays[0].shape[self.axes.heads]
         shard = Shard(first_head=self.channel.rank * heads, heads=self.channel.ranks * heads)
@@ -294,16 +299,24 @@ class _Ulysses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         refuse_second_derivative()
-        return *_gradients(ctx.call, dout, dlse, *ctx.saved_tensors), None, None, None
+        wanted = ctx.needs_input_grad[3 + len(TENSORS) : -3]
+        return *_gradients(ctx.call, wanted, dout, dlse, *ctx.saved_tensors), None, None, None
 
 
-def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of this rank's rows, and the gradients of TENSORS, 0 except for this rank's heads."""
-    q, k, v, out, lse, *tensors, cu_seqlens_q, cu_seqlens_k = saved
+def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) of this rank's rows, and the gradients of TENSORS, 0 except for this rank's heads.
+
+    Then those of what the mods capture, which are summed over the ranks.
+    """
+    q, k, v, out, lse, *rest, cu_seqlens_q, cu_seqlens_k = saved
+    tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])
+    of_captured = CapturedGradients(captured, wanted, lse.dtype)
     dout = torch.zeros_like(out) if dout is None else call.to_heads(dout, call.q_sizes, call.axes)
     dlse = None if dlse is None else call.to_heads(dlse, call.q_sizes, LSE)
-    posed = call.pose((q, k, v), tuple(tensors), (cu_seqlens_q, cu_seqlens_k), Saved(dout, out, lse, dlse))
+    rows = Saved(dout, out, lse, dlse, captured_gradient=wanted)
+    posed = call.pose((q, k, v), (*tensors, *captured), (cu_seqlens_q, cu_seqlens_k), rows)
     gradients = backends.backward(*posed)
+    of_captured.add(gradients)
     dq, dk, dv = (gradients[i].result() for i in range(3))
     dq = call.to_rows(dq, call.q_sizes, call.axes)
     dk, dv = (call.to_rows(x, call.kv_sizes, call.axes) for x in (dk, dv))
@@ -313,4 +326,4 @@ def _gradients(call: _Call, dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...
             others[i] = torch.zeros_like(x)
             part = others[i].chunk(call.channel.ranks, -1)[call.channel.rank]
             part.copy_(getattr(gradients, f"d{feature.name}").result())
-    return dq, dk, dv, *others
+    return dq, dk, dv, *others, *of_captured.of_all_ranks(call.channel)

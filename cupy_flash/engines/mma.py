@@ -11,7 +11,6 @@ from ..problem import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import (
     captured_reads,
-    captured_refusals,
     grid_refusals,
     known_constants,
     nonempty,
@@ -82,7 +81,7 @@ class Tiles(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + captured_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -168,16 +167,21 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
         backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
-    backward += bias_launches(problem, tile.bias_tile) + captured_launches(problem, device)
-    if (bias := tile.bias_tile) is not None:
-        backward += owned_launches(
-            problem, (bias.rows, bias.step), lambda grid: _launch("mma/backward_bias", problem, bias, grid)
-        )
+    backward += array_launches(problem, device, tile.bias_tile)
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
 
-def bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
-    """The dbias launch, shared by mma and wgmma; empty if no bias gradient is wanted."""
+def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[Launch]:
+    """The launches, shared by mma and wgmma, for the gradients of a bias and of captured arrays that are wanted."""
+    launches = _bias_launches(problem, tile) + captured_launches(problem, device)
+    if not _needs_bias_tile(problem):
+        return launches
+    assert tile is not None
+    shape = tile.rows, tile.step
+    return launches + owned_launches(problem, shape, lambda grid: _launch("mma/backward_bias", problem, tile, grid))
+
+
+def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     if problem.bias is None or not problem.bias_gradient or 0 in problem.bias:
         return []
     assert tile is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..features import FEATURES, MODS, is_given
+from ..features import FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -45,10 +45,16 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
+CACHE_CONSTANTS = ("KV_CACHE", "PAGED", "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "append": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "ROTARY_DIM", "ROTARY_INTERLEAVED", "cos_element", "sin_element"),
+    "merge": (
+        *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
+        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
+    ),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
@@ -93,27 +99,6 @@ def dtype_refusals(problem: Problem) -> list[str]:
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-def mod_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels know no mods does not serve a problem."""
-    given = [feature.name for feature in MODS if is_given(problem, feature)]
-    return [f"{' and '.join(given)}: this engine's kernels apply none yet"] if given else []
-
-
-def captured_refusals(problem: Problem) -> list[str]:
-    """Why an engine whose kernels apply mods does not serve a problem with them."""
-    reasons = []
-    if problem.mods and problem.shard:
-        reasons.append("score_mod and mask_mod of a shard, whose kernels know no positions of the whole yet")
-    shared = sorted({read.slot for read in captured_reads(problem) if not read.is_owned})
-    if shared and problem.deterministic:
-        names = ", ".join(f"array{slot}" for slot in shared)
-        reasons.append(
-            f"the deterministic gradient of {names}, which score_mod reads at computed or repeated indices: kernels "
-            "add to it in any order"
-        )
-    return reasons
-
-
 CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
 
 
@@ -142,13 +127,37 @@ def captured_reads(problem: Problem) -> tuple[Read, ...]:
     """The reads by score_mod whose gradients a backward computes.
 
     A block owns the elements of some and sums them (`owned_launches`), which is deterministic; the others any score may
-    add to (`simt.captured_launches`).
+    add to (`added_launches`, `simt.captured_launches`).
     """
     if not any(problem.captured_gradient):
         return ()
     from ..mods.derive import gradient_reads  # imported by the first call that has a mod
 
-    return gradient_reads(problem.mods, problem.captured_gradient)
+    return gradient_reads(problem.mods, problem.captured_gradient, is_part(problem))
+
+
+def fixed_slots(problem: Problem) -> tuple[int, ...]:
+    """The captured arrays whose gradients are summed in fixed point: deterministic, and any score may add to them."""
+    if not problem.deterministic or not any(problem.captured_gradient):
+        return ()
+    from ..mods.derive import added_slots
+
+    return added_slots(captured_reads(problem))
+
+
+def is_part(problem: Problem) -> bool:
+    """Whether a call computes some rows or heads of a larger one, whose captured arrays it reads."""
+    return problem.shard or problem.whole_heads != problem.heads
+
+
+def loads_by_key(problem: Problem) -> bool:
+    """Whether mods load elements of captured arrays for every key or score, not once per row."""
+    if not problem.mods:
+        return False
+    from ..mods.ir import order, parse
+
+    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
+    return any(node.inputs & {"kv", "score"} for node in loads)
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
@@ -167,15 +176,25 @@ def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Gr
         )  # fmt: skip
         one = launch(grid)
         constants = tuple((name, True if name == "CAPTURED_GRADIENT" else x) for name, x in one.constants)
-        launches.append(one._replace(constants=constants, headers=_mod_headers(problem, n)))
+        launches.append(one._replace(constants=constants, headers=_mod_headers(problem, read=n)))
     return launches
 
 
-def _mod_headers(problem: Problem, read: int | None = None) -> tuple[tuple[str, str], ...]:
+def added_launches(problem: Problem, one: Launch) -> list[Launch]:
+    """The launches of backward_captured, made of `one`; the first finds the scale of deterministic sums."""
+    if all(read.is_owned for read in captured_reads(problem)):
+        return []
+    return [one._replace(headers=_mod_headers(problem, measure=True)), one] if problem.deterministic else [one]
+
+
+def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     from ..mods import cuda_code
 
-    longest = max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    return cuda_code.headers(problem.mods, problem.backward, longest, problem.captured_gradient, read)
+    longest = cuda_code.LARGE if problem.shard else max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    return cuda_code.headers(
+        problem.mods, problem.backward, longest, captured_reads(problem), problem.captured_gradient,
+        fixed_slots(problem), **part
+    )  # fmt: skip
 
 
 def grid_refusals(problem: Problem) -> list[str]:

@@ -9,8 +9,8 @@ from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
 from .shared import (
+    added_launches,
     captured_reads,
-    captured_refusals,
     dtype_refusals,
     grid_refusals,
     known_constants,
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem) + captured_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -121,8 +121,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch("simt/backward_q", (q_tiles, problem.heads, sequences(problem))),
     ]
-    if not all(read.is_owned for read in captured_reads(problem)):
-        backward.append(launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
+    backward += added_launches(problem, launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)

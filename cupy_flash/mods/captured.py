@@ -8,18 +8,22 @@ import numpy as np
 
 from ..arrays import Array, empty
 from ..problem import Operands, Problem
-from .cuda_code import captured_numbers, captured_struct, chunked, few_reads, table_of
+from .cuda_code import captured_numbers, captured_struct, chunked, sum_type, table_of
 from .ir import parse
 
 
 class Captured:
     """The arrays and numbers that the mods of a call read, and what their kernels write.
 
-    `workspaces` are tables of extremes, sums of gradients and, of the arrays that get one, the gradients.
+    `fixed` are the slots of those whose gradients are summed in fixed point.
+
+    `workspaces` are tables of extremes; sums of gradients, in fixed point the largest contribution to each; and, of the
+    arrays that get one, the gradients.
     """
 
-    def __init__(self, problem: Problem, operands: Operands) -> None:
+    def __init__(self, problem: Problem, operands: Operands, fixed: tuple[int, ...]) -> None:
         self.program, self.numbers, self.wanted = parse(problem.mods), operands.numbers, problem.captured_gradient
+        self.fixed = fixed
         self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
         self.workspaces: dict[str, Array | None] = {}
         for slot in chunked(self.program):
@@ -27,14 +31,17 @@ class Captured:
             self.workspaces[f"chunks{slot}"] = empty(shape, dtype, operands.q)
         for slot, array in enumerate(operands.captured):
             if self.wanted[slot]:
-                dtype = problem.accumulation if few_reads(self.program, slot) else np.dtype(np.float64)
+                dtypes = {"real": problem.accumulation, "double": np.dtype(np.float64), "long long": np.dtype(np.int64)}
+                dtype = dtypes[sum_type(self.program, slot, self.fixed)]
                 self.workspaces[f"sums{slot}"] = empty(array.shape, dtype, operands.q)
                 self.workspaces[f"gradient{slot}"] = empty(array.shape, array.dtype, operands.q)
+        for slot in self.fixed:
+            self.workspaces[f"largest{slot}"] = empty((1,), np.dtype(np.float64), operands.q)
 
     @property
     def text(self) -> str:
         """The declaration of `struct Captured`."""
-        return captured_struct(self.program, self.wanted)
+        return captured_struct(self.program, self.wanted, self.fixed)
 
     @property
     def gradients(self) -> tuple[Array | None, ...] | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
+from .derive import Derivative, Read, derivative, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -62,11 +62,12 @@ def stage(node: Node) -> str:
 
 
 @lru_cache(maxsize=256)
-def captured_struct(program: Program, wanted: tuple[bool, ...] = ()) -> str:
+def captured_struct(program: Program, wanted: tuple[bool, ...] = (), fixed: tuple[int, ...] = ()) -> str:
     """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
 
     An array whose bounds the mask may ask for by chunks has its table in `chunks`; one whose gradient is `wanted` has
-    that in `gradient`, and its sums, in the accumulation dtype, in `sums`. Both are contiguous.
+    that in `gradient`, and its sums (`sum_type`) in `sums`. Both are contiguous. `fixed` are slots whose sums are in
+    fixed point, in units that follow from the number in `largest`.
     """
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
@@ -75,6 +76,8 @@ def captured_struct(program: Program, wanted: tuple[bool, ...] = ()) -> str:
             lines.append(f"  void* chunks{slot};")
         if any(wanted) and wanted[slot]:
             lines += [f"  void* sums{slot};", f"  void* gradient{slot};"]
+        if slot in fixed:
+            lines.append(f"  void* largest{slot};")
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
         lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
     lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
@@ -90,12 +93,12 @@ def captured_numbers(
 ) -> tuple[int | float, ...]:
     """The members of `struct Captured` in their order.
 
-    `arrays`: address, shape and strides in elements of each; `workspaces`: the addresses of tables, sums and gradients
-    by the names of their members.
+    `arrays`: address, shape and strides in elements of each; `workspaces`: the addresses of tables, sums, gradients and
+    largest contributions by the names of their members.
     """
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
-        names = [name for name in (f"chunks{slot}", f"sums{slot}", f"gradient{slot}") if name in workspaces]
+        names = [f"{name}{slot}" for name in ("chunks", "sums", "gradient", "largest") if f"{name}{slot}" in workspaces]
         members += [address, *(workspaces[name] for name in names), *shape, *strides]
     return (*members, *numbers) or (0,)
 
@@ -112,10 +115,15 @@ def chunked(program: Program) -> tuple[int, ...]:
     return tuple(sorted({load.value for load in loads if load.args[-1].inputs & {"h", "q", "kv"}}))
 
 
-def few_reads(program: Program, slot: int) -> bool:
-    """Whether each element of a captured array is read by few scores: those of one query and key."""
+def sum_type(program: Program, slot: int, fixed: tuple[int, ...]) -> str:
+    """The type of the sums of an array's gradient: real where few scores read an element, those of one query and key.
+
+    Else double; or long long, of which additions in any order give the same sum.
+    """
+    if slot in fixed:
+        return "long long"
     loads = (node for node in order(program.roots) if node.op == "load" and node.value == slot)
-    return all({"q", "kv"} <= {index.op for index in load.args} for load in loads)
+    return "real" if all({"q", "kv"} <= {index.op for index in load.args} for load in loads) else "double"
 
 
 def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
@@ -126,29 +134,44 @@ def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def headers(
-    mods: str, backward: bool, longest: int, wanted: tuple[bool, ...], read: int | None = None
+    mods: str,
+    backward: bool,
+    longest: int,
+    reads: tuple[Read, ...],
+    wanted: tuple[bool, ...],
+    fixed: tuple[int, ...] = (),
+    read: int | None = None,
+    measure: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
-    `longest` is at least the number of sequences, of heads, of queries and of keys; `wanted` chooses, by slot, the
-    captured arrays that get a gradient. With `read`, a number among `gradient_reads`, the slope is the derivative by
-    that read, and `Mod::gradient` is where its sums go.
+    `longest` is at least the number of sequences, of heads, of queries and of keys. `wanted` chooses, by slot, the
+    captured arrays that get a gradient, `reads` are those of theirs (`gradient_reads`), and `fixed` has the slots whose
+    sums are in fixed point. With `read`, a number among `reads`, the slope is the derivative by that read, and
+    `Mod::gradient` is where its sums go.
+    With `measure`, gradients are not added: the largest contributions of a row are found, for their fixed point.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, wanted, read)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, reads, wanted, fixed, read, measure)
 
 
 @lru_cache(maxsize=256)
 def _headers(
-    mods: str, backward: bool, largest: int, wanted: tuple[bool, ...], read: int | None
+    mods: str,
+    backward: bool,
+    largest: int,
+    reads: tuple[Read, ...],
+    wanted: tuple[bool, ...],
+    fixed: tuple[int, ...],
+    read: int | None,
+    measure: bool,
 ) -> tuple[tuple[str, str], ...]:
     program = parse(mods)
-    reads = gradient_reads(mods, wanted)
     by = derivative(program.score) if backward and program.score is not None else None
     if read is None:
-        text = mod_struct(program, by, largest, wanted, reads)
+        text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure)
     else:
-        text = mod_struct(program, Derivative(reads[read].factor, ()), largest, wanted, target=reads[read])
-    return ("captured.cuh", captured_struct(program, wanted)), ("traced.cuh", text)
+        text = mod_struct(program, Derivative(reads[read].factor, ()), largest, wanted, target=reads[read], fixed=fixed)
+    return ("captured.cuh", captured_struct(program, wanted, fixed)), ("traced.cuh", text)
 
 
 def mod_struct(
@@ -158,13 +181,22 @@ def mod_struct(
     wanted: tuple[bool, ...] = (),
     reads: tuple[Read, ...] = (),
     target: Read | None = None,
+    fixed: tuple[int, ...] = (),
+    measure: bool = False,
 ) -> str:
     """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
 
     `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
-    the score.
+    the score. `fixed` and `measure` are as in `headers`.
     """
-    return "\n".join([*_Writer(program, by, largest, wanted, reads, target).struct(), ""])
+    return "\n".join([*_Writer(program, by, largest, wanted, reads, target, fixed, measure).struct(), ""])
+
+
+ADD_GRADIENTS = "  __device__ void add_gradients(real ds, real s, const Query& q, const Key& k, RowSums& sums) const"
+ADD_ROW = (
+    "  template <typename Total>",
+    "  __device__ void add_row(const RowSums& sums, const Query& q, bool leader, Total total) const {",
+)
 
 
 class _Writer:
@@ -178,8 +210,11 @@ class _Writer:
         wanted: tuple[bool, ...],
         reads: tuple[Read, ...],
         target: Read | None,
+        fixed: tuple[int, ...],
+        measure: bool,
     ) -> None:
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
+        self.fixed, self.measure = fixed, measure
         self.slope = None if by is None else by.slope
         # (an element that is read, the derivative by it), of the reads to whose elements any score may add
         self.reads = [(read.element, read.factor) for read in reads if not read.is_owned]
@@ -199,6 +234,7 @@ class _Writer:
             f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
             "  const Params& p;",
             "  int batch;",
+            "  int q_first = 0, kv_first = 0;  // positions of a shard's first rows",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]
         for name, head in ((QUERY, " int head;"), (KEY, "")):
@@ -207,6 +243,7 @@ class _Writer:
         lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
         # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
         lines.append("    if (batch >= p.batch) return;")
+        lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
@@ -214,6 +251,11 @@ class _Writer:
             (KEY, "int position", "position"),
         ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
+            if name == QUERY and self._reads_head():
+                lines.append("    head += p.first_head;")
+            lines.append(
+                f"    if constexpr (SHARD) position = {'q' if name == QUERY else 'kv'}_first + position * p.step;"
+            )
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
@@ -239,9 +281,18 @@ class _Writer:
         head = "  __device__ Truth tile(Interval<int> heads, Interval<int> queries, Interval<int> keys) const {"
         if self.program.mask is None:
             return [head, "    return always();", "  }"]
+        if self._reads_head():
+            head += " heads = {heads.lo + p.first_head, heads.hi + p.first_head};"
+        lines = [head, "    if constexpr (SHARD) {"]
+        for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
+            lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
+        lines.append("    }")
         text = _TileText(self.program, self.largest)
         result = Abstraction(text).mask(self.program.mask)
-        return [head, *text.body(result), "  }"]
+        return [*lines, *text.body(result), "  }"]
+
+    def _reads_head(self) -> bool:
+        return any("h" in root.inputs for root in self.roots)
 
     def _fill_tables(self) -> list[str]:
         lines = ["  static __device__ void fill_tables(const Params& p, int warp, int warps) {"]
@@ -251,30 +302,51 @@ class _Writer:
         return [*lines, "  }"]
 
     def _gradients(self) -> list[str]:
+        """What scores and rows do for the gradients of captured arrays, and what is done before and after."""
+        lines = self._measurements() if self.measure else self._additions()
+        lines.append("  static __device__ void clear_sums(const Params& p, int thread, int threads) {")
+        slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
+        lines += [f"    clear({self._sums(slot)}, {self._count(slot)}, thread, threads);" for slot in slots]
+        lines += [f"    clear((double*)p.captured.largest{slot}, 1, thread, threads);" for slot in self.fixed]
+        lines += ["  }", "  static __device__ void round_sums(const Params& p, int thread, int threads) {"]
+        for slot in slots:
+            gradient = f"({STORED[self.program.arrays[slot].dtype]}*)p.captured.gradient{slot}"
+            function, scale = ("round_fixed", f", {self._scale(slot)}") if slot in self.fixed else ("round_to", "")
+            lines.append(
+                f"    {function}({gradient}, {self._sums(slot)}, {self._count(slot)}{scale}, thread, threads);"
+            )
+        return [*lines, "  }", *self._gradient()]
+
+    def _scale(self, slot: int) -> str:
+        return f"FixedPoint(p, p.captured.largest{slot})"
+
+    def _measurements(self) -> list[str]:
+        """Of every row the sum of the magnitudes of its contributions to a slot, of which the largest is kept."""
+        lines = [f"  struct RowSums {{{''.join(f' real x{slot};' for slot in self.fixed)} }};"]
+        lines.append(f"{ADD_GRADIENTS} {{")
+        lines += self._body(SCORE, [d for _, d in self.reads])
+        lines += [f"    sums.x{load.value} += abs(ds * {self._name(d)});" for load, d in self.reads]
+        lines += ["  }", *ADD_ROW]
+        for slot in self.fixed:
+            lines.append(f"    real x{slot} = total(sums.x{slot});")
+            lines.append(f"    if (leader) raise_to((double*)p.captured.largest{slot}, x{slot});")
+        return [*lines, "  }"]
+
+    def _additions(self) -> list[str]:
         """The additions to the gradients of captured arrays: of every score, or once per row where no key matters."""
         by_row = [n for n, (load, _) in enumerate(self.reads) if "kv" not in load.inputs and "score" not in load.inputs]
         places = [node for load, _ in self.reads for node in load.args]
         lines = [f"  struct RowSums {{{''.join(f' real x{n};' for n in by_row)} }};"]
-        lines.append(
-            "  __device__ void add_gradients(real ds, real s, const Query& q, const Key& k, RowSums& sums) const {"
-        )
+        lines.append(f"{ADD_GRADIENTS} {{")
         lines += self._body(SCORE, [*(d for _, d in self.reads), *places])
         for n, (load, d) in enumerate(self.reads):
             product = f"ds * {self._name(d)}"
             lines.append(f"    sums.x{n} += {product};" if n in by_row else f"    {self._addition(load, product)}")
-        lines += ["  }", "  template <typename Total>"]
-        lines.append("  __device__ void add_row(const RowSums& sums, const Query& q, bool leader, Total total) const {")
+        lines += ["  }", *ADD_ROW]
         for n in by_row:
             lines.append(f"    real x{n} = total(sums.x{n});")
             lines.append(f"    if (leader && x{n} != 0) {self._addition(self.reads[n][0], f'x{n}')}")
-        lines += ["  }", "  static __device__ void clear_sums(const Params& p, int thread, int threads) {"]
-        slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
-        lines += [f"    clear({self._sums(slot)}, {self._count(slot)}, thread, threads);" for slot in slots]
-        lines += ["  }", "  static __device__ void round_sums(const Params& p, int thread, int threads) {"]
-        for slot in slots:
-            gradient = f"({STORED[self.program.arrays[slot].dtype]}*)p.captured.gradient{slot}"
-            lines.append(f"    round_to({gradient}, {self._sums(slot)}, {self._count(slot)}, thread, threads);")
-        return [*lines, "  }", *self._gradient()]
+        return [*lines, "  }"]
 
     def _gradient(self) -> list[str]:
         """Where the sums of `target` go, as the gradient of a bias that broadcasts over the inputs it does not read."""
@@ -285,11 +357,12 @@ class _Writer:
         assert axes is not None  # no engine sums another read this way
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
         strides = [
-            " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+            " * ".join(["1ll", *sizes[axes.index(name) + 1 :]]) if name in axes else "0"
+            for name in ("b", "h", "q", "kv")
         ]
-        rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+        rows, columns = (sizes[axes.index(name)] if name in axes else "1" for name in ("q", "kv"))
         return [
-            f"  using Sum = {self._sum_type(slot)};",
+            f"  using Sum = {sum_type(self.program, slot, self.fixed)};",
             function,
             f"    Dense sums = {{p.captured.sums{slot}, {', '.join(strides)}}};",
             f"    return {{sums, min(p.q_len, {rows}), min(p.kv_len, {columns})}};",
@@ -307,13 +380,12 @@ class _Writer:
             inside = self._clamped(load, axis, index)
             place = inside if axis == 0 else f"({place}) * p.captured.size{load.value}_{axis} + {inside}"
             place = f"(long long){place}" if axis == 0 else place
+        if load.value in self.fixed:
+            return f"{self._scale(load.value)}.add_to({self._sums(load.value)}, {place}, {product});"
         return f"add_to({self._sums(load.value)}, {place}, {product});"
 
-    def _sum_type(self, slot: int) -> str:
-        return "real" if few_reads(self.program, slot) else "double"
-
     def _sums(self, slot: int) -> str:
-        return f"({self._sum_type(slot)}*)p.captured.sums{slot}"
+        return f"({sum_type(self.program, slot, self.fixed)}*)p.captured.sums{slot}"
 
     # ---- values
 

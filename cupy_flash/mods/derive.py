@@ -34,31 +34,36 @@ class Read(NamedTuple):
     slot: int
     element: Node  # the load
     factor: Node  # the derivative of the new score by the element
-    axes: dict[str, int] | None  # the axis that each input indexes; None where an index is no input, or repeats one
+    axes: tuple[str, ...] | None  # the input that indexes each axis; None where no block owns the elements
 
     @property
     def is_owned(self) -> bool:
-        """Whether a block can own the elements that its scores read, so that nothing else adds to them."""
+        """Whether a block owns the elements that its scores read, so that nothing else adds to them."""
         return self.axes is not None
 
 
 @lru_cache(maxsize=256)
-def gradient_reads(mods: str, captured_gradient: tuple[bool, ...]) -> tuple[Read, ...]:
-    """The reads of the arrays whose gradients are wanted."""
+def gradient_reads(mods: str, captured_gradient: tuple[bool, ...], part: bool = False) -> tuple[Read, ...]:
+    """The reads of the arrays whose gradients are wanted; no block owns elements in part of a call."""
     score = parse(mods).score if any(captured_gradient) else None
     if score is None:
         return ()
-    return tuple(
-        Read(load.value, load, factor, _axes(load))
-        for load, factor in derivative(score).loads
-        if captured_gradient[load.value]
-    )
+    loads = [(load, factor, _axes(load)) for load, factor in derivative(score).loads if captured_gradient[load.value]]
+    # One read that no block owns makes all reads of an array such, so that its sums have one form.
+    added = {load.value for load, _, axes in loads if axes is None or part}
+    return tuple(Read(load.value, load, factor, None if load.value in added else axes) for load, factor, axes in loads)
 
 
-def _axes(load: Node) -> dict[str, int] | None:
-    names = [index.op for index in load.args]
+def added_slots(reads: tuple[Read, ...]) -> tuple[int, ...]:
+    """The slots whose gradients any score may add to."""
+    return tuple(sorted({read.slot for read in reads if not read.is_owned}))
+
+
+def _axes(load: Node) -> tuple[str, ...] | None:
+    """The inputs of a read at distinct ones, among them q or kv: without these one block would own all scores."""
+    names = tuple(index.op for index in load.args)
     plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
-    return {name: axis for axis, name in enumerate(names)} if plain else None
+    return names if plain and {"q", "kv"} & set(names) else None
 
 
 def may_be_infinite(node: Node) -> bool:

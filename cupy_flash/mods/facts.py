@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..requirements import ArrayFacts, Requirements, Sizes
+from ..requirements import ArrayFacts, Requirements
 from .ir import INPUTS, REAL, Program, order
 
 
@@ -10,16 +10,14 @@ def check_captured(
     requirements: Requirements,
     arrays: dict[str, ArrayFacts],
     program: Program,
-    sizes: Sizes,
-    longest: tuple[int, int],
+    counts: tuple[int, int, int, int],
 ) -> None:
-    """The arrays that mods capture: long enough for every b, h, q_idx and kv_idx that is itself an index."""
-    extents = {
-        "b": ("b", "sequences", sizes.batch),
-        "h": ("h", "query heads", sizes.heads),
-        "q": ("q_idx", "queries", longest[0]),
-        "kv": ("kv_idx", "keys", longest[1]),
-    }
+    """The arrays that mods capture: long enough for every b, h, q_idx and kv_idx that is itself an index.
+
+    `counts` are those of sequences, query heads, queries and keys, in a shard of the whole.
+    """
+    named = (("b", "b", "sequences"), ("h", "h", "query heads"), ("q", "q_idx", "queries"), ("kv", "kv_idx", "keys"))
+    extents = {name: (spelled, rows, count) for (name, spelled, rows), count in zip(named, counts, strict=True)}
     for load in order(program.roots):
         name = f"array{load.value}"
         if load.op != "load" or name not in arrays:

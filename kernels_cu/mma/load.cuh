@@ -52,7 +52,7 @@ struct Loader {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows(row), chunk, read(rows.first + row));
       }
-    } else if constexpr (REGULAR) {
+    } else if constexpr (REGULAR && Rows::EQUIDISTANT) {
       const element* next = rows(0) + from;
       if (whole) {
 #pragma unroll

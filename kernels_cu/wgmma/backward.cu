@@ -3,8 +3,9 @@
 // tiles, key/value heads, sequences)
 //
 // Warp-specialised: in warpgroup 0 one thread issues the TMA loads of K, V, Q_i and dO_i, and one warp loads lse2 and
-// delta. The consumer warpgroups have 64 keys each. Score tiles are transposed: rows are keys, columns are queries.
-// SHARES consumers have the same keys: each computes its part of the queries of S^T, and of the columns of dK and dV.
+// delta; under a mask_mod their warps classify the tiles. The consumer warpgroups have 64 keys each. Score tiles are
+// transposed: rows are keys, columns are queries. SHARES consumers have the same keys: each computes its part of the
+// queries of S^T, and of the columns of dK and dV.
 #include "backward.cuh"
 
 // Consumer: one warpgroup.
@@ -24,7 +25,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
     clear_keys(sequence, kv_start, K_smem, V_smem);
 
     // Mainloop: the softmax overlaps dP; the addition to dQ overlaps dK.
-    for (QTiles q_tiles(p, band, kv_head, kv_start, keys); q_tiles.valid(); q_tiles.next()) {
+    for (auto q_tiles = consumer_tiles(rings.rows, p, band, kv_head, kv_start, keys); q_tiles.valid(); q_tiles.next()) {
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
@@ -84,14 +85,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {
-    setmaxnreg_dec<40>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < WARP) {
-      if (elect_one()) load_tiles(p, maps, rings, sequence, band, kv_head);
+      if (MASK_MOD || elect_one()) load_tiles(p, maps, rings, sequence, band, kv_head);
     } else if (threadIdx.x < 2 * WARP) {
       load_lse_delta(p, smem, rings, sequence, band, kv_head);
+    } else if (MASK_MOD && DQ_IN_ORDER && threadIdx.x < 3 * WARP) {
+      pass_turns(p, sequence, band, kv_head);
     }
   } else {
-    setmaxnreg_inc<232>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     compute(p, rings, smem, sequence, band, kv_head);
   }
 }

@@ -3,7 +3,9 @@
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
 //   Rings             shared memory
 //   load_tiles        producer of K, V, Q and dO
-//   load_lse_delta    producer of lse2 and delta
+//   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
+//   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
+//   pass_turns        the turns of tiles that the mask_mod hides
 //   clear_keys        zeros in rows of K and V that belong to another sequence; clear_queries: of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
 //   issue_S_dP ..     the asynchronous steps of the mainloop
@@ -30,6 +32,9 @@ constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
 constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES);     // fragments of dK, by columns
 constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // of dV
 constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // of dQ
+
+// Registers per thread: the producer keeps more to classify tiles by a mask_mod.
+constexpr int PRODUCER_REGISTERS = MASK_MOD ? 56 : 40, CONSUMER_REGISTERS = MASK_MOD ? 224 : 232;
 
 // The part of a block's tiles that a consumer warpgroup computes: S^T and dP^T of `QUERIES` queries and 64 keys, its
 // share of the columns of dK and dV of these keys, and its share of the columns of dQ of 64 queries.
@@ -115,8 +120,9 @@ struct Maps {
   TensorMap dout;
 };
 
-// lse2 and delta of a tile of queries.
-using RowRing = SlotRing<2, 2 * 4 * BLOCK_Q, WARP>;
+// lse2 and delta of a tile of queries; under a mask_mod also its record: the head, and the start plus CUT.
+constexpr int RECORD = 2 * 4 * BLOCK_Q, RECORD_BYTES = MASK_MOD ? 16 : 0;
+using RowRing = SlotRing<2, RECORD + RECORD_BYTES, WARP>;
 
 // Shared memory: K and V (reused to stage dK and dV); STAGES x Q; STAGES x dO; two buffers of dS^T and, if consumers
 // share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
@@ -150,10 +156,13 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
                            int kv_head) {
   int batch = PACKED ? 0 : sequence.batch;
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    Box keys = sequence.key_box(kv_start);
-    rings.K.load(maps.k, keys.row, kv_head, keys.batch);
-    rings.V.load(maps.v, keys.row, kv_head, keys.batch);
+    if (issues_loads()) {
+      Box keys = sequence.key_box(kv_start);
+      rings.K.load(maps.k, keys.row, kv_head, keys.batch);
+      rings.V.load(maps.v, keys.row, kv_head, keys.batch);
+    }
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+      if (!issues_loads()) continue;
       rings.Q.load(maps.q, sequence.q_start + q_tiles.start, q_tiles.head, batch);
       rings.dO.load(maps.dout, sequence.q_start + q_tiles.start, q_tiles.head, batch);
     }
@@ -163,9 +172,14 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
 // Rows that see no key, or are outside the sequence, get lse2 +inf, so that their probabilities are 0.
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
                                const Band& band, int kv_head) {
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV)
+  auto write_record = [&](int head, int start) {
+    unsigned int record = rings.rows.slot() + RECORD;
+    if (lane_id() == 0) st_shared(record, start), st_shared(record + 4, head);
+  };
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();
+      if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
       // One array after the other, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
@@ -181,6 +195,46 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
       mbarrier_arrive(rings.rows.full());
       ++rings.rows.index;
     }
+    if constexpr (MASK_MOD) {
+      rings.rows.acquire();
+      write_record(0, END);
+      mbarrier_arrive(rings.rows.full());
+      ++rings.rows.index;
+    }
+  }
+}
+
+// Consumer: iterator over the published tiles. `unmasked` are the queries that need no mask but the mask_mod.
+struct PublishedQTiles {
+  RowRing& ring;
+  Range unmasked;
+  int head;
+  int start;
+  bool cut;
+
+  __device__ PublishedQTiles(RowRing& ring, Range unmasked) : ring(ring), unmasked(unmasked) { next(); }
+  __device__ bool valid() const { return start >= 0; }
+  __device__ void next() {
+    ring.wait();
+    int record = ld_shared(ring.slot() + RECORD);
+    head = ld_shared(ring.slot() + RECORD + 4), start = record & ~CUT, cut = record & CUT;
+    if (record == END) {
+      __syncwarp();  // all lanes have read the record, not only the one that arrives
+      ring.release();
+    }
+  }
+  __device__ bool masked(int offset, int count) const {
+    return cut || start + offset < unmasked.begin || start + offset + count > unmasked.end;
+  }
+};
+
+// The tiles of queries that a consumer visits, with masked() for its own `keys`.
+__device__ auto consumer_tiles(RowRing& ring, const Params& p, const Band& band, int kv_head, int kv_start,
+                               Range keys) {
+  if constexpr (MASK_MOD)
+    return PublishedQTiles(ring, band.seen_by_all(keys.begin, keys.end));
+  else
+    return QTiles(p, band, kv_head, kv_start, keys);
 }
 
 // Zeroes rows of K and V past the end of the sequence, which may hold another sequence's data.
@@ -274,18 +328,44 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   }
 }
 
+// The number of blocks that add to a tile of dQ before that of kv_start. The first one is that of the first key which
+// the tile's first query sees.
+__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
+  return kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV;
+}
+
 // Adds this warp's 16 rows of dQ to the workspace; deterministic: after the blocks of lower keys.
 __device__ void add_dQ_in_turn(const Params& p, const Sequence& sequence, const Band& band,
                                const float (&dQ)[1][N_Q][4], int head, int q_start, int kv_start,
                                const Consumer& consumer, unsigned char* dQ_smem) {
   int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
   if (row >= sequence.q_len) return;
-  // The first block of a query tile is the one of the first key that the tile's first query sees.
-  unsigned int before = DQ_IN_ORDER ? kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV : 0;
+  unsigned int before = DQ_IN_ORDER ? blocks_before(band, q_start, kv_start) : 0;
   DqTurns turns(p, sequence, head);
   if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);
   add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
   if constexpr (DQ_IN_ORDER) turns.pass(row, consumer.dQ_share, before);
+}
+
+// Passes the turns of the tiles that the mask_mod hides, to which this block adds nothing but later blocks may. Called
+// by a warp of its own, because a turn comes only after the blocks before.
+__device__ void pass_turns(const Params& p, const Sequence& sequence, const Band& band, int kv_head) {
+  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+    QTiles q_tiles(p, band, kv_head, kv_start);
+    for (int head = kv_head * p.group; head < q_tiles.head_end; ++head) {
+      DqTurns turns(p, sequence, head);
+      for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
+        if (q_tiles.head == head && q_tiles.start == q_start) {
+          q_tiles.next();
+          continue;
+        }
+        unsigned int before = blocks_before(band, q_start, kv_start);
+        for (int row = q_start; row < min(q_start + BLOCK_Q, sequence.q_len); row += 16)
+          for (int share = 0; share < DQ_SHARES; ++share)
+            turns.wait(row, share, before), turns.pass(row, share, before);
+      }
+    }
+  }
 }
 
 // Epilogue: scales dK, rounds dK and dV, and stores this warp's 16 rows through K_smem and V_smem.

@@ -1,8 +1,9 @@
 // Forward: a block computes tiles of BLOCK_Q queries of one head, assigned by the tile scheduler. grid (query tiles,
 // heads, sequences), or (number of SMs) if PERSISTENT
 //
-// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V. Each consumer
-// warpgroup computes 64 queries and overlaps the PV wgmma of one tile with the softmax of the next.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V; its warp classifies
+// the tiles by a mask_mod. Each consumer warpgroup computes 64 queries and overlaps the PV wgmma of one tile with the
+// softmax of the next.
 #include "forward.cuh"
 #include "tile_scheduler.cuh"
 
@@ -16,10 +17,6 @@ struct Maps {
 #endif
 };
 
-// True if scores need a pass before the softmax, masked or not. That pass needs the registers of P, so PV of the
-// previous tile is waited for first.
-constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK;
-
 // PV of a tile is N / 2 wgmmas. A warpgroup is stalled while the queue of the tensor cores is full, so only the first
 // ones are issued behind QK of the next tile, and the others once its row max is known, when the first have run: the
 // softmax starts as soon as S is ready. Few wgmmas fit the queue.
@@ -29,21 +26,25 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V, mbarriers, and the tile record.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V, mbarriers, the records of tiles of
+// keys, and the tile record.
 struct Rings {
   static constexpr int Q_BYTES = panels_of(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES;
-  static constexpr int TILE_RECORD =
+  static constexpr int KV_RECORDS =
       MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
+  static constexpr int TILE_RECORD = KV_RECORDS + RECORD_BYTES;
 
   Q_Ring Q;
   K_Ring K;
   V_Ring V;
+  unsigned int kv_records;
 
   __device__ Rings(unsigned int smem)
       : Q(smem, smem + MBARRIERS),
         K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
+        V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
+        kv_records(smem + KV_RECORDS) {}
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
@@ -57,17 +58,24 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, q_start);
     auto load_next = [&] {
-      Box keys = sequence.key_box(kv_tiles.start);
-      rings.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
-      rings.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+      if (issues_loads()) {
+        Box keys = sequence.key_box(kv_tiles.start);
+        write_record(rings.K, rings.kv_records, kv_tiles);
+        rings.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+        rings.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+      }
       kv_tiles.next();
     };
     if (kv_tiles.valid()) load_next();
-    rings.Q.acquire();
-    tile_smem = scheduler;
-    rings.Q.load(maps.q, sequence.q_start + q_start, scheduler.head, batch, EVICT_FIRST);
+    if (issues_loads()) {
+      rings.Q.acquire();
+      tile_smem = scheduler;
+      rings.Q.load(maps.q, sequence.q_start + q_start, scheduler.head, batch, EVICT_FIRST);
+    }
     while (kv_tiles.valid()) load_next();
+    if (issues_loads()) publish_end(rings.K, rings.kv_records);
   }
+  if (!issues_loads()) return;
   rings.Q.acquire();
   tile_smem.tile = -1;
   mbarrier_arrive(rings.Q.full());
@@ -117,7 +125,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
-    BlockKvTiles kv_tiles(band, head, q_start, {q_group, q_group + 64});
+    auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
@@ -126,7 +134,10 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
     // S becomes probabilities; returns whether O must be rescaled by O_scale. `issue` runs once the row max is known.
     auto attend = [&](auto issue) {
-      if (SCORE_MODIFIED || kv_tiles.masked()) modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+      if (ALWAYS_MASKED || kv_tiles.masked())
+        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+      else if constexpr (SCORE_MODIFIED)
+        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
       bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
       issue();
       exponentiate(S_rmem, softmax, scale_log2);
@@ -157,6 +168,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV<0, EARLY_PV>(O_rmem, P_rmem, rings.V);
         pingpong_signal(warpgroup);
+        // The pass over the scores needs the registers of P.
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
         bool rescales = attend(issue_late_PV);
@@ -197,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < WARP && elect_one()) load_tiles(p, maps, rings, tile_smem);
+    if (threadIdx.x < WARP && (MASK_MOD || elect_one())) load_tiles(p, maps, rings, tile_smem);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     compute(p, maps, rings, smem, tile_smem);

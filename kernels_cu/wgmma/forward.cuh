@@ -1,17 +1,86 @@
 // Forward, for every dtype of Q, K and V:
 //
-//   BlockKvTiles   the tiles of keys that producer and consumers visit
-//   store_O        epilogue: O -> the shared memory of Q -> global memory
+//   BlockKvTiles       the tiles of keys that a block visits
+//   PublishedKvTiles   the same as consumers read them under a mask_mod
+//   store_O            epilogue: O -> the shared memory of Q -> global memory
 #pragma once
 #include "../walk.cuh"
 #include "tile.cuh"
 
 constexpr int N = BLOCK_KV / 8;                // score fragments, by columns
 constexpr int N_V = fragments_of(HEAD_DIM_V);  // fragments of O, by columns
-// Registers per thread: the producer gives registers to two or three consumer warpgroups.
-constexpr int PRODUCER_REGISTERS = THREADS == 384 ? 24 : 32, CONSUMER_REGISTERS = THREADS == 384 ? 240 : 160;
+// Registers per thread: the producer gives registers to two or three consumer warpgroups. It keeps more to classify
+// tiles by a mask_mod.
+constexpr int TWO = THREADS == 384, CLASSIFYING = MASK_MOD ? (TWO ? 32 : 24) : 0;
+constexpr int PRODUCER_REGISTERS = (TWO ? 24 : 32) + CLASSIFYING,
+              CONSUMER_REGISTERS = (TWO ? 240 : 160) - CLASSIFYING / (TWO ? 2 : 3);
+
+// True if scores need a pass before the softmax, masked or not. With mods the pass has two versions, because a mod
+// takes more instructions where positions may be past the end or hidden; otherwise it always masks.
+constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
 
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
+
+// The records of tiles of keys, one beside each stage of K, of the starts plus CUT.
+constexpr int RECORD_BYTES = MASK_MOD ? round_up(4 * STAGES, 16) : 0;
+
+template <typename K_Ring>
+__device__ unsigned int record_of(const K_Ring& K, unsigned int records) {
+  return records + 4 * (K.index % STAGES);
+}
+// Producer: writes the record of the tile to load next, which the full mbarrier of its K publishes.
+template <typename K_Ring>
+__device__ void write_record(const K_Ring& K, unsigned int records, const BlockKvTiles& kv_tiles) {
+  if constexpr (MASK_MOD) {
+    K.acquire();
+    st_shared(record_of(K, records), kv_tiles.start + (kv_tiles.may_hide & 1 ? CUT : 0));
+  }
+}
+template <typename K_Ring>
+__device__ void publish_end(K_Ring& K, unsigned int records) {
+  if constexpr (MASK_MOD) {
+    K.acquire();
+    st_shared(record_of(K, records), END);
+    mbarrier_arrive(K.full());
+    ++K.index;
+  }
+}
+
+// Consumer: iterator over the published tiles. `unmasked` are the keys that need no mask but the mask_mod.
+template <typename K_Ring>
+struct PublishedKvTiles {
+  K_Ring& ring;
+  unsigned int records;
+  Range unmasked;
+  int start;
+  bool cut;
+
+  __device__ PublishedKvTiles(K_Ring& ring, unsigned int records, Range unmasked)
+      : ring(ring), records(records), unmasked(unmasked) {
+    next();
+  }
+  __device__ bool valid() const { return start >= 0; }
+  __device__ void next() {
+    ring.wait();
+    int record = ld_shared(record_of(ring, records));
+    start = record & ~CUT, cut = record & CUT;
+    if (record == END) {
+      __syncwarp();  // all lanes have read the record, not only the one that arrives
+      ring.release();
+    }
+  }
+  __device__ bool masked() const { return cut || start < unmasked.begin || start + BLOCK_KV > unmasked.end; }
+};
+
+// The tiles of keys that a consumer visits, with masked() for its own `queries`.
+template <typename K_Ring>
+__device__ auto consumer_tiles(K_Ring& K, unsigned int records, const Band& band, int head, int q_start,
+                               Range queries) {
+  if constexpr (MASK_MOD)
+    return PublishedKvTiles<K_Ring>(K, records, band.sees_all(queries.begin, queries.end));
+  else
+    return BlockKvTiles(band, head, q_start, queries);
+}
 
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
 // the stores and waits until they have read the tile.

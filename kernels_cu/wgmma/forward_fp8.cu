@@ -1,7 +1,8 @@
 // Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 //
-// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T. Each consumer
-// warpgroup computes 64 queries; the softmax of one overlaps the wgmmas of the others.
+// Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T; its warp classifies
+// the tiles by a mask_mod. Each consumer warpgroup computes 64 queries; the softmax of one overlaps the wgmmas of the
+// others.
 #include "forward.cuh"
 #include "fp8.cuh"
 
@@ -19,20 +20,25 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, and the records of tiles
+// of keys.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
   static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + VT_Ring::BYTES;
+  static constexpr int KV_RECORDS =
+      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + VT_Ring::MBARRIER_BYTES;
 
   Q_Ring Q;
   K_Ring K;
   VT_Ring VT;
+  unsigned int kv_records;
 
   __device__ Rings(unsigned int smem)
       : Q(smem, smem + MBARRIERS),
         K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES) {}
+        VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
+        kv_records(smem + KV_RECORDS) {}
 };
 
 __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
@@ -40,12 +46,15 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
   int batch = PACKED ? 0 : sequence.batch, vt_column = vt_start(sequence);
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
-    rings.Q.load(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
+    if (issues_loads()) rings.Q.load(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
     for (BlockKvTiles kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      if (!issues_loads()) continue;
       Box keys = sequence.key_box(kv_tiles.start);
+      write_record(rings.K, rings.kv_records, kv_tiles);
       rings.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
       rings.VT.load(maps.vt, 0, kv_head, batch, EVICT_LAST, vt_column + kv_tiles.start);
     }
+    if (issues_loads()) publish_end(rings.K, rings.kv_records);
   }
 }
 
@@ -67,7 +76,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, O_scale[1][2];
 
     rings.Q.wait();
-    for (BlockKvTiles kv_tiles(band, head, q_start, {q_group, q_group + 64}); kv_tiles.valid(); kv_tiles.next()) {
+    for (auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
+         kv_tiles.valid(); kv_tiles.next()) {
       float S_rmem[1][N][4];
       unsigned int P_rmem[1][N / 4][4];
       rings.K.wait();
@@ -78,7 +88,10 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       fence_operand(S_rmem);
       rings.K.release();
 
-      if (MODIFIED || DENSE_MASK || kv_tiles.masked()) modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+      if (ALWAYS_MASKED || kv_tiles.masked())
+        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+      else if constexpr (SCORE_MODIFIED)
+        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
@@ -114,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < WARP && elect_one()) load_tiles(maps, rings, sequence, band, head, head / p.group, tiles);
+    if (threadIdx.x < WARP && (MASK_MOD || elect_one()))
+      load_tiles(maps, rings, sequence, band, head, head / p.group, tiles);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     compute(p, maps, rings, smem, sequence, band, head, tiles);

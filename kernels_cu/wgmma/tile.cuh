@@ -19,8 +19,13 @@ constexpr int PANEL_ROW = 2 * PANEL;            // bytes
 constexpr int COMMON_BARRIER = 1;               // named barrier of all consumers
 constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
 
-// One lane of the producer walks the tiles, and the walk of a mask_mod needs all lanes of its warp.
-static_assert(!MASK_MOD, "the wgmma engine has no mask_mod");
+// Under a mask_mod the producer alone classifies tiles, and passes them to the consumers in records: of the start, a
+// multiple of 16, plus CUT if the mask_mod cuts the tile; END follows the last tile. The walk needs all lanes of a
+// warp, one of which issues the loads.
+constexpr int END = -1, CUT = 1;
+__device__ inline bool issues_loads() {
+  return !MASK_MOD || lane_id() == 0;
+}
 
 __device__ constexpr int panels_of(int dim) {
   return (dim + PANEL - 1) / PANEL;

@@ -26,9 +26,17 @@ struct TileScheduler {
   // The next tile of this block.
   __device__ void next(const Params& p) {
     if constexpr (PERSISTENT)
-      decode(p, gridDim.x + atomicAdd(p.drawn, 1));
+      decode(p, draw(p));
     else
       tile = -1;
+  }
+
+  // Draws a number. Under a mask_mod a whole warp has the scheduler, of which one lane draws.
+  __device__ static int draw(const Params& p) {
+    if constexpr (!MASK_MOD) return gridDim.x + atomicAdd(p.drawn, 1);
+    int drawn = 0;
+    if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);
+    return gridDim.x + __shfl_sync(0xFFFFFFFF, drawn, 0);
   }
 
   // Counts the tiles of a sequence from the last one, which sees the most keys under a causal mask.
@@ -40,7 +48,7 @@ struct TileScheduler {
 
   // Sets the tile with this number. Numbers without a tile are skipped, and each of them is drawn.
   __device__ void decode(const Params& p, int number) {
-    for (;; number = gridDim.x + atomicAdd(p.drawn, 1)) {
+    for (;; number = draw(p)) {
       if constexpr (PACKED) {
         // The slots of a packed sequence start at cu_seqlens / BLOCK_Q + its index, so that it has one for each of its
         // tiles; some slots have no tile.

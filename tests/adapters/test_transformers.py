@@ -52,10 +52,16 @@ from transformers import (
     XGLMConfig,
 )
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
+    chunked_causal_mask_function,
     create_causal_mask,
     create_sliding_window_causal_mask,
+    or_masks,
+    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -351,7 +357,44 @@ def mask_arguments(**changes):
 
 
 WINDOW = dict(local_size=4, config=MistralConfig(**GROUPED, sliding_window=4))
+
+
+def chunk_mask(b, h, i, j):
+    return (j <= i) & (i // 4 == j // 4)
+
+
+CHUNKS = dict(mask_function=chunk_mask, local_size=4)
+PREFIX = or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[0] * 5 + [-1] * 3 + [1] * 4] * BATCH)))
+PACKED = packed_sequence_mask_function(torch.tensor([[0] * 5 + [1] * 7] * BATCH))
+# The mask function as a Mod.
+BY_FUNCTION = {
+    "asked-for": dict(allow_is_causal_skip=False),
+    "chunks": CHUNKS | dict(config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4)),
+    "chunks-as-long-as-the-window": CHUNKS
+    | dict(config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4, sliding_window=4)),
+    "chunks-after-padding": dict(
+        mask_function=chunked_causal_mask_function(4, torch.tensor([0, 2, 7])), local_size=4,
+        attention_mask=token_mask("left").bool(),
+    ),
+    "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
+    "keys-past-the-queries": dict(q_length=4, q_offset=2),
+    "window-of-a-cache": WINDOW
+    | dict(mask_function=sliding_window_causal_mask_function(4), q_length=3, kv_length=6, q_offset=9, kv_offset=4),
+    "prefix": dict(mask_function=PREFIX, allow_is_causal_skip=False),
+    "prefix-right": dict(
+        mask_function=PREFIX, allow_is_causal_skip=False, attention_mask=token_mask("right").bool()
+    ),
+    "packed": dict(mask_function=and_masks(PACKED, causal_mask_function), allow_is_causal_skip=False),
+    "packed-positions": dict(
+        mask_function=packed_sequence_compatibility_function(
+            sliding_window_causal_mask_function(4), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]] * BATCH),
+            torch.tensor([[0] * 5 + [1] * 7] * BATCH),
+        ),
+        allow_is_causal_skip=False,
+    ),
+}  # fmt: skip
 LAZY = {
+    **BY_FUNCTION,
     "left": dict(attention_mask=token_mask("left").bool()),
     "right": dict(attention_mask=token_mask("right").bool()),
     "holes": dict(attention_mask=token_mask("holes").bool()),
@@ -391,6 +434,7 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert mask.shape == dense.shape and mask.dtype == dense.dtype and mask.device == dense.device
     assert torch.equal(mask[:, 0], dense[:, 0])
 
+    mask = adapter.attention_mask(**arguments)  # another, whose elements nothing has read
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 4, mask.shape[2], 8, generator=generator)
     k, v = torch.randn(2, BATCH, 2, mask.shape[3], 8, generator=generator)
@@ -405,23 +449,15 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert_matches_reference(out[is_token], exact[is_token], low[is_token], "float32", "out")
 
 
-def chunk_mask(b, h, i, j):
-    return (j <= i) & (i // 4 == j // 4)
+def of_elements(b, h, i, j):
+    return (j <= i) & (torch.cumsum(j >= 0, -1) > 0)
 
 
 WRITTEN_OUT = {
     "integers": dict(attention_mask=token_mask("left")),
-    "asked-for": dict(allow_is_causal_skip=False),
-    "chunks": dict(
-        mask_function=chunk_mask, local_size=4, config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4)
-    ),
-    "chunks-as-long-as-the-window": dict(
-        mask_function=chunk_mask, local_size=4, config=Llama4TextConfig(**GROUPED, head_dim=8, attention_chunk_size=4,
-                                                                        sliding_window=4),
-    ),
-    "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
+    "one-query": dict(allow_is_causal_skip=False, q_length=1, q_offset=3),
     "counted-on-the-device": dict(q_length=4, q_offset=torch.tensor(LENGTH - 4)),
-    "keys-past-the-queries": dict(q_length=4, q_offset=2),
+    "no-elementwise-function": dict(mask_function=of_elements, allow_is_causal_skip=False),
 }  # fmt: skip
 
 
@@ -431,6 +467,28 @@ def test_masks_that_are_written_out(case):
     mask = adapter.attention_mask(**arguments)
     assert type(mask) is torch.Tensor
     assert torch.equal(mask, sdpa_mask(**arguments))
+
+
+@pytest.mark.parametrize("case", BY_FUNCTION)
+def test_masks_by_a_function_take_memory_linear_in_the_sequence(case, calls, monkeypatch):
+    monkeypatch.setattr(adapter, "sdpa_mask", refuse)
+    mask = adapter.attention_mask(**mask_arguments(**BY_FUNCTION[case]))
+    q, k = (torch.randn(BATCH, 2, length, 8) for length in mask.shape[2:])
+    adapter.attention_forward(torch.nn.Module(), q, k, k, mask)
+    ((_, _, options, given),) = calls
+    assert given == {"mask_mod"}
+    assert all(array.numel() <= BATCH * LENGTH for array in options["mask_mod"].arrays)
+
+
+def test_elements_that_a_model_writes_are_the_mask():
+    mask = adapter.attention_mask(**mask_arguments(**BY_FUNCTION["packed"]))
+    mask[:, :, :, 0] = True
+    q, k = (torch.randn(BATCH, 2, LENGTH, 8) for _ in range(2))
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, k, mask)
+    dense = sdpa_mask(**mask_arguments(**BY_FUNCTION["packed"])).clone()
+    dense[:, :, :, 0] = True
+    expected, _ = adapter.attention_forward(torch.nn.Module(), q, k, k, dense)
+    torch.testing.assert_close(out, expected)
 
 
 def test_masks_that_hide_nothing_else_are_none():

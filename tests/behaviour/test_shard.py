@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cases import Case, Result, by_backend, check
+from cases import Case, Result, by_backend, check, run
 from tiles import in_small_tiles
 
 import cupy_flash
@@ -38,13 +38,17 @@ CASES = {
     "packed-dropout": Case(
         packed=True, batch=2, q_lengths=(18, 19), kv_lengths=(23, 18), window=(6, 2), alibi="bh", dropout=0.3
     ),
+    "mods": Case(score_mod="row-bias", mask_mod="document"),
+    "mods-packed": Case(
+        packed=True, batch=2, q_lengths=(18, 19), kv_lengths=(23, 18), score_mod="alibi", mask_mod="sliding"
+    ),
 }
 ROWS = {f"{name}-{parts}": (case, parts) for name, case in CASES.items() for parts in PARTS}
 SIMULATED = {
     f"{name}-{parts}": (replace(CASES[name], heads=2, kv_heads=1, head_dim=4, head_dim_v=4), parts)
     for parts, names in {
-        "runs": ("window-causal-empty-rows", "grouped-bhsd", "packed-dropout"),
-        "stripes": ("window-narrow", "alibi-causal-dropout", "packed-dropout"),
+        "runs": ("window-causal-empty-rows", "grouped-bhsd", "packed-dropout", "mods-packed"),
+        "stripes": ("window-narrow", "alibi-causal-dropout", "packed-dropout", "mods"),
     }.items()
     for name in names
 }
@@ -97,12 +101,17 @@ def run_parts(case, backend, step, parts):
         put(lse, q_rows, lse.ndim - 1, merged[1])
 
     dq, dk, dv = (np.zeros_like(np.nan_to_num(x)) for x in (q, k, v))
+    dcaptured = []
     for i, j in product(range(count), repeat=2):
         q_rows, kv_rows, problem, operands = call(i, j, (dout, out, lse, dlse))
-        gradients = [array.numpy() for array in backends.run_backward(in_small_tiles(problem), operands)[:3]]
+        results = backends.run_backward(in_small_tiles(problem), operands).map(lambda array: array.numpy())
+        gradients = results[:3]
+        dcaptured.append(results.dcaptured)
         for whole, rows, part in zip((dq, dk, dv), (q_rows, kv_rows, kv_rows), gradients, strict=True):
             put(whole, rows, axis, whole.take(rows, axis) + part)
-    return Result(out, lse, dq, dk, dv, None, None)
+    by_array = zip(*(parts or () for parts in dcaptured), strict=True)
+    totals = [None if parts[0] is None else sum(parts) for parts in by_array]
+    return Result(out, lse, dq, dk, dv, None, None, totals)
 
 
 def put(whole, rows, axis, part):
@@ -111,7 +120,12 @@ def put(whole, rows, axis, part):
 
 @by_backend("case,parts", cpu=ROWS, simulator=SIMULATED)
 def test_shards_give_the_result_of_the_whole(backend, case, parts):
-    check(case, run_parts(case, backend, *PARTS[parts]))
+    result = run_parts(case, backend, *PARTS[parts])
+    check(case, result)
+    for part, whole in zip(result.dcaptured or (), run(case).dcaptured or (), strict=True):
+        assert (part is None) == (whole is None)
+        if whole is not None:
+            np.testing.assert_allclose(part, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_in_parts_draw_the_bits_of_the_whole(backend):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import decode
+from bench import decode, decode_gpu
 
 SMALL = decode.Step(2, 4, 2, 64, 16)
 
@@ -29,3 +29,22 @@ def test_table():
 @pytest.mark.parametrize("step", decode.STEPS, ids=str)
 def test_pages_divide_the_keys(step):
     assert step.keys % decode.PAGE == 0 and step.heads % step.kv_heads == 0
+
+
+def test_regimes_of_a_gpu():
+    names = [regime.name for regime in decode_gpu.REGIMES]
+    assert len(set(names)) == len(names)
+    for regime in decode_gpu.REGIMES:
+        assert (regime.first > regime.goal) == regime.latency
+        assert abs(regime.lengths.mean() / regime.keys - 1) < 0.01
+
+
+def test_table_of_a_gpu():
+    """Shares of the bandwidth of reading alone, or microseconds, against the marks."""
+    share, latency = (x for x in (decode_gpu.REGIMES[0], decode_gpu.REGIMES[-1]))
+    seconds = {decode_gpu.READ: 8.2e-6, decode_gpu.CONTIGUOUS: 1e-5, "pages of 16": 2e-5}
+    section = [x._asdict() | {"regime": x.name, "bytes": 10**7, "seconds": seconds} for x in (share, latency)]
+    rows = [dict(zip(decode_gpu.table(section).columns, row, strict=True)) for row in decode_gpu.table(section).rows]
+    assert [row["reached"] for row in rows] == ["first", "first"]
+    assert rows[0]["TB/s"] == "1.00" and rows[0]["share of reading alone"] == "0.82"
+    assert rows[0]["pages of 16, speed over contiguous"] == "0.50" and rows[1]["first mark, goal"] == "10 us, 6 us"

@@ -17,12 +17,14 @@ import on_gpu as gpu_backend
 import pytest
 import sanitize
 import torch
+from cache_cases import posed
 from cases import planned
 from patience import FOREVER, give_workers_time, patiently
 
 from bench import gpu, sweep
-from bench.isolated import Lost
 from bench.results import ROOT
+from cupy_flash import backends
+from cupy_flash.isolated import Lost
 from cupy_flash.problem import Saved
 
 TOOL = """#!/usr/bin/env bash
@@ -73,6 +75,8 @@ def test_every_part_runs_once(machine):
         "half",
         "behaviour",
         "adapters",
+        "check",
+        "tune",
         "sweep-forward",
         "sweep-backward",
         "conformance",
@@ -81,14 +85,20 @@ def test_every_part_runs_once(machine):
         "costs-forward",
         "costs-backward",
         "calls",
-        *(f"{tool}-{engine}" for engine in ("simt", "mma", "wgmma", "fp8") for tool in ("memcheck", "synccheck")),
+        *(
+            f"{tool}-{engine}"
+            for engine in ("simt", "mma", "wgmma", "fp8", "cache")
+            for tool in ("memcheck", "synccheck")
+        ),
         "racecheck-simt",
         "racecheck-mma",
+        "racecheck-cache",
         "simt-forward-float32",
         "simt-forward-float64",
         "simt-backward-float32",
         "simt-backward-float64",
         "overhead",
+        "decode",
         "first",
     ]
     assert {step["status"] for step in steps} == {0}
@@ -103,9 +113,9 @@ def test_every_part_runs_once(machine):
 
 def test_a_failed_step_is_reported_and_run_again(machine):
     done, _, steps = machine("1", failing="overhead")
-    assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0]
+    assert done.returncode == 1 and [step["status"] for step in steps] == [7, 0, 0]
     done, calls, steps = machine("1")
-    assert done.returncode == 0 and [step["status"] for step in steps] == [7, 0, 0]
+    assert done.returncode == 0 and [step["status"] for step in steps] == [7, 0, 0, 0]
     assert "bench overhead" in "\n".join(calls) and "bench first" not in "\n".join(calls)
 
 
@@ -343,7 +353,13 @@ def test_sanitized_calls_start_every_kernel():
                 constants |= {pair for launch in chosen.launches for pair in launch.constants}
     folder = ROOT / "kernels_cu"
     every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
-    assert kernels == every - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
+    of_caches = {
+        launch.kernel
+        for case in sanitize.CACHES.values()
+        for launch in backends.plan_for(posed(case.call(), backend="simulator")[0]).launches
+    }
+    assert of_caches == {"append", "mma/decode", "merge"}
+    assert kernels == every - of_caches - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
     } <= constants

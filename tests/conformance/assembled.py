@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from .every import Kernel
+from cupy_flash.checks.micro_kernels import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:

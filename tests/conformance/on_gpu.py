@@ -12,54 +12,13 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.isolated import Announce, Lost, Worker, ended_by_signal
-from cupy_flash.tensor_map import encode_for_gpu
-
-from .agreement import difference, simulate
-from .every import Array, Kernel, every_kernel
-
-SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
-
-
-def run(kernel: Kernel) -> Any:
-    """The output of a kernel on the GPU."""
-    import cupy
-
-    module = cupy.cuda.Module()
-    module.load(kernel.text.encode() + b"\0")
-    function = module.get_function("micro")
-    driver = cupy.cuda.driver
-    driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.dynamic)
-    arrays = [cupy.asarray(x) for x in (*kernel.inputs, kernel.out)]
-    maps = [encode_for_gpu(tensor_map(arrays[i].data.ptr)) for i, tensor_map in kernel.maps]
-    # CuPy passes a NumPy array of one element by value.
-    by_value = [np.frombuffer(encoded, f"V{len(encoded)}").reshape(()) for encoded in maps]
-    rows = [] if kernel.rows is None else [np.uint32(kernel.rows)]
-    arguments = (*(np.uint64(x.data.ptr) for x in arrays), *rows, *by_value)
-    function((kernel.blocks, 1, 1), (kernel.threads, 1, 1), arguments, shared_mem=kernel.dynamic)
-    return cupy.asnumpy(arrays[-1])
-
-
-@cache
-def kernels() -> list[Kernel]:
-    return list(every_kernel())
-
-
-def work(number: int | None, announce: Announce) -> Any:
-    """In a worker process: the output of the kernel with this number, or with None the GPU's compute capability."""
-    import cupy
-
-    if number is None:
-        return int(cupy.cuda.Device().compute_capability)
-    kernel = kernels()[number]
-    announce(kernel.name, SECONDS)
-    return run(kernel)
+from cupy_flash.checks.micro_kernels import Array, difference, kernels, simulate, work
+from cupy_flash.isolated import Lost, Worker, ended_by_signal
 
 
 def main(folder: Path, work: Any = work) -> int:

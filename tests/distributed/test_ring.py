@@ -42,6 +42,7 @@ class Case:
     sink: bool = False
     alibi: bool = False
     dlse: bool = True
+    mods: bool = False  # a score_mod with gradients, of positions and heads, and a mask_mod
     options: dict = field(default_factory=dict)
 
     @property
@@ -64,6 +65,10 @@ class Case:
             options["sink"] = rng.normal(size=self.heads)
         if self.alibi:
             options["alibi_slopes"] = rng.uniform(0, 0.5, self.heads).astype(np.float32)
+        if self.mods:
+            longest = max(*self.lengths[0], *self.lengths[1]) if self.packed else max(self.lengths)
+            table = rng.normal(size=(self.heads, longest)).astype(self.dtype)
+            options["mods"] = (rng.normal(size=()).astype(self.dtype), table, np.arange(longest) // 7)
         q_rows, kv_rows = (sum(n) if self.packed else n for n in self.lengths)
         shapes = [
             (q_rows, self.heads, 8),
@@ -79,6 +84,14 @@ class Case:
         return *arrays, dlse.astype(np.float64 if self.dtype == "float64" else np.float32), options
 
 
+def mods_over(factor, table, ids):
+    """The options of Case.mods, over arrays of NumPy or torch."""
+    return dict(
+        score_mod=lambda s, b, h, q, kv: s * factor + table[h, abs(q - kv)],
+        mask_mod=lambda b, h, q, kv: (ids[q] == ids[kv]) | (kv % 3 == h % 3) | (q - kv == 1),
+    )
+
+
 def boundaries(lengths):
     return np.cumsum([0, *lengths], dtype=np.int32)
 
@@ -86,6 +99,8 @@ def boundaries(lengths):
 def on_one(case, arrays):
     """All results of one process on the unsharded arrays."""
     q, k, v, dout, dlse, options = arrays
+    options = dict(options)
+    options |= mods_over(*options.pop("mods", ())) if case.mods else {}
     packed = [*map(boundaries, case.lengths), *map(max, case.lengths)] if case.packed else []
     forward, backward = (
         (cupy_flash.attention_varlen, cupy_flash.attention_varlen_backward)
@@ -115,6 +130,10 @@ def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
     ]
     if case.sink:
         leaves.append(options["sink"].requires_grad_())
+    if case.mods:
+        captured = [torch.from_numpy(x) for x in options.pop("mods")]
+        leaves += [x.requires_grad_() for x in captured[:2]]
+        options |= mods_over(*captured)
     cu_seqlens = [torch.from_numpy(boundaries(n)) for n in case.lengths] if case.packed else []
     if scheme == "ring":
         function = partial(ring_attention_varlen if case.packed else ring_attention, sharding=case.sharding)
@@ -143,6 +162,9 @@ def compare(case, world, group=None, scheme="ring"):
     if case.sink:
         distributed.all_reduce(mine[5], group=group)
         np.testing.assert_allclose(mine[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
+    if case.mods:
+        for x, expected in zip(mine[-2:], gradients.dcaptured, strict=False):
+            np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-12, err_msg="gradient of a captured array")
 
 
 CASES = {
@@ -159,6 +181,9 @@ CASES = {
     "alibi": Case(alibi=True),
     "dropout": Case(options=dict(dropout=0.4, seed=5)),
     "alibi-causal-dropout-sink": Case(alibi=True, sink=True, options=dict(causal=True, dropout=0.3, seed=2**63 + 1)),
+    "mods": Case(mods=True, sink=True),
+    "mods-causal-window": Case(mods=True, kv_len=50, options=dict(causal=True, window=(20, None))),
+    "mods-packed": Case(mods=True, q_len=(13, 0, 1, 22), kv_len=(15, 3, 0, 30)),
     "no-dlse": Case(dlse=False, options=dict(causal=True)),
     "empty-shards": Case(q_len=3, options=dict(causal=True), sink=True),
     "no-positions": Case(q_len=0),

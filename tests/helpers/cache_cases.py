@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,13 @@ from cases import DTYPES
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import reference
+from cupy_flash import device, reference
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import mma_decode
+from cupy_flash.plan import plan
+from cupy_flash.pose_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem import Operands, Problem
 
 CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
@@ -27,6 +34,11 @@ class CacheCall(NamedTuple):
     def copied(self) -> CacheCall:
         """The same with caches of its own, in the same strides."""
         return self._replace(k_cache=_copied(self.k_cache), v_cache=_copied(self.v_cache))
+
+    def map(self, function: Callable[[np.ndarray], Any]) -> CacheCall:
+        """The same with a function applied to every array."""
+        options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        return CacheCall(*map(function, self[:3]), options)
 
 
 def _copied(cache):
@@ -197,10 +209,33 @@ def run(call: CacheCall, **options: Any) -> tuple[np.ndarray, ...]:
     return out, lse, ours.k_cache, ours.v_cache
 
 
-def check(case: CacheCase) -> None:
-    """Compare a call with the formula, and what it leaves in the caches."""
+def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
+    """The problem of a call and its operands, with caches of its own."""
+    ours = call.copied()
+    return pose_with_cache(*ours[:3], CacheOptions(**ours.options | options))
+
+
+def run_kernels(
+    call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None, start: Any = start
+) -> tuple[np.ndarray, ...]:
+    """As `run`, by the kernels on the simulator, with so many blocks and rows of a tile if given.
+
+    `start` runs the launches of a `Work`.
+    """
+    problem, operands = posed(call, backend=f"simulator:{arch}")
+    tile = plan(problem, device.named(arch)).tile
+    if rows is not None:
+        (tile,) = (x for x in mma_decode.legal_tiles(problem, device.named(arch)) if x.rows == rows)
+    if blocks is not None:
+        tile = tile._replace(blocks=blocks)
+    out, lse = kernels.forward(plan(problem, device.named(arch), tile), operands, start)
+    return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
+
+
+def check(case: CacheCase, results: tuple[np.ndarray, ...] | None = None, **options: Any) -> None:
+    """Compare a call with the formula, and what it leaves in the caches; `results` are those of `run` by default."""
     call, dtype = case.call(), DTYPES[case.dtype]
-    results, (exact, low) = run(call), references(call, dtype)
+    results, (exact, low) = results or run(call, **options), references(call, dtype)
     accumulation = np.float64 if case.dtype == "float64" else np.float32
     for name, actual, expected, approximate in zip(
         ("out", "lse", "k_cache", "v_cache"), results, exact, low, strict=True

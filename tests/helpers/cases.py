@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 from mods import mods_of
 from on_gpu import has_gpu
-from threadpoolctl import threadpool_limits
 from tiles import small_tile
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends, device, reference
+from cupy_flash import backends, device
 from cupy_flash.arrays import Array
 from cupy_flash.backends import cpu, kernels
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.checks import references as reference_runs
+from cupy_flash.checks.references import furthest as furthest
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Packed, Saved
+from cupy_flash.trial import Call
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
@@ -40,18 +42,6 @@ class Result(NamedTuple):
     dbias: np.ndarray | None
     dsink: np.ndarray | None
     dcaptured: tuple[np.ndarray | None, ...] | None = None
-
-
-class Call(NamedTuple):
-    """The arrays of a case in its layout, the options of the public functions, and the gradients dout and dlse."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    options: dict
-    dout: np.ndarray
-    dlse: np.ndarray | None
-    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -268,46 +258,9 @@ def references(case: Case, gradients: bool = True) -> tuple[Result, Result]:
 
 
 def compute_references(case: Case, call: Call, gradients: bool = True, orders: int = 8) -> tuple[Result, Result]:
-    """The formula in fp64 (longdouble for fp64), and in low precision: rounded wherever an engine may round.
-
-    Low precision is the worst of several runs, element by element. They differ only in the order of the head
-    dimensions, that is, of the sums: a single run may be exact by chance in an array of few elements, such as dsink.
-    """
-    dtype = DTYPES[case.dtype]
-    with threadpool_limits(1, user_api="blas"):  # two threads take ten times as long for small arrays on a busy machine
-        exact = _run_reference(case, call, gradients, None)
-        worst = _run_reference(case, call, gradients, dtype)
-        for order in range(1, orders):
-            other = _run_reference(case, call, gradients, dtype, np.random.default_rng(order))
-            worst = Result(*map(furthest, exact, worst, other))
-    return exact, worst
-
-
-def furthest(exact: np.ndarray | None, a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
-    """Each element of a or b, whichever is further from the exact one."""
-    if exact is None or a is None or b is None:
-        return None
-    with np.errstate(invalid="ignore"):
-        return np.where(np.abs(b - exact) > np.abs(a - exact), b.astype(exact.dtype), a.astype(exact.dtype))
-
-
-def _run_reference(
-    case: Case, call: Call, with_gradients: bool, dtype: np.dtype | None, rng: np.random.Generator | None = None
-) -> Result:
-    q, k, v, options, dout, dlse, packed = call
-    inner, outer = (np.arange(n) if rng is None else rng.permutation(n) for n in (case.head_dim, case.head_dim_v))
-    q, k, v, dout = q[..., inner], k[..., inner], v[..., outer], dout[..., outer]
-    with np.errstate(invalid="ignore", over="ignore"):
-        if packed is None:
-            forward, backward, bounds = reference.attention, reference.attention_backward, ()
-        else:
-            forward, backward, bounds = reference.attention_varlen, reference.attention_varlen_backward, packed[:2]
-        out, lse = forward(q, k, v, *bounds, dtype=dtype, **options)
-        inner, outer = np.argsort(inner), np.argsort(outer)
-        if not with_gradients:
-            return Result(out[..., outer], lse, *[None] * 5)
-        dq, dk, dv, *others = backward(dout, q, k, v, *bounds, dlse=dlse, dtype=dtype, **options)
-    return Result(out[..., outer], lse, dq[..., inner], dk[..., inner], dv[..., outer], *others)
+    """The formula in fp64 (longdouble for fp64), and in low precision: the worst of several runs."""
+    exact, low = reference_runs.references(call, DTYPES[case.dtype], gradients, orders)
+    return Result(*exact), Result(*low)
 
 
 def check(

@@ -3,46 +3,8 @@
 import struct
 
 from cupy_flash.backends.simulator import Memory, launch
+from cupy_flash.checks.micro_kernels import source
 from cupy_flash.tensor_map import encode_for_simulator
-
-HEADER = """
-.version 8.4
-.target {target}
-.address_size 64
-{variables}
-.visible .entry micro({parameters}) {directives}
-{{
-    .reg .pred %q<8>;
-    .reg .b16 %h<16>;
-    .reg .b32 %t, %block, %r<64>;
-    .reg .b64 %p<8>, %m<4>, %d<32>;
-    .reg .f32 %f<192>;
-    .reg .f64 %e<8>;
-    {shared}
-    mov.u32 %t, %tid.x;
-    mov.u32 %block, %ctaid.x;
-    {pointers}
-    {body}
-    exit;
-}}
-"""
-
-
-def source(body, arrays, *, shared="", variables="", maps=0, target="sm_90", directives=""):
-    """The PTX: %pi points to array i, %mi to tensor map i; %t is the thread index, %block the block index."""
-    parameters = [f".param .u64 a{i}" for i in range(len(arrays))]
-    parameters += [f".param .align 64 .b8 map{i}[128]" for i in range(maps)]
-    pointers = [f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))]
-    pointers += [f"mov.b64 %m{i}, map{i}; cvta.param.u64 %m{i}, %m{i};" for i in range(maps)]
-    return HEADER.format(
-        target=target,
-        directives=directives,
-        variables=variables,
-        shared=shared,
-        parameters=", ".join(parameters),
-        pointers=" ".join(pointers),
-        body=body,
-    )
 
 
 def run(

@@ -18,7 +18,7 @@ def arrays_of(case):
     whole = {
         "ids": np.sort(rng.integers(0, 4, (batch, rows)), axis=1),
         "buckets": rng.integers(0, 6, rows).astype(np.int32),
-        "blocks": rng.random((batch, 8, 8)) < 0.6,
+        "blocks": rng.random((batch, *(2 * [max(8, -(-rows // 4))]))) < 0.6,
     }
     # Contiguous, transposed and repeated, as callers have them.
     strided = {"plane": np.ascontiguousarray(floating["plane"].swapaxes(2, 3)).swapaxes(2, 3)}

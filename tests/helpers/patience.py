@@ -3,7 +3,7 @@
 
 import time
 
-from bench import isolated
+from cupy_flash import isolated
 
 FOREVER = 7200.0  # seconds, longer than a test may take
 
@@ -14,7 +14,7 @@ def hang():
 
 
 def give_workers_time(monkeypatch):
-    """Remove the time limits on starting and ending processes of bench.isolated."""
+    """Remove the time limits on starting and ending processes of cupy_flash.isolated."""
     monkeypatch.setattr(isolated, "START_SECONDS", FOREVER)
     monkeypatch.setattr(isolated, "ENDING_SECONDS", FOREVER)
 

@@ -1,4 +1,4 @@
-"""Short calls, forward and backward, for compute-sanitizer: python -m sanitize simt | mma | wgmma | fp8.
+"""Short calls, forward and backward, for compute-sanitizer: python -m sanitize simt | mma | wgmma | fp8 | cache.
 
 Each array is allocated by the driver, because the tool does not detect out-of-bounds accesses inside a memory pool.
 Without an engine all of them run, each in its own process, and their results are compared with the formula.
@@ -15,6 +15,8 @@ from typing import Any
 
 import fp8_cases
 import on_gpu
+from cache_cases import CacheCase
+from cache_cases import check as check_cache
 from cases import Call, Case, Result, check, compare, run
 from mods import arrays_of, mods_of
 
@@ -39,12 +41,27 @@ CASES = {
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
 MODS = Case(**LONG, score_mod="relative", mask_mod="document")  # its gradient of a table has no order
+CACHES = {
+    "cache": CacheCase(
+        lengths=(5, 330, 0), capacity=400, appended=2, q_len=3, rotary=(8, False), alibi="h", sink=True, dtype="float16"
+    ),
+    "cache of pages": CacheCase(
+        lengths=(5, 330, 0),
+        capacity=400,
+        page=16,
+        appended=1,
+        q_len=2,
+        window=(100, None),
+        split_size=64,
+        dtype="float16",
+    ),
+}
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
     """The engines that this GPU supports."""
-    return ["simt", "mma", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
+    return ["simt", "mma", "cache", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
 TileOf = Callable[[Plan], Any]
@@ -94,6 +111,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
     cupy.cuda.set_allocator(None)
     if engine == "fp8":
         return _fp8(checked)
+    if engine == "cache":
+        return _caches(checked)
     for name in on_gpu.FUNCTIONS:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
     for name, case, words, tile in calls(engine):
@@ -104,6 +123,18 @@ def sanitize(engine: str, *, checked: bool) -> None:
         if checked:
             check(case, result)
         print(f"{engine}: {name}", flush=True)
+
+
+def _caches(checked: bool) -> None:
+    import cupy
+
+    for name, case in CACHES.items():
+        call = case.call().map(cupy.asarray)
+        results = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
+        on_host = tuple(x.get() for x in (*results, *call[1:3]))
+        if checked:
+            check_cache(case, on_host)
+        print(f"cache: {name}", flush=True)
 
 
 def _fp8(checked: bool) -> None:

@@ -51,6 +51,9 @@ def problems(engine, backward):
     """A problem of an engine on a device that it runs on."""
     if engine in ("cpu", "cpu_decode"):
         return PROBLEM._replace(backward=backward, engine=engine), CPU
+    if engine == "mma_decode":
+        first, *_ = ahead.problems(dtype="bfloat16", head_dim=64, cache=True, engine=engine)
+        return first._replace(batch=2, heads=8, kv_heads=8, whole_heads=8), AMPERE._replace(backend="cuda")
     dtype = "float32" if engine == "simt" else "bfloat16"
     problem = ahead.problems(dtype=dtype, head_dim=64, causal=True, engine=engine, backward=backward)[-1]
     problem = problem._replace(batch=2, heads=8, kv_heads=8, whole_heads=8)
@@ -58,14 +61,15 @@ def problems(engine, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("engine", [engine for engine in MODULES if engine != "cpu_decode"])
+@pytest.mark.parametrize("engine", [engine for engine in MODULES if "decode" not in engine])
 def test_a_bucket_shares_its_tile(engine, backward):
     """The tile, the threads and the refusals of a bucket's last lengths; the launches of the exact ones."""
     check_buckets(engine, backward, (1, 100, 1100))
 
 
-def test_a_bucket_of_few_queries_shares_its_tile():
-    check_buckets("cpu_decode", False, (1, 3, 8), (65, 137, 2100))
+@pytest.mark.parametrize("engine", ["cpu_decode", "mma_decode"])
+def test_a_bucket_of_few_queries_shares_its_tile(engine):
+    check_buckets(engine, False, (1, 3, 8), (65, 137, 2100))
 
 
 def check_buckets(engine, backward, q_lengths, kv_lengths=(7, 137, 2100)):

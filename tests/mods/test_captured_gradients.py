@@ -1,16 +1,17 @@
-"""Gradients of captured arrays that kernels sum in blocks which own them: arrays indexed by b, h, q_idx and kv_idx."""
+"""Gradients of captured arrays in kernels: of blocks that own them, or added to, in fixed point if deterministic."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import Case, run_kernels, start
 from mods import arrays_of, mods_of
+from planting import planted_in
 from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.problem import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -62,8 +63,11 @@ ROWS = {f"{name}-{engine}": (case, engine) for name, case in CASES.items() for e
 def test_gradients_equal_the_cpu(row):
     """Against the CPU engine in fp64. A gradient may be one number: several runs in low precision set the tolerance."""
     case, engine = row
-    case = replace(case, dtype=ENGINES[engine])
-    actual = gradients(case, dict(backend="simulator", engine=engine))
+    check_gradients(replace(case, dtype=ENGINES[engine]), dict(engine=engine))
+
+
+def check_gradients(case, how):
+    actual = gradients(case, dict(backend="simulator", **how))
     exact = gradients(replace(case, dtype="float64"), {}, lambda x: x.astype(np.float64))
     low = [gradients(case, {}, moved=seed) for seed in range(8)]
     assert any(x is not None for x in actual)
@@ -75,9 +79,65 @@ def test_gradients_equal_the_cpu(row):
             assert_matches_reference([x] * runs, [y] * runs, z, x.dtype, f"gradient of array{slot} of {case}")
 
 
-def test_computed_indices_are_refused():
-    """No block owns an element that is read at a computed index; the error names the array."""
-    case = Case(score_mod="relative", mask_mod="document")
-    for engine, dtype in ENGINES.items():
-        with pytest.raises(UnsupportedError, match="array0, which score_mod reads at computed or repeated indices"):
-            gradients(replace(case, dtype=dtype), dict(backend="simulator", engine=engine, deterministic=True))
+# Arrays whose elements any score may add to: at computed indices, read twice, one number, a number per head.
+ADDED = {
+    "table": Case(score_mod="relative", mask_mod="document"),
+    "read-twice": Case(score_mod="learned-twice", causal=True, head_dim=16),
+    "heads": Case(score_mod="alibi", causal=True),
+    "packed-number": Case(score_mod="row-bias", packed=True, q_lengths=(7, 19), kv_lengths=(23, 5)),
+    "infinite-factor": Case(score_mod="hides-by-sum", sink=True),
+}
+ADDED_ROWS = {f"{name}-{engine}": (case, engine) for name, case in ADDED.items() for engine in ENGINES}
+
+
+@pytest.mark.parametrize("row", in_tiers(ADDED_ROWS, ["table-mma", "packed-number-simt"]))
+def test_deterministic_gradients_equal_the_cpu(row):
+    """Fixed point is as exact as the sums in double."""
+    case, engine = row
+    check_gradients(replace(case, dtype=ENGINES[engine]), dict(engine=engine, deterministic=True))
+
+
+def captured_in_order(case, seed, **how):
+    """The gradients of captured arrays with the blocks and warps in an order of the seed."""
+    in_order = functools.partial(start, order="random", seed=seed)
+    return run_kernels(case, engine="simt", start=in_order, **how).dcaptured
+
+
+# In float64: a double holds most sums of float32 exactly, in any order.
+SPREAD = Case(
+    score_mod="learned-twice", q_len=70, kv_len=41, batch=1, heads=2, kv_heads=1, head_dim=16, dtype="float64"
+)
+
+
+def test_deterministic_gradients_are_bitwise_equal_in_any_order():
+    first, *others = (captured_in_order(SPREAD, seed, deterministic=True) for seed in range(3))
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                np.testing.assert_array_equal(x, y)
+
+
+FIXED_PLANTS = {
+    "units of the wrong size": ("61 - of_rows", "20 - of_rows"),
+    "a row that is not measured": (
+        "atomicMax((unsigned long long*)largest",
+        "if (x > 1e30) atomicMax((unsigned long long*)largest",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", in_tiers({name: name for name in FIXED_PLANTS}, ["units of the wrong size"]))
+def test_planted_scales_are_found(plant, monkeypatch):
+    with planted_in(monkeypatch, "mod_functions.cuh", *FIXED_PLANTS[plant]), pytest.raises(AssertionError):
+        check_gradients(ADDED["table"], dict(engine="simt", deterministic=True))
+
+
+@pytest.mark.exhaustive
+def test_a_deterministic_gradient_of_nan_is_nan():
+    """A NaN or an infinity among the contributions leaves no scale."""
+    case = ADDED["table"]
+    call = case.call()
+    call.dout[0, 0, 0] = np.nan
+    (gradient, _) = run_kernels(case, call=call, engine="simt", deterministic=True).dcaptured
+    assert np.isnan(gradient).all()

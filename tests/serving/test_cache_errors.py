@@ -175,8 +175,8 @@ def test_explain():
 
 
 def test_compile_refuses_a_cache_with_reasons():
-    with pytest.raises(UnsupportedError, match="mma: it reads no KV cache in this version"):
-        cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", cache=True)
+    with pytest.raises(UnsupportedError, match="simt: it reads no KV cache in this version"):
+        cupy_flash.compile(dtype="float32", head_dim=64, arch="sm_80", cache=True)
     with pytest.raises(TypeError, match="compile: cache must be True or False"):
         cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", cache=1)
 

@@ -5,10 +5,10 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.hopper import BOXES, BY_NAME, CASES, STRIDED, drain, fill, initialise, tensor, wait
 from micro import run
 
 from cupy_flash.backends.simulator import errors
+from cupy_flash.checks.hopper import BOXES, BY_NAME, CASES, STRIDED, drain, fill, initialise, tensor, wait
 
 ORDERS = ["early", "late", "random"]
 DTYPES = {"u8": np.uint8, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, PAIR, wait
 from micro import run
 
 from cupy_flash.backends.simulator import SimulationError, errors
+from cupy_flash.checks.hopper import BY_NAME, PAIR, wait
 
 ORDERS = ["early", "late", "random"]
 MULTICAST, REMOTE = BY_NAME["cluster.multicast"], BY_NAME["cluster.remote"]

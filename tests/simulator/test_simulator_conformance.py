@@ -8,9 +8,9 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.kernels import BY_NAME, CASES, THREADS, TYPES, WARP_CASES
 
 from cupy_flash.backends.simulator import Memory, launch
+from cupy_flash.checks.instructions import BY_NAME, CASES, THREADS, TYPES, WARP_CASES
 
 
 def run_micro(case, values):

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance import hopper, on_gpu
-from conformance.agreement import difference, disagreements, simulate
+from conformance import on_gpu
+from conformance.agreement import disagreements
 from conformance.assembled import source
-from conformance.every import Kernel, every_kernel
-from conformance.kernels import BY_NAME, WARP_CASES
-from conformance.on_gpu import kernels, main
+from conformance.on_gpu import main
 from patience import FOREVER, give_workers_time, hang
 
 from cupy_flash import ahead, device, nvrtc
+from cupy_flash.checks import hopper
+from cupy_flash.checks.instructions import BY_NAME, WARP_CASES
+from cupy_flash.checks.micro_kernels import Kernel, difference, every_kernel, kernels, simulate
 from cupy_flash.source import assemble
 
 STORED = sorted((Path(__file__).parents[1] / "conformance" / "gpu").glob("*.npz"))
@@ -116,7 +117,7 @@ class CUDADriverError(Exception):
 
 
 def stand_in(number, announce):
-    """A stand-in for conformance.on_gpu.work that runs on the simulator, and fails on demand."""
+    """A stand-in for micro_kernels.work that runs on the simulator, and fails on demand."""
     if number is None:
         return 90
     name = (kernel := kernels()[number]).name

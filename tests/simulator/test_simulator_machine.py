@@ -4,10 +4,10 @@ import struct
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, DYNAMIC_BYTES, tensor
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
+from cupy_flash.checks.hopper import BY_NAME, DYNAMIC_BYTES, tensor
 from cupy_flash.tensor_map import encode_for_simulator
 
 LANES = np.arange(32)

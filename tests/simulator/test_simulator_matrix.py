@@ -6,9 +6,10 @@ Each layout function below is the documentation's own formula for element i of l
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME
-from conformance.kernels import MMA_FORMS, ldmatrix_body, mma_body
 from micro import run
+
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.instructions import MMA_FORMS, ldmatrix_body, mma_body
 
 
 def group_of(lane):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, initialise, wait
 from micro import run
 
 from cupy_flash.backends.simulator import errors
+from cupy_flash.checks.hopper import BY_NAME, initialise, wait
 
 ORDERS = ["early", "late", "random"]
 SHARED = ".shared .align 1024 .b8 smem[4096]; .shared .align 8 .b8 bars[64];"

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME
 from micro import run
 
 from cupy_flash.backends.simulator import errors
+from cupy_flash.checks.hopper import BY_NAME
 
 CASE = BY_NAME["setmaxnreg"]
 

@@ -8,10 +8,10 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from conformance.hopper import BY_NAME, WGMMA_FORMS, Operand
 from micro import run
 
 from cupy_flash.backends.simulator import errors
+from cupy_flash.checks.hopper import BY_NAME, WGMMA_FORMS, Operand
 
 DTYPES = {
     "f16": np.float16,

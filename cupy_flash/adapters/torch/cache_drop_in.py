@@ -9,7 +9,7 @@ import torch
 from ...pose_cache import SPLIT_UNIT, CacheOptions
 from ...problem import UnsupportedError
 from .cache import append, attend
-from .drop_in import as_int32, is_zero
+from .op import as_int32, is_zero
 
 
 def flash_attn_with_kvcache(

@@ -19,6 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
+from .cache_drop_in import attend_to_pages
+from .op import as_int32, is_zero
 from .transforms import forward
 
 if TYPE_CHECKING:
@@ -569,8 +571,6 @@ def flash_attn_varlen_func(
         UnsupportedError: dropout with block_table, or an argument for pages without it.
     """
     if block_table is not None:
-        from .cache_drop_in import attend_to_pages  # which itself imports this module
-
         name = "flash_attn_varlen_func"
         if q_descale is not None:
             raise UnsupportedError(f"{name}: q_descale: beside pages of float8_e4m3fn q has 16 bit")
@@ -754,14 +754,6 @@ def _unpacked(function: str, name: str, packed: Any, shape: str) -> Any:
     return packed.unbind(dim=-3)
 
 
-def as_int32(cu_seqlens: Any) -> Any:
-    """Cast int64 cu_seqlens in host memory to int32; values out of range are clamped to ones that `pose` refuses."""
-    is_dense = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout == torch.strided
-    if is_dense and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
-        return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-    return cu_seqlens
-
-
 def _flash_attn_options(
     dropout: Any, scale: Any, causal: Any, window: Any, softcap: Any, alibi_slopes: Any, deterministic: Any
 ) -> Options:
@@ -781,14 +773,6 @@ def refuse_without_pages(function: str, **arguments: Any) -> None:
     names = [name for name, value in arguments.items() if value is not None]
     if names:
         raise UnsupportedError(f"{function}: {', '.join(names)}: served with block_table alone")
-
-
-def is_zero(softcap: Any) -> bool:
-    """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
-    try:
-        return bool(softcap == 0)
-    except Exception:  # foreign objects may raise anything
-        return False
 
 
 def _flash_attn(

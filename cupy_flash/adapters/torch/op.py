@@ -210,6 +210,22 @@ def as_index(value: Any) -> int:
     return index
 
 
+def is_zero(softcap: Any) -> bool:
+    """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
+    try:
+        return bool(softcap == 0)
+    except Exception:  # foreign objects may raise anything
+        return False
+
+
+def as_int32(cu_seqlens: Any) -> Any:
+    """Cast int64 cu_seqlens in host memory to int32; values out of range are clamped to ones that `pose` refuses."""
+    is_dense = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.layout == torch.strided
+    if is_dense and cu_seqlens.dtype == torch.int64 and cu_seqlens.device.type == "cpu":
+        return cu_seqlens.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return cu_seqlens
+
+
 def _length(value: Any) -> Any:
     """A length as an int; one that is symbolic under tracing stays symbolic."""
     return value if isinstance(value, torch.SymInt) else as_index(value)

@@ -18,6 +18,11 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     return kernels.forward(plan, operands, start)
 
 
+def append(plan: Plan, operands: Operands) -> None:
+    """Append rows to a KV cache."""
+    kernels.append(plan, operands, start)
+
+
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """The gradients."""
     return kernels.backward(plan, operands, start)
@@ -28,7 +33,7 @@ def start(work: kernels.Work, *, order: Order = "late", seed: int = 0) -> list[C
     memory = Memory()
     addresses: dict[int, int] = {}
     for name, array in work.inputs.items():
-        addresses[id(array)] = memory.add(array.numpy(), name, writable=False)
+        addresses[id(array)] = memory.add(array.numpy(), name, writable=name in work.written)
     for name, result in work.results.items():
         if result is not None:
             addresses[id(result)] = memory.add(result.numpy(), name, initialised=False)

@@ -15,7 +15,7 @@ from ...launch import Launch
 from ...params import Workspace
 from ...problem import FP8, Problem
 from ..fragments import fragment_refusals
-from ..shared import grid_refusals, mod_refusals
+from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
@@ -31,14 +31,9 @@ def step(problem: Problem) -> ModuleType:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are other GPUs than sm_90a and rows that TMA cannot load.
-
-    Until it is measured, fp16 and bf16 also need engine="wgmma".
-    """
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + mod_refusals(problem)
+    """Refused are other GPUs than sm_90a and rows that TMA cannot load."""
+    reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
-    if problem.engine != "wgmma" and not fp8:  # no other engine serves fp8
-        reasons.append('not measured on a GPU yet, so it runs only on request: engine="wgmma"')
     if device.backend in BACKENDS and device.arch != ARCH:
         reasons.append(f"{device.arch} lacks the instructions of {ARCH}")
     if fp8:

@@ -19,6 +19,7 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
+    RECORD_BYTES,
     SHARED_BYTES,
     STEP,
     WARPGROUP_ROWS,
@@ -110,7 +111,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The row kernels around the backward, and the dbias kernel of mma."""
+    """The backward, the kernels of mma and simt for bias and captured arrays, and the row kernels around them."""
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -126,7 +127,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     boxes = (Box("q", *of_q), Box("k", *of_kv), Box("v", *of_kv), Box("dout", *of_q))
     grid = max(-(-problem.kv_len // tile.block_kv), 1), problem.kv_heads, sequences(problem)
     launch = Launch(kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), boxes)
-    tile_launches = [launch, *mma.bias_launches(problem, mma.bias_tile(problem, device))]
+    tile_launches = [launch, *mma.array_launches(problem, device, mma.bias_tile(problem, device))]
     return fragment_backward(problem, tile_launches, add_dq=True, in_order=problem.deterministic)
 
 
@@ -154,11 +155,12 @@ def _live(problem: Problem, tile: Tile) -> int:
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of shared memory.
 
-    K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and delta,
-    and a full/empty mbarrier pair per slot.
+    K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and delta
+    and, under a mask_mod, of the record of a tile, and a full/empty mbarrier pair per slot.
     """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
     scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)
     dq = 4 * tile.block_q * (columns(problem.head_dim) if tile.dq_shares == 1 else k) if tile.dq_in_bulk else 0
-    return operands + scores + dq + 2 * 2 * 4 * tile.block_q + 16 * (2 + 2 * tile.stages + 2)
+    rows = 2 * (2 * 4 * tile.block_q + (RECORD_BYTES if problem.mask_mod else 0))
+    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2)

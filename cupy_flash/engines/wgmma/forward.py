@@ -14,32 +14,41 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences
+from ..shared import known_constants, nonempty, sequences, with_mods
 from .hopper import (
-    BLOCK,
     CACHE_BYTES,
     CLEAR,
     CLOCK,
     EXPONENTIALS,
     MULTIPLY_ADDS,
-    NEXT_TILE,
     PANEL,
+    RECORD_BYTES,
     SHARED_BYTES,
-    STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
     columns,
+    live_in_loads,
     needs_registers,
 )
 
-# Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong; with options
-# that need registers (needs_registers). The static gate finds no spill up to it.
-LIVE = {2: (188, 180, 180), 3: (112, 104, 92)}
+# Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong, with a mask that
+# has an edge and without; with options that need registers (needs_registers). The static gate finds no spill up to it.
+LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
+# Keys of a step. With options, tiles of more than 128 spill within LIVE. Tiles of 176 would gain 0.2 % by bench.cycles
+# at D 128, but spill 8 bytes with a sink or in a shard, and more at D 96 or if they are persistent.
+KEYS = (144, 128, 112, 96, 80, 64)
+MOST_KEYS_WITH_OPTIONS = 128
 # Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
 RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
-# shortens the step of one warpgroup by 2 to 16 %, but lengthens it at D 64.
+# shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens those of up to 96 keys.
 EXPONENTIALS_FIRST = True
+# Cost model beyond hopper.py's. With these two the cost of a step is in proportion to that of bench.cycles within 2 %,
+# for 128 queries and 64 to 144 keys at D 128: shared memory takes time before it is the bottleneck.
+STEP = 550  # clocks of waits and signals per mainloop step
+SHARED_WEIGHT = 0.5  # of the time that shared memory works
+TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
+BLOCK = 1000  # clocks of a block's start beyond them; those of a persistent grid's tiles overlap
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
@@ -68,13 +77,15 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
     legal = []
     options = needs_registers(problem)
-    ways = product(LIVE.items(), (128, 96, 80, 64), (False, True), (False, True), (False, True))
+    most_keys = MOST_KEYS_WITH_OPTIONS if options else max(KEYS)
+    ways = product(LIVE.items(), KEYS, (False, True), (False, True), (False, True))
     for (warpgroups, limits), block_kv, persistent, takes_turns, paired in ways:
         block_q = WARPGROUP_ROWS * warpgroups
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
-        live = _live(problem, block_kv)
-        if live > limits[2 if options else persistent or takes_turns]:
+        kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
+        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        if live > limits[kind] or block_kv > most_keys:
             continue
         sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
         fitting = [size for size in sizes if _shared_bytes(problem, *size) <= device.shared_bytes]
@@ -85,26 +96,29 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Waves of blocks times the time of one block.
 
-    wgmma and exponentials are added, not overlapped, as published kernels of this kind come near the sum. Ping-pong
-    and multicast get no benefit until measured on a GPU.
+    wgmma and exponentials are added, not overlapped, as published kernels of this kind come near the sum; shared memory
+    costs time before it is the bottleneck, too. Ping-pong and multicast get no benefit until measured on a GPU.
     """
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = 2 * tile.block_kv * dims
     # Per step, each warpgroup's wgmma read the K and V tiles and its rows of Q from shared memory.
     read = tile.warpgroups * loaded + 2 * tile.block_q * problem.head_dim
-    clocks = max(
-        elements * (dims / MULTIPLY_ADDS + 1 / EXPONENTIALS), (loaded + read) / SHARED_BYTES, loaded / CACHE_BYTES
-    )
+    shared = (loaded + read) / SHARED_BYTES
+    clocks = max(elements * (dims / MULTIPLY_ADDS + 1 / EXPONENTIALS), shared, loaded / CACHE_BYTES)
+    clocks += SHARED_WEIGHT * shared + STEP
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
+    # The mean over query tiles; an edge cuts fewer steps if the sizes of tiles have a common divisor.
+    edge = problem.mask.edges * math.gcd(tile.block_q, tile.block_kv) / 2
+    steps = (visited - edge) / tile.block_kv if problem.mask.edges else -(-visited // tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0
     if tile.persistent:
         clear = CLEAR
         # Tiles of unequal cost, drawn dynamically and the longest first, leave no partial last wave.
         waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
-    block = NEXT_TILE if tile.persistent else BLOCK
-    return waves * (-(-visited // tile.block_kv) * (clocks + STEP) + block) / CLOCK + clear
+    block = 0 if tile.persistent else BLOCK
+    return waves * ((max(steps, 1) + TILE_STEPS) * clocks + block) / CLOCK + clear
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
@@ -124,7 +138,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "PERSISTENT": tile.persistent,
         "PINGPONG": tile.takes_turns,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
-        "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST and not needs_registers(problem) and columns(problem.head_dim_v) > 64,
+        "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
+        and not needs_registers(problem)
+        and (columns(problem.head_dim_v) > 64 or tile.block_kv > 96),
         "KV_MULTICAST": multicasts,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
@@ -144,12 +160,14 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
         tuple(boxes),
     )
-    return nonempty([Launch("wgmma/clear", (), (1, 1, 1), 1), launch] if tile.persistent else [launch])
+    clear = [Launch("wgmma/clear", (), (1, 1, 1), 1)] if tile.persistent else []
+    return nonempty(with_mods(problem, [*clear, launch]))
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
-    return not problem.mask.edges and not problem.has_lengths and -(-problem.q_len // block_q) % 2 == 0
+    positional = problem.mask.edges or problem.mask_mod or problem.has_lengths
+    return not positional and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _live(problem: Problem, block_kv: int) -> int:
@@ -175,7 +193,8 @@ def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) ->
     """Bytes of shared memory.
 
     Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for Q and for each K and V,
-    and the tile record.
+    the records of tiles of keys under a mask_mod, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
-    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + WORK_BYTES
+    records = RECORD_BYTES if problem.mask_mod else 0
+    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + records + WORK_BYTES

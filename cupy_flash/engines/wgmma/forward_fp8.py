@@ -12,7 +12,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences
+from ..shared import known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -20,11 +20,13 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
+    RECORD_BYTES,
     SHARED_BYTES,
     STEP,
     WARP_ROWS,
     WARPGROUP_ROWS,
     columns,
+    live_in_loads,
     needs_registers,
 )
 
@@ -77,7 +79,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         for block_kv in (192, 128, 64):
             left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv // 8  # registers for the P V accumulator
             widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
-            if not widths or block_kv * 7 // 8 + wide // 2 > limits[options]:
+            live = block_kv * 7 // 8 + wide // 2 + live_in_loads(problem, block_kv)
+            if not widths or live > limits[options]:
                 continue
             shapes = (Tile(WARPGROUP_ROWS * warpgroups, block_kv, stages, widths[0]) for stages in (4, 3, 2))
             legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
@@ -150,16 +153,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     forward = Launch(
         kernel, known_constants(kernel, constants), grid, tile.threads, _shared_bytes(problem, tile), tuple(boxes)
     )
-    return nonempty([transpose, forward])
+    return nonempty(with_mods(problem, [transpose, forward]))
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of shared memory.
 
-    Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), and a full/empty mbarrier pair for Q and for
-    each K and V^T.
+    Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), a full/empty mbarrier pair for Q and for each
+    K and V^T, and the records of tiles of keys under a mask_mod.
     """
     qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
     out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
     keys = tile.block_kv * (qk + columns(problem.head_dim_v))
-    return tile.block_q * max(qk, out) + tile.stages * keys + 16 * (1 + 2 * tile.stages)
+    records = RECORD_BYTES if problem.mask_mod else 0
+    return tile.block_q * max(qk, out) + tile.stages * keys + 16 * (1 + 2 * tile.stages) + records

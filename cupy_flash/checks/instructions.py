@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 # PTX type -> (register type, suffix of ld and st, NumPy dtype of the raw values)
-TYPES = {
+TYPES: dict[str, tuple[str, str, Any]] = {
     "pred": ("b32", "b32", np.uint32),
     **{f"{k}{n}": (f"b{max(n, 16)}", f"b{n}", f"uint{n}") for k in "bu" for n in (8, 16, 32, 64)},
     **{f"s{n}": (f"b{max(n, 16)}", f"b{n}", f"int{n}") for n in (8, 16, 32, 64)},
@@ -103,8 +104,9 @@ _FEW_FLOATS = [0.0, -0.0, 1.0, -1.5, 0.1, 2.0**-126, 2.0**-149, -3.4028234663852
                1 + 2.0**-23, -(1 - 2.0**-24), 1e30, 2.0**-80, 16777217.0]  # fmt: skip
 
 
-def edge_values(type_: str, *, few: bool = False) -> list:
+def edge_values(type_: str, *, few: bool = False) -> list[Any]:
     """Edge values of a type."""
+    values: list[Any]
     if type_ in ("f32", "f64"):
         values = _FEW_FLOATS if few else _FLOATS
         if type_ == "f64" and not few:

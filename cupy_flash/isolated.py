@@ -1,18 +1,20 @@
 """A worker process that announces each step, so that a run survives crashes and hangs in it.
 
 A faulting kernel leaves a sticky CUDA error that makes the GPU unusable for its whole process, and a kernel that
-deadlocks never returns.
+deadlocks never returns. The worker is a new interpreter and not a process of multiprocessing, which would run the
+caller's script again.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -35,11 +37,14 @@ class OutOfTime(Exception):
 
 
 class Worker:
-    """Calls `work(*arguments, announce)` in a worker process; after a loss the next call starts a new one."""
+    """Calls `work(*arguments, announce)` in a worker process; after a loss the next call starts a new one.
+
+    `work` and the arguments are pickled, so `work` is a function of a module, or a partial of one.
+    """
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
-        self.process: Any = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.pipe: Any = None
 
     def __enter__(self) -> Worker:
@@ -74,8 +79,7 @@ class Worker:
                     raise Lost(step, payload)
                 step, seconds = payload
         except (EOFError, OSError):
-            self.process.join(ENDING_SECONDS)
-            code = self.process.exitcode
+            code = self._status()
             self.end()
             raise Lost(step, f"process exited with status {code}") from None
 
@@ -83,24 +87,33 @@ class Worker:
         """Kill the process and its children, and wait for it."""
         if self.process is None:
             return
-        for kill in (lambda: os.killpg(self.process.pid, signal.SIGKILL), self.process.kill):
-            with suppress(ProcessLookupError):
-                kill()
-        self.process.join(ENDING_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._status()
         self.pipe.close()
         self.process = self.pipe = None
 
+    def _status(self) -> int | None:
+        """The exit status of the process; None where it has not ended in time."""
+        assert self.process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING_SECONDS)
+        return self.process.returncode
+
     def _begin(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, worker_pipe = context.Pipe()
-        self.process = context.Process(target=_serve, args=(self.work, worker_pipe))
-        self.process.start()
+        self.pipe, worker_pipe = Pipe()
+        file = worker_pipe.fileno()
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file})"
+        # A session of its own is a process group, which `end` kills as a whole.
+        self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=(file,), start_new_session=True)
         worker_pipe.close()  # so that recv raises EOFError when the worker exits
+        self.pipe.send(self.work)
 
 
-def _serve(work: Callable[..., Any], pipe: Connection) -> None:
-    """Answer requests until the other end of the pipe is closed."""
-    os.setpgrp()  # Worker.end kills the whole group
+def serve(file: int) -> None:
+    """In the worker process: answer requests until the other end of the pipe is closed."""
+    pipe = Connection(file)
+    work: Callable[..., Any] = pipe.recv()
     while True:
         try:
             arguments = pipe.recv()

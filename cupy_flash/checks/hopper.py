@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cupy_flash.tensor_map import DATA_TYPES, TensorMap
+from ..tensor_map import DATA_TYPES, TensorMap
 
 Array = npt.NDArray[Any]
 SHARED_BYTES = 40960
@@ -135,6 +135,7 @@ class Operand:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element."""
         return np.dtype(_TYPES[self.type]).itemsize
 
     @property
@@ -144,6 +145,7 @@ class Operand:
 
     @property
     def depth(self) -> int:
+        """Number of elements along K."""
         return self.steps * 32 // self.itemsize
 
     @property
@@ -200,8 +202,11 @@ def wgmma_text(types: str, columns: int, a: str, b: str, *, flags: str, adds: st
 
 
 def wgmma_body(a: Operand | None, b: Operand, type_a: str, *, sign: int = 1, adds: bool = True, groups: int = 1) -> str:
-    """D += A B over the whole depth. %p0: shared-memory image of A and B; %p1: accumulators (128, columns / 2); %p2:
-    words (128, 4 steps) of A if it is in registers; last pointer: D. Each of `groups` warpgroups has its own."""
+    """D += A B over the whole depth.
+
+    %p0: shared-memory image of A and B; %p1: accumulators (128, columns / 2); %p2: words (128, 4 steps) of A if it is
+    in registers; last pointer: D. Each of `groups` warpgroups has its own.
+    """
     columns, b_at = b.rows, 0 if a is None else -(-a.bytes // 1024) * 1024
     apart = -(-(b_at + b.bytes) // 1024) * 1024
     lines = [fill(groups * apart, groups * 128), f"mad.wide.u32 %d0, %t, {2 * columns}, %p1;"]
@@ -337,6 +342,7 @@ HINT = "0x14F0000000000000"  # evict last
 
 
 def box_bytes(name: str) -> int:
+    """Bytes of a box in shared memory."""
     dtype, _, box, _, _ = BOXES[name]
     return int(np.prod(box)) * {"u8": 1, "f32": 4}.get(dtype, 2)
 

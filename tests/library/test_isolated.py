@@ -1,4 +1,4 @@
-"""bench.isolated: results of a separate process, and every way to lose the process."""
+"""cupy_flash.isolated: results of a separate process, and every way to lose the process."""
 
 import math
 import multiprocessing
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from patience import FOREVER, give_workers_time, hang
 
-from bench.isolated import Lost, OutOfTime, Worker
-from bench.results import ROOT
+from cupy_flash.isolated import Lost, OutOfTime, Worker
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def work(how, announce):
@@ -96,7 +97,7 @@ def test_a_run_that_is_ended_ends_its_worker():
     program = """
 import math
 import pytest
-from bench.isolated import Worker, ended_by_signal
+from cupy_flash.isolated import Worker, ended_by_signal
 from patience import give_workers_time
 from test_isolated import work
 with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as worker:

@@ -1,0 +1,198 @@
+"""Time of one step of a decode on a GPU, as a share of the time in which the GPU reads the same bytes.
+
+Every sample reads K and V from memory: L2 is flushed before it. Samples of all ways and of the read-only stream are
+interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+
+from .report import NOTHING, Table
+
+SAMPLES, WARM_UP = 15, 3
+FLUSHES = 8  # L2 flushes before a sample: one clears L2, eight keep the GPU busy until the host has launched the call
+FLUSHED_BYTES = 2**28
+PAGES = (16, 64, 1)
+READ, CONTIGUOUS, SPLIT = "read alone", "contiguous", "split_size 512"
+
+READ_KERNEL = """
+extern "C" __global__ void read_all(const uint4* x, long long count, uint4* out) {
+  uint4 sum = {0, 0, 0, 0};
+  long long step = (long long)gridDim.x * blockDim.x;
+  for (long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x; n < count; n += step) {
+    uint4 y = x[n];
+    sum.x ^= y.x, sum.y ^= y.y, sum.z ^= y.z, sum.w ^= y.w;
+  }
+  if ((sum.x & sum.y & sum.z & sum.w) == 0x12345678) *out = sum;
+}
+"""
+
+
+class Regime(NamedTuple):
+    """A step of a decode in float16, D 128, with the least and the wished share of the bandwidth, or microseconds."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    keys: int
+    first: float
+    goal: float
+    q_len: int = 1
+    lognormal: bool = False  # lengths, of which `keys` is the mean
+    latency: bool = False  # marks are microseconds of a captured graph
+    dim: int = 128
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among the regimes."""
+        lengths = ", lognormal lengths" if self.lognormal else ""
+        queries = f", {self.q_len} queries" if self.q_len > 1 else ""
+        return f"B {self.batch}, {self.heads}/{self.kv_heads} heads, {self.keys} keys{lengths}{queries}"
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """The keys of each sequence, int32."""
+        if not self.lognormal:
+            return np.full(self.batch, self.keys, np.int32)
+        drawn = np.random.default_rng(0).lognormal(0, 1.2, self.batch)
+        return np.maximum(drawn * self.keys / drawn.mean(), 1).astype(np.int32)
+
+
+# In order of importance.
+REGIMES = (
+    Regime(32, 32, 8, 4096, 0.80, 0.95),
+    Regime(32, 32, 8, 32768, 0.85, 0.94),
+    Regime(17, 64, 8, 8192, 0.80, 0.92),
+    Regime(64, 8, 1, 3072, 0.65, 0.80, lognormal=True),
+    Regime(16, 32, 32, 4096, 0.80, 0.92),
+    Regime(8, 32, 8, 8192, 0.70, 0.90, q_len=4),
+    Regime(1, 64, 8, 4096, 15, 9, latency=True),
+    Regime(1, 8, 1, 4096, 12, 7, latency=True),
+    Regime(1, 8, 1, 1024, 10, 6, latency=True),
+)
+
+
+def measure(regimes: tuple[Regime, ...] = REGIMES, samples: int = SAMPLES) -> list[dict[str, Any]]:
+    """Return for each regime its name, bytes of K and V, marks, and the median seconds of each way."""
+    return [_measure(regime, samples) for regime in regimes]
+
+
+def _measure(regime: Regime, samples: int) -> dict[str, Any]:
+    ways = calls(regime)
+    if regime.latency:
+        ways = {name: _captured(way) for name, way in ways.items()}
+    for way in ways.values():
+        for _ in range(WARM_UP):
+            way()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(samples):
+        for name, way in ways.items():
+            seconds[name].append(_sample(way))
+    return regime._asdict() | {
+        "regime": regime.name, "bytes": _bytes(regime), "seconds": {name: median(x) for name, x in seconds.items()},
+    }  # fmt: skip
+
+
+def _bytes(regime: Regime) -> int:
+    return int(regime.lengths.sum()) * regime.kv_heads * regime.dim * 2 * 2
+
+
+def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
+    """A call for each way, on CuPy arrays; the first reads as many bytes as the others."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    lengths = regime.lengths
+    capacity = -(-int(lengths.max()) // max(PAGES)) * max(PAGES)
+
+    def normal(*shape: int) -> Any:
+        return cupy.asarray(rng.standard_normal(shape, np.float32).astype(np.float16))
+
+    q = normal(regime.batch, regime.q_len, regime.heads, regime.dim)
+    few = normal(2, 1, capacity, regime.kv_heads, regime.dim)
+    # The values of a sequence are those of all others; its memory is its own.
+    k, v = (cupy.repeat(x, regime.batch, axis=0) for x in few)
+    on_gpu = cupy.asarray(lengths)
+
+    def contiguous(**options: Any) -> Any:
+        return cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=on_gpu, **options)
+
+    def paged(page: int) -> Callable[[], Any]:
+        # The pages of the caches in their memory, called for in another order: each is read once.
+        pool_k, pool_v = (x.reshape(-1, page, regime.kv_heads, regime.dim) for x in (k, v))
+        table = cupy.asarray(rng.permutation(len(pool_k)).reshape(regime.batch, -1).astype(np.int32))
+        return lambda: cupy_flash.attention_with_kv_cache(q, pool_k, pool_v, cache_seqlens=on_gpu, block_table=table)
+
+    bytes_read, kernel, sink = _bytes(regime), cupy.RawKernel(READ_KERNEL, "read_all"), cupy.zeros(4, np.uint32)
+    both = cupy.concatenate([k.ravel(), v.ravel()])
+    blocks = 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+    def read() -> None:
+        kernel((blocks,), (256,), (both, np.int64(bytes_read // 16), sink))
+
+    return {
+        READ: read,
+        CONTIGUOUS: contiguous,
+        SPLIT: lambda: contiguous(split_size=512),
+        **{f"pages of {page}": paged(page) for page in PAGES},
+    }
+
+
+def _captured(way: Callable[[], Any]) -> Callable[[], Any]:
+    """The launch of a graph of the call."""
+    import cupy
+
+    way()  # loads kernels, which a capture may not
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        kept = way()
+        graph = stream.end_capture()
+
+    def launch() -> Any:
+        graph.launch(cupy.cuda.get_current_stream())
+        return kept  # the graph writes to its memory
+
+    return launch
+
+
+def _sample(way: Callable[[], Any]) -> float:
+    """Seconds of a call behind flushes of L2."""
+    import cupy
+
+    flushed = cupy.empty(FLUSHED_BYTES, np.uint8)
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    for _ in range(FLUSHES):
+        flushed.fill(0)
+    begin.record()
+    way()
+    end.record()
+    end.synchronize()
+    return 1e-3 * float(cupy.cuda.get_elapsed_time(begin, end))
+
+
+def table(section: list[dict[str, Any]]) -> Table:
+    """Return bandwidths and their share of that of reading alone, the ratios of other ways, and the marks."""
+    others = [name for name in section[0]["seconds"] if name not in (READ, CONTIGUOUS)]
+    rows = []
+    for row in section:
+        seconds = row["seconds"]
+        ours, share = seconds[CONTIGUOUS], seconds[READ] / seconds[CONTIGUOUS]
+        value = 1e6 * ours if row["latency"] else share
+        reached = [name for name in ("goal", "first") if (value <= row[name] if row["latency"] else value >= row[name])]
+        marks = f"{row['first']:g} us, {row['goal']:g} us" if row["latency"] else f"{row['first']:g}, {row['goal']:g}"
+        rows.append(
+            [row["regime"], f"{1e6 * ours:.1f} us", f"{row['bytes'] / ours / 1e12:.2f}", f"{share:.2f}"]
+            + [f"{ours / seconds[name]:.2f}" if name in seconds else NOTHING for name in others]
+            + [marks, reached[0] if reached else "neither"]
+        )
+    columns = ["step", "time", "TB/s", "share of reading alone", *(f"{name}, speed over contiguous" for name in others)]
+    return Table("One step of a decode on a GPU", [*columns, "first mark, goal", "reached"], rows)

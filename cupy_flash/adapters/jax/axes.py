@@ -1,0 +1,37 @@
+"""The axes of a call's operands and results: what may be sharded, and where vmap's axis is folded in.
+
+An axis is a letter, as in features.SIZES: b sequences, h query heads, g key/value heads, i queries, j keys, d and e the
+head dimensions, and "." for an axis that is none of them.
+"""
+
+from __future__ import annotations
+
+from ... import features
+
+LAYOUTS = {
+    "bshd": {"q": "bihd", "k": "bjgd", "v": "bjge", "out": "bihe", "lse": "bhi"},
+    "bhsd": {"q": "bhid", "k": "bgjd", "v": "bgje", "out": "bhie", "lse": "bhi"},
+    "thd": {"q": "ihd", "k": "jgd", "v": "jge", "out": "ihe", "lse": "hi"},
+}
+FEATURES = {feature.name: feature for feature in features.ARRAYS}
+BROADCAST = frozenset(feature.name for feature in features.ARRAYS if feature.broadcast)
+
+
+def axes_of(name: str, rank: int, layout: str) -> str:
+    """The axes of an operand, or of a result: out, lse, or "d" and the operand of which it is the gradient."""
+    shared = LAYOUTS[layout]
+    if name in shared:
+        return shared[name]
+    if name in FEATURES:
+        longest = max(FEATURES[name].axes, key=len)
+        return longest[len(longest) - rank :]
+    if name == "starts":
+        return "b."
+    if name.startswith("d") and name[1:] != "":
+        return axes_of(name[1:], rank, layout)
+    return "." * rank
+
+
+def sizes_of(shapes: dict[str, tuple[int, ...]], layout: str) -> dict[str, int]:
+    """The size of each axis of q, k and v, by its letter."""
+    return {letter: size for name in "qkv" for letter, size in zip(LAYOUTS[layout][name], shapes[name], strict=True)}

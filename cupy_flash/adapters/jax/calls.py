@@ -1,0 +1,177 @@
+"""A call of a traced program without its arrays: its static part, which travels to the handler as one attribute."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import backends, features
+from ...arrays import Array
+from ...mods.facts import floating_reads
+from ...mods.trace import Mod, decoded
+from ...pose import pose
+from ...problem import Operands, Options, Packed, Problem, Saved, Shard, out_dtype
+
+ARRAYS = tuple(feature.name for feature in features.ARRAYS)
+NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # the values that stand in for traced ones
+FORWARD, BACKWARD = "forward", "backward"
+SAVED = ("dout", "out", "lse", "dlse")
+BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
+
+OPTIONS = tuple(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY)
+_Static: Any = features.record(
+    *OPTIONS,
+    *("function", "max_seqlen_q", "max_seqlen_k", "whole_heads", "row_step"),
+)
+
+
+class Static(_Static):
+    """The options that are not arrays, for which jax compiles anew.
+
+    Beside those of `attention` it holds the name of the function that errors quote, the longest sequences of a packed
+    batch, and of a part of a larger call the query heads of the whole and the positions between neighbouring rows.
+    """
+
+    __slots__ = ()
+
+    @property
+    def layout_of_arrays(self) -> str:
+        """The layout: "bshd", "bhsd", or "thd" of a packed batch."""
+        return self.layout if self.max_seqlen_q is None else "thd"
+
+
+class Call(NamedTuple):
+    """A forward or a backward: its static options, and the names of its operands in their order."""
+
+    step: str
+    static: Static
+    names: tuple[str, ...]
+
+    def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each result, of operands that have a shape and a dtype."""
+        if self.step == FORWARD:
+            q, v, layout = operands["q"], operands["v"], self.static.layout_of_arrays
+            lse = {"thd": (1, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}[layout]
+            accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+            return {
+                "out": ((*q.shape[:-1], v.shape[-1]), out_dtype(q.dtype)),
+                "lse": (tuple(q.shape[axis] for axis in lse), accumulation),
+            }
+        return {f"d{name}": (tuple(operands[name].shape), operands[name].dtype) for name in self.differentiated}
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """The operands of which a backward returns the gradient, in its order."""
+        captured: tuple[str, ...] = ()
+        if self.static.score_mod is not None:
+            slots = floating_reads(decoded(self.static.score_mod, [None] * self._slots).program)
+            captured = tuple(f"array{slot}" for slot in sorted(slots))
+        return tuple(name for name in (*features.DIFFERENTIATED, *captured) if name in self.names)
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The names of the results in their order."""
+        return ("out", "lse") if self.step == FORWARD else tuple(f"d{name}" for name in self.differentiated)
+
+    @property
+    def _slots(self) -> int:
+        return sum(name.startswith("array") for name in self.names)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The operands whose buffers are those of results: none."""
+        return {}
+
+    @property
+    def text(self) -> str:
+        """The call as the attribute that `parse` reads."""
+        return text_of(self)
+
+    def pose(self, operands: dict[str, Any]) -> tuple[Problem, Operands]:
+        """State the problem, or raise one error with every requirement that is not met."""
+        static = self.static
+        given = {name: getattr(static, name) for name in OPTIONS}
+        given |= {name: operands.get(name) for name in ARRAYS}
+        given |= {name: _number(operands[name]) for name in NUMBERS if name in operands}
+        settings = Options(**given)
+        settings.score_mod = self._mod(operands)
+        if "seed" in operands:
+            settings.seed = _seed(operands["seed"])
+        packed = saved = None
+        if static.max_seqlen_q is not None:
+            bounds = (operands["cu_seqlens_q"], operands["cu_seqlens_k"])
+            packed = Packed(*bounds, static.max_seqlen_q, static.max_seqlen_k)
+        if self.step == BACKWARD:
+            saved = Saved(operands["dout"], operands["out"], operands["lse"], operands["dlse"])
+        first_batch, first_head = _integers(operands["first"]) if "first" in operands else (0, 0)
+        shard = Shard(operands.get("starts"), static.row_step or 1, first_head, static.whole_heads, first_batch)
+        return pose(static.function, (operands["q"], operands["k"], operands["v"]), settings, packed, saved, shard)
+
+    def _mod(self, operands: dict[str, Any]) -> Mod | None:
+        """The mods over the operands that they capture."""
+        if self.static.score_mod is None:
+            return None
+        return decoded(self.static.score_mod, [operands[f"array{slot}"] for slot in range(self._slots)])
+
+    def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
+        """Compute the results where the operands are; `results`, their buffers in a call frame, are found there."""
+        problem, posed = self.pose(operands)
+        compute = backends.forward if self.step == FORWARD else backends.backward
+        return self.named(compute(problem, posed))
+
+    def named(self, results: Any) -> dict[str, Array]:
+        """The results of a backend by name, in the order of a call's results."""
+        if self.step == FORWARD:
+            return dict(zip(("out", "lse"), results, strict=True))
+        named = dict(zip((f"d{name}" for name in features.DIFFERENTIATED), results, strict=False))
+        named |= {f"darray{slot}": gradient for slot, gradient in enumerate(results.dcaptured or ())}
+        return {f"d{name}": named[f"d{name}"] for name in self.differentiated}
+
+
+def text_of(call: Any) -> str:
+    """A call as text."""
+    static = {name: value for name, value in call.static._asdict().items() if value is not None}
+    return json.dumps({"step": call.step, "static": static, "names": call.names}, default=_plain)
+
+
+# The classes of a call and of its static options, by its step; cache.py adds its own.
+STEPS: dict[str, tuple[Any, Any]] = {FORWARD: (Call, Static), BACKWARD: (Call, Static)}
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy or jax as Python's."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Any:
+    """The call of `text_of`."""
+    fields = json.loads(text)
+    kind, options = STEPS[fields["step"]]
+    static = dict.fromkeys(options._fields) | fields["static"]
+    if static["window"] is not None:
+        static["window"] = tuple(static["window"])
+    return kind(fields["step"], options(**static), tuple(fields["names"]))
+
+
+def _host(x: Any) -> np.ndarray[Any, Any]:
+    return x.numpy() if isinstance(x, Array) else np.asarray(x)
+
+
+def _number(x: Any) -> float:
+    return float(_host(x).reshape(()))
+
+
+def _integers(x: Any) -> list[int]:
+    return [int(value) for value in _host(x)]
+
+
+def _seed(words: Any) -> Any:
+    """The seed of `seed_words`: an int, or on a GPU the array, whose contents the host does not read."""
+    if isinstance(words, Array) and words.device != "cpu":
+        return Array(words.pointer, (1,), (1,), np.dtype(np.int64), words.device, words.framework, words.owner, True)
+    low, high = _integers(words)
+    return low | high << 32

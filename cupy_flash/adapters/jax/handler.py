@@ -1,0 +1,183 @@
+"""The handler that XLA calls for an attention of a compiled program: a C function made by ctypes, no compiler.
+
+It describes the buffers of the call frame as arrays, states the problem and runs it as any other call: on a CPU on
+XLA's thread, on a GPU by launches on XLA's stream. Results and workspaces are buffers of the frame. No exception
+crosses into XLA: it becomes an error with the exception's text, which the caller gets as JaxRuntimeError.
+
+Kernels are loaded in the initialize stage, so that XLA may capture the launches into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import backends
+from ...arrays import Array, as_array, contiguous_strides
+from ...problem import UnsupportedError
+from . import frame as ffi
+from .calls import parse
+
+TARGET = "cupy_flash"
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # the names of jax, and those of XLA's targets
+CALL, OUTPUTS = b"call", b"outputs"  # the attributes: the text of the call, and which buffers are its results
+
+
+class Memory:
+    """The buffers of one call frame: owner of the operands, and the results that stand in for new arrays."""
+
+    __slots__ = ("device", "results", "stream", "unused")
+
+    def __init__(self, device: str, stream: int) -> None:
+        self.device, self.stream = device, stream
+        self.results: list[Array] = []
+        self.unused: list[Array] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """The first unused result of this shape and dtype; in host memory otherwise a new array.
+
+        The results are in the order in which they are asked for, so the first one fits.
+        """
+        for index, result in enumerate(self.unused):
+            if result.shape == shape and result.dtype == dtype:
+                return self.unused.pop(index)
+        if self.device != "cpu":
+            raise RuntimeError(f"no workspace {dtype} {shape} is among the results of the compiled call")
+        return as_array(np.empty(shape, dtype), "workspace")
+
+    def settle(self, computed: list[Array], results: list[Array]) -> None:
+        """Copy to its buffer each result that was computed in another place."""
+        moved = [(to, of) for to, of in zip(results, computed, strict=True) if to.pointer != of.pointer]
+        for to, values in [(to, of.numpy().copy()) for to, of in moved]:
+            to.numpy()[...] = values
+
+
+def handle(frame: ffi.CallFrame, platform: str) -> None:
+    """Serve one stage of a call of the platform "cpu" or "cuda"; raises what `attention` would raise."""
+    if frame.stage not in (ffi.INITIALIZE, ffi.EXECUTE):
+        return
+    attributes = _attributes(frame.attrs)
+    call = parse(attributes[CALL])
+    simulated = (call.static.backend or "").startswith("simulator")  # its memory is the host's
+    memory = Memory("cpu", 0)
+    if platform == "cuda" and not simulated:
+        memory = Memory(f"cuda:{_device(frame)}", _stream(frame) if frame.stage == ffi.EXECUTE else 0)
+    operands = dict(zip(call.names, _arrays(frame.args.args, frame.args.size, memory, True), strict=True))
+    if frame.stage == ffi.INITIALIZE:
+        if memory.device != "cpu":
+            _load(call, operands)
+        return
+    memory.results = _arrays(frame.rets.rets, frame.rets.size, memory, False)
+    memory.unused = list(memory.results)
+    outputs = [memory.results[index] for index in _indices(attributes[OUTPUTS])]
+    memory.settle(list(call.run(operands, outputs).values()), outputs)
+
+
+def _load(call: Any, operands: dict[str, Array]) -> None:
+    """Load the kernels of a call, whose operands have no contents yet."""
+    import cupy
+
+    problem, _ = call.pose(operands)
+    plan = backends.plan_for(problem)
+    with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
+        backends.load(plan.launches, plan.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _indices(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def _arrays(buffers: Any, count: int, memory: Memory, readonly: bool) -> list[Array]:
+    """The buffers of a frame as arrays, row-major as the call asked for."""
+    arrays = []
+    for address in buffers[:count]:
+        buffer = ffi.Buffer.from_address(address)
+        shape = tuple(buffer.dims[: buffer.rank])
+        dtype = ffi.dtype_of(buffer.dtype)
+        strides = contiguous_strides(shape)
+        arrays.append(Array(buffer.data or 0, shape, strides, dtype, memory.device, "xla", memory, readonly))
+    return arrays
+
+
+def _attributes(attrs: Any) -> dict[bytes, str]:
+    """The attributes of a frame, all of which are strings."""
+    named = {}
+    for index in range(attrs.size):
+        name, value = attrs.names[index][0], ffi.ByteSpan.from_address(attrs.attrs[index])
+        named[ctypes.string_at(name.ptr, name.len)] = ctypes.string_at(value.ptr, value.len).decode()
+    return named
+
+
+def _stream(frame: Any) -> int:
+    argument = ffi.StreamGetArgs(ctx=frame.ctx)
+    ffi.call_api(frame.api[0], "Stream_Get", argument)
+    return argument.stream or 0
+
+
+def _device(frame: Any) -> int:
+    argument = ffi.DeviceOrdinalGetArgs(ctx=frame.ctx)
+    ffi.call_api(frame.api[0], "DeviceOrdinal_Get", argument)
+    return int(argument.device_ordinal)
+
+
+def _describe(frame: Any, platform: str) -> bool:
+    """Fill in the metadata of the handler if the frame asks for them."""
+    address = frame.extension_start
+    while address:
+        extension = ffi.Extension.from_address(address)
+        if extension.type == ffi.METADATA:
+            metadata = ffi.MetadataExtension.from_address(address).metadata[0]
+            version = frame.api[0].api_version
+            metadata.api_version.major_version = version.major_version
+            metadata.api_version.minor_version = version.minor_version
+            metadata.traits = ffi.COMMAND_BUFFER_COMPATIBLE if platform == "cuda" else 0
+            return True
+        address = extension.next
+    return False
+
+
+def _error(frame: Any, error: BaseException) -> int | None:
+    """The error that XLA raises in the caller, with the text of an exception."""
+    code = ffi.INTERNAL
+    if isinstance(error, (TypeError, ValueError)):
+        code = ffi.UNIMPLEMENTED if isinstance(error, UnsupportedError) else ffi.INVALID_ARGUMENT
+    text = str(error) if code != ffi.INTERNAL else f"{type(error).__name__}: {error}"
+    argument = ffi.ErrorCreateArgs(message=text.encode(), errc=code)
+    return ffi.call_api(frame.api[0], "Error_Create", argument)
+
+
+def _handler(platform: str) -> Any:
+    """The C function of a platform."""
+
+    @ffi.Function
+    def handler(address: int) -> int | None:
+        frame = ffi.CallFrame.from_address(address)
+        try:
+            if not _describe(frame, platform):
+                handle(frame, platform)
+        except BaseException as error:  # none may cross into XLA
+            return _error(frame, error)
+        return None
+
+    return handler
+
+
+HANDLERS = {platform: _handler(platform) for platform in PLATFORMS}  # alive for as long as XLA may call them
+
+
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+def register() -> None:
+    """Register the handlers with XLA."""
+    for platform, name in PLATFORMS.items():
+        function = _new_capsule(ctypes.cast(HANDLERS[platform], ctypes.c_void_p), None, None)
+        stages = {"execute": function} if platform == "cpu" else {"initialize": function, "execute": function}
+        jax.ffi.register_ffi_target(TARGET, stages, platform=name)

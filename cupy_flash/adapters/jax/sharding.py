@@ -1,0 +1,173 @@
+"""Sharded attention: batch and heads stay sharded, in the forward and in the backward.
+
+XLA replicates the operands of an opaque call. A custom_partitioning with a rule keeps the shards: the heads of k and v,
+and with each its group of query heads, go to one device. Sums over sequences or heads (gradients of sink, bias and
+captured arrays) are added over the devices. Dropout and mods get the numbers of a shard's first sequence and head, so
+that the bits are those of the whole. A sharded sequence needs communication between the devices: see ring_attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .axes import axes_of, sizes_of
+from .calls import Call, parse
+
+Axes = tuple[str, ...]  # of a mesh
+
+
+def sharded(bind: Any, arrays: Any, call: str) -> Any:
+    """The results of a call, computed shard by shard: `bind` is the call of one device."""
+    return _partitioned(bind, call, tuple(x.shape for x in arrays))(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(bind: Any, text: str, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    call = parse(text)
+
+    def whole(*arrays: Any) -> Any:
+        return tuple(bind(*arrays, call=text))
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        split = _split(call, mesh, operands)
+        shardings = split.shardings(call.names, operands)
+        missing = tuple(split.missing(name, x.shape) for name, x in zip(call.result_names, results, strict=True))
+        shard = functools.partial(_shard, bind, call, split, missing)
+        return mesh, shard, split.shardings(call.result_names, results), shardings
+
+    def infer(mesh: Any, operands: Any, results: Any) -> Any:
+        return _split(call, mesh, operands).shardings(call.result_names, results)
+
+    function = custom_partitioning(whole)
+    function.def_partition(
+        partition, infer_sharding_from_operands=infer, **rule(call, dict(zip(call.names, shapes, strict=True)))
+    )
+    return function
+
+
+def types_of_results(call: Call, mesh: Any, operands: Any) -> tuple[Any, ...]:
+    """The shardings of the results for operands of a mesh whose axes are explicit in their types."""
+    results = call.results(dict(zip(call.names, operands, strict=True)))
+    shapes = [jax.ShapeDtypeStruct(*described) for described in results.values()]
+    return _split(call, mesh, operands).shardings(call.result_names, shapes)
+
+
+def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Shardy's rule of a call: which dimensions of operands and results are sharded alike.
+
+    The heads of q are (g r), r = Hq // Hk query heads of each of the g key/value heads: were they factors of their own,
+    a query head would meet the keys of another group.
+    """
+    layout = call.static.layout_of_arrays
+    sizes = sizes_of(shapes, layout)
+    group = sizes["h"] // sizes["g"]
+    whole: list[str] = ["r"] if group > 1 else []  # factors that stay on one device
+
+    def factors(name: str, shape: tuple[int, ...]) -> str:
+        written = []
+        for letter, size in zip(axes_of(name, len(shape), layout), shape, strict=True):
+            if sizes.get(letter) != size:
+                letter = f"w{len(whole)}"  # no axis of q, k or v, or one that broadcasts
+            if letter not in "bghij":
+                whole.append(letter)
+            written.append(("(g r)" if group > 1 else "g") if letter == "h" else letter)
+        return " ".join(written)
+
+    operands = ", ".join(factors(name, shape) for name, shape in shapes.items())
+    avals = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    results = ", ".join(
+        factors(name, shape) for name, (shape, _) in zip(call.result_names, call.results(avals).values(), strict=True)
+    )
+    written = f"{operands} -> {results}"
+    in_order = dict.fromkeys(re.findall(r"\w+", written))  # as Shardy lists them
+    sized = {"r": group} if group > 1 else {}
+    return {"sharding_rule": written, "need_replication_factors": tuple(x for x in in_order if x in whole), **sized}
+
+
+class _Split(NamedTuple):
+    """How a call is split: the axes of the mesh over which its batch and its key/value heads are sharded."""
+
+    mesh: Any
+    layout: str
+    sizes: dict[str, int]  # of the whole, by letter
+    batch: Axes
+    heads: Axes
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> tuple[Axes | None, ...]:
+        """The axes of the mesh for each dimension of an operand or result."""
+        axes = {"b": self.batch, "h": self.heads, "g": self.heads}
+        letters = axes_of(name, len(shape), self.layout)
+        whole = zip(letters, shape, strict=True)
+        return tuple((axes.get(x) or None) if self.sizes.get(x) == size else None for x, size in whole)
+
+    def shardings(self, names: tuple[str, ...], arrays: Any) -> tuple[Any, ...]:
+        """The shardings of operands or results."""
+        return tuple(
+            NamedSharding(self.mesh, PartitionSpec(*self.spec(name, x.shape)))
+            for name, x in zip(names, arrays, strict=True)
+        )
+
+    def missing(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """The axes of the mesh over which a result is a sum: those of the call that do not shard it."""
+        present = {axis for axes in self.spec(name, shape) for axis in axes or ()}
+        return tuple(axis for axis in (*self.batch, *self.heads) if axis not in present)
+
+    def first(self) -> Any:
+        """The numbers of a shard's first sequence and first query head, int32 (2,)."""
+        places = []
+        for letter, axes in (("b", self.batch), ("h", self.heads)):
+            shards = math.prod(self.mesh.shape[axis] for axis in axes)
+            index = jax.lax.axis_index(axes) if axes else 0
+            places.append(index * (self.sizes.get(letter, 0) // shards))
+        return jnp.asarray(places, jnp.int32)
+
+
+def _split(call: Call, mesh: Any, operands: Any) -> _Split:
+    """How q, k and v are sharded; ValueError for a sharded sequence."""
+    layout = call.static.layout_of_arrays
+    named = dict(zip(call.names, operands, strict=True))
+    sizes = sizes_of({name: named[name].shape for name in "qkv"}, layout)
+    given: dict[str, Axes] = {}
+    for name in "qkv":
+        for letter, axes in zip(axes_of(name, 4, layout), _spec_of(named[name]), strict=False):
+            letter = "g" if letter == "h" else letter
+            if axes and letter in "ij":
+                raise ValueError(
+                    f"{call.static.function}: the sequence of {name} is sharded over {', '.join(axes)}: use "
+                    "cupy_flash.adapters.jax.ring_attention under jax.shard_map"
+                )
+            if axes:
+                given.setdefault(letter, axes)
+    batch, heads = (_dividing(given.get(letter, ()), sizes.get(letter, 0), mesh) for letter in "bg")
+    return _Split(mesh, layout, sizes, batch, tuple(axis for axis in heads if axis not in batch))
+
+
+def _spec_of(x: Any) -> tuple[Axes, ...]:
+    """The axes of the mesh for each dimension of an operand; none for one that is replicated."""
+    spec = getattr(x.sharding, "spec", ())
+    return tuple(() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec)
+
+
+def _dividing(axes: Axes, size: int, mesh: Any) -> Axes:
+    """The axes if they divide a size evenly, else the first ones that do."""
+    while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
+
+
+def _shard(bind: Any, call: Call, split: _Split, missing: tuple[Axes, ...], *arrays: Any) -> Any:
+    """The results of one device from its shards."""
+    if call.static.dropout or call.static.score_mod or "dropout" in call.names:
+        static = call.static._replace(whole_heads=split.sizes["h"])
+        call = call._replace(static=static, names=(*call.names, "first"))
+        arrays = (*arrays, split.first())
+    results = bind(*arrays, call=call.text)
+    return tuple(jax.lax.psum(x, axes) if axes else x for x, axes in zip(results, missing, strict=True))

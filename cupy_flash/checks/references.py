@@ -1,0 +1,54 @@
+"""The formula for one call, in fp64 and in the call's own precision, of which the error is the scale of a tolerance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from .. import reference
+from ..trial import Call
+
+Array = np.ndarray[Any, Any]
+Results = list[Array | None]  # out, lse, dq, dk, dv, dbias, dsink
+
+
+def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) -> tuple[Results, Results]:
+    """The formula in fp64 (longdouble for fp64), and in `dtype`: rounded wherever an engine may round.
+
+    Low precision is the worst of several runs, element by element. They differ only in the order of the head
+    dimensions, that is, of the sums: a single run may be exact by chance in an array of few elements, such as dsink.
+    """
+    with threadpool_limits(1, user_api="blas"):  # two threads take ten times as long for small arrays on a busy machine
+        exact = _run(call, gradients, None)
+        worst = _run(call, gradients, dtype)
+        for order in range(1, orders):
+            other = _run(call, gradients, dtype, np.random.default_rng(order))
+            worst = [furthest(*arrays) for arrays in zip(exact, worst, other, strict=True)]
+    return exact, worst
+
+
+def furthest(exact: Array | None, a: Array | None, b: Array | None) -> Array | None:
+    """Each element of a or b, whichever is further from the exact one."""
+    if exact is None or a is None or b is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(b - exact) > np.abs(a - exact), b.astype(exact.dtype), a.astype(exact.dtype))
+
+
+def _run(call: Call, with_gradients: bool, dtype: Any, rng: np.random.Generator | None = None) -> Results:
+    q, k, v, options, dout, dlse, packed = call
+    dims = q.shape[-1], v.shape[-1]
+    inner, outer = (np.arange(n) if rng is None else rng.permutation(n) for n in dims)
+    q, k, v, dout = q[..., inner], k[..., inner], v[..., outer], dout[..., outer]
+    inner, outer = np.argsort(inner), np.argsort(outer)
+    forward: Any = reference.attention if packed is None else reference.attention_varlen
+    backward: Any = reference.attention_backward if packed is None else reference.attention_varlen_backward
+    bounds = () if packed is None else packed[:2]
+    with np.errstate(invalid="ignore", over="ignore"):
+        out, lse = forward(q, k, v, *bounds, dtype=dtype, **options)
+        if not with_gradients:
+            return [out[..., outer], lse, *[None] * 5]
+        dq, dk, dv, *others = backward(dout, q, k, v, *bounds, dlse=dlse, dtype=dtype, **options)
+    return [out[..., outer], lse, dq[..., inner], dk[..., inner], dv[..., outer], *others]

@@ -1,0 +1,62 @@
+"""The rule of every numerical comparison: the error of an independent run in the same precision is the scale.
+
+    max |actual - reference| <= 2 * max |low precision - reference| + band,   band = eps(dtype) * max |reference| + tiny
+
+where NaN and infinities, signs included, must be in the same places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> str | None:
+    """What is wrong with `actual`, of `dtype`; None if it agrees with the fp64 (or longdouble) reference.
+
+    The low-precision run sets the tolerance. Arrays are anything np.asarray accepts, all of one shape.
+    """
+    actual, reference64, low_precision = (np.asarray(x) for x in (actual, reference64, low_precision))
+    shapes = (actual.shape, reference64.shape, low_precision.shape)
+    if not shapes[0] == shapes[1] == shapes[2]:
+        return f"shapes of actual, reference, low precision: {shapes}"
+    actual, reference64, low_precision = (x.astype(np.longdouble) for x in (actual, reference64, low_precision))
+    misplaced = special_values(actual, reference64)
+    if misplaced is not None:
+        return misplaced
+    misplaced = special_values(low_precision, reference64)
+    if misplaced is not None:
+        return f"low-precision run: {misplaced}"
+    finite = np.isfinite(reference64)
+    if not finite.any():
+        return None
+    error, low_error = (
+        np.abs(np.where(finite, x, 0) - np.where(finite, reference64, 0)) for x in (actual, low_precision)
+    )
+    limits = ml_dtypes.finfo(dtype)
+    band = float(limits.eps) * np.abs(reference64[finite]).max() + float(limits.smallest_subnormal)
+    allowed = 2 * low_error.max() + band
+    if error.max() <= allowed:
+        return None
+    worst = np.unravel_index(error.argmax(), error.shape)
+    return (
+        f"error {error.max():.3e} > {allowed:.3e} = 2 * {low_error.max():.3e} (low-precision run) + {band:.3e} "
+        f"(band); worst at {tuple(map(int, worst))}: {actual[worst]:.9g}, reference {reference64[worst]:.9g}"
+    )
+
+
+def special_values(actual: Array, expected: Array) -> str | None:
+    """Where NaN, +inf or -inf is in other places than expected; None if nowhere."""
+    for name, is_special in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(is_special(actual) != is_special(expected))
+        if len(wrong):
+            first = tuple(map(int, wrong[0]))
+            return (
+                f"{name} in other places than the reference: {len(wrong)} of {actual.size}, first at "
+                f"{first}: {actual[first]:.9g}, reference {expected[first]:.9g}"
+            )
+    return None

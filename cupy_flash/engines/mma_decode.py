@@ -1,0 +1,262 @@
+"""The tensor-core engine of KV caches on GPUs: split-KV attention on mma.sync, fp16 from sm_75, bf16 from sm_80.
+
+Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. Blocks share
+the tiles of keys of all sequences equally, by the lengths on the device (split_kv.cuh), and a second launch merges the
+partial results.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..device import Device
+from ..launch import Constant, Launch
+from ..params import Workspace
+from ..problem import FP8, Problem
+from .fragments import fragment_constants
+from .mma import (
+    CLOCK,
+    INSTRUCTIONS,
+    INSTRUCTIONS_OF_SCORE,
+    LATENCY,
+    MULTIPLY_ADDS,
+    MULTIPLY_ADDS_OF_SERVERS,
+    REGISTERS,
+    RESERVED,
+    SHARED_BYTES,
+)
+from .shared import ELEMENTS, grid_refusals, known_constants, nonempty, rows_of_heads, sequences
+
+BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+MEASURED: str | None = None
+
+LARGEST = 256  # head dimension
+ROWS = 16, 32, 64  # of a tile
+KEYS = 64  # of a tile: 16 for each warp
+THREADS = 128
+ACCUMULATORS = 128  # registers per thread that may hold O
+LIVE = 136  # registers per thread up to which Q stays in them beside O and S
+OTHER_REGISTERS = 100  # of a thread, beside those that hold O, S and Q
+SHORTEST_RUN = 4  # split_kv.cuh
+ROWS_OF_APPEND = 4  # of a block of append.cu
+BLOCKS_OF_APPEND = 128  # for the rows of a sequence
+
+# Cost model, per SM and clock. Not measured on a GPU by this project yet.
+MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
+MEMORY_BYTES_OF_OTHERS = 12
+PART_TILES = 2  # tiles that take as long as the start and the end of a part
+LAUNCHES = 6e-6  # seconds of two launches in a stream
+
+
+class Tile(NamedTuple):
+    """The tile of a decode. A row's arithmetic is the same in all of them, so the choice changes no bit."""
+
+    block_q: int  # queries, each with all heads of its group
+    block_kv: int
+    rows: int  # pairs of a query and a head
+    stages: int
+    q_in_registers: bool
+    blocks: int  # that share the line of work: as many as the device runs at once
+
+
+def refusals(problem: Problem, device: Device) -> list[str]:
+    """Refused are calls without a KV cache, other dtypes than 16-bit ones, and head dimensions above LARGEST."""
+    cache = problem.cache
+    if cache is None:
+        return ["it serves attention on a KV cache alone"]
+    reasons = grid_refusals(problem)
+    dtype = problem.dtype.name
+    if dtype not in ("float16", "bfloat16"):
+        reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
+    elif dtype == "bfloat16" and device.arch == "sm_75":
+        reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
+    if cache.dtype.name == FP8:
+        reasons.append(f"it reads no caches of {FP8} in this version")
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest > LARGEST:
+        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
+    elif device.backend in BACKENDS and not tiles(problem, device):
+        reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
+    if most_places(problem, ROWS[0], KEYS) >= 2**31:
+        reasons.append("the tiles of keys of all sequences at the capacity of the cache are 2**31 or more")
+    return reasons
+
+
+def tiles(problem: Problem, device: Device) -> list[Tile]:
+    """The one tile: the smallest legal one that holds the queries of a sequence, else the largest.
+
+    It depends on the head dimension, the group and the queries of a sequence alone, never on the batch.
+    """
+    legal = legal_tiles(problem, device)
+    return [tile for tile in legal if tile.rows >= problem.q_len * problem.group][:1] or legal[-1:]
+
+
+def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best number of stages."""
+    return [tile for rows in ROWS if (tile := _tile(problem, device, rows)) is not None]
+
+
+def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
+    accumulators, scores, q = _live(problem, rows)
+    if accumulators > ACCUMULATORS:
+        return None
+    in_registers = accumulators + scores + q <= LIVE
+    # Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory. sm_75 has no
+    # cp.async.
+    stage = 2 * KEYS * sum(_padded(problem))
+    best: tuple[tuple[int, int, int, int], Tile] | None = None
+    for stages in (1,) if device.arch == "sm_75" else (2, 3, 4):
+        tile = Tile(max(rows // problem.group, 1), KEYS, rows, stages, in_registers, 0)
+        if _shared_bytes(problem, tile) > device.shared_bytes:
+            continue
+        resident = _resident(problem, device, tile)
+        rank = (min(resident, 2), resident * (stages - 1) * stage, resident, -stages)
+        if best is None or rank > best[0]:
+            best = rank, tile._replace(blocks=device.units * resident)
+    return None if best is None else best[1]
+
+
+def alike(tile: Tile) -> object:
+    """The tile itself."""
+    return tile
+
+
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
+    """Predicted seconds where every sequence is as long as the capacity: steps of the block with most work."""
+    k, v = _padded(problem)
+    elements = tile.rows * KEYS
+    read = 2 * KEYS * (k + v) + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    clocks = max(
+        2 * KEYS * (k + v) / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
+        elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
+        (read + 2 * KEYS * (k + v)) / SHARED_BYTES,
+        elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] / INSTRUCTIONS,
+    )
+    latency = LATENCY if tile.stages == 1 else 0
+    assert problem.cache is not None
+    split = problem.cache.split_size
+    places = most_places(problem, tile.rows, split or KEYS)
+    resident = -(-min(tile.blocks, max(places, 1)) // device.units)
+    if split is None:
+        steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + PART_TILES
+    else:
+        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // KEYS + 1 + PART_TILES)
+    return LAUNCHES + steps * (resident * clocks + latency) / CLOCK
+
+
+def threads(device: Device, tile: Tile, cost: float) -> int:
+    """The threads of a block of decode."""
+    return THREADS
+
+
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """Partial results of all places, and with rotary tables the rotated rows of q."""
+    cache = problem.cache
+    assert cache is not None
+    rows = _places(problem, tile), tile.rows
+    parts = (
+        Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
+        Workspace("part_lse", rows, np.dtype(np.float32), ()),
+    )
+    if cache.rotary is None:
+        return parts
+    columns = -(-problem.head_dim // 8) * 8
+    shape, strides = rows_of_heads(problem, q_rows, columns)
+    return (*parts, Workspace("q", (*shape, columns), problem.dtype, (*strides, 8)))
+
+
+def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """The append with rotation, where there is any; the decode; and the merge of partial results."""
+    cache = problem.cache
+    assert cache is not None
+    constants = fragment_constants(problem) | {
+        "THREADS": THREADS,
+        "BLOCK_Q": tile.rows,
+        "BLOCK_KV": KEYS,
+        "COLUMN_WARPS": 1,
+        "STAGES": tile.stages,
+        "Q_IN_REGISTERS": tile.q_in_registers,
+        "KV_CACHE": True,
+        "PAGED": cache.page is not None,
+        "SPLIT_SIZE": cache.split_size or 0,
+    }
+    steps = []
+    if cache.appended is not None or cache.rotary is not None:
+        steps.append(_append(problem, constants))
+    grid = _grid(problem, tile)
+    shared = _shared_bytes(problem, tile)
+    steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), THREADS, shared))
+    if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
+        units = _row_tiles(problem, tile.rows) * problem.kv_heads
+        steps.append(Launch("merge", known_constants("merge", constants), (units, problem.batch, 1), THREADS))
+    return nonempty(steps)
+
+
+def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
+    cache = problem.cache
+    assert cache is not None
+    rows = max(problem.q_len, 0 if problem.q_len and problem.layout == "thd" else cache.appended or 0)
+    heads = problem.kv_heads
+    if cache.rotary is not None and cache.rotary_dtypes is not None:
+        (dims, interleaved), (cos, sin) = cache.rotary, cache.rotary_dtypes
+        heads = problem.heads
+        constants = constants | {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
+        constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
+    blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
+    return Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), THREADS)
+
+
+def most_places(problem: Problem, rows: int, keys: int) -> int:
+    """The places on the line of work, of `keys` keys each, if every sequence is as long as the capacity."""
+    return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
+
+
+def _row_tiles(problem: Problem, rows: int) -> int:
+    return -(-problem.q_len * problem.group // rows)
+
+
+def _pieces(problem: Problem, keys: int) -> int:
+    return max(-(-problem.kv_len // keys), 1)
+
+
+def _places(problem: Problem, tile: Tile) -> int:
+    """Places for partial results: of the first and the last unit of each block, or with split_size of all pieces."""
+    assert problem.cache is not None
+    split = problem.cache.split_size
+    return 2 * _grid(problem, tile) if split is None else most_places(problem, tile.rows, split)
+
+
+def _grid(problem: Problem, tile: Tile) -> int:
+    """Blocks of the decode, at most as many as the line has runs at the capacity."""
+    assert problem.cache is not None
+    split = problem.cache.split_size
+    runs = -(-most_places(problem, tile.rows, split or KEYS) // (1 if split else SHORTEST_RUN))
+    packed = problem.layout == "thd"  # the rows past the last sequence are work too
+    return min(tile.blocks, max(runs, packed))
+
+
+def _padded(problem: Problem) -> tuple[int, int]:
+    """(D, Dv) rounded up to whole fragments."""
+    return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
+
+
+def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
+    """Registers per thread that hold O, S, and all of Q."""
+    k, v = _padded(problem)
+    return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
+
+
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of dynamic shared memory: Q and the stages; in their place O, row max and row sum of the four warps."""
+    k, v = _padded(problem)
+    return max(2 * tile.rows * k + tile.stages * 2 * KEYS * (k + v), 4 * 4 * tile.rows * (v + 8 + 2))
+
+
+def _resident(problem: Problem, device: Device, tile: Tile) -> int:
+    """Occupancy: resident blocks per SM."""
+    accumulators, scores, q = _live(problem, tile.rows)
+    registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
+    shared = _shared_bytes(problem, tile) + 2 * 4 * KEYS
+    return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * THREADS)))

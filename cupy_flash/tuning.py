@@ -1,0 +1,387 @@
+"""Measures the tiles that a plan may choose and stores the measurements, which later plans prefer to predictions.
+
+On a GPU a tile's amount is the median of its times, with L2 flushed before each. On a simulator it is the number of
+warp instructions, which shows that everything works and says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import backends, evidence, plan
+from .checks import calls
+from .checks.calls import COMPILE_SECONDS, Task
+from .checks.verdicts import LOSSES, SECONDS, SIMULATED_SECONDS, Report, device_of, valid_backend
+from .device import Device
+from .evidence import Measured, Tune
+from .isolated import Announce, Lost, Worker
+from .plan import MODULES, Plan, amount_text, candidates
+from .pose import pose
+from .problem import FP8, Operands, Options, Saved
+from .trial import Trial
+
+SAMPLES, WARM_UP = 9, 2
+FLUSHED_BYTES = 256 << 20  # more than the L2 of any GPU
+APART = 2.0**-5  # tolerance relative to the largest magnitude: results that differ by more are wrong
+Clock = Callable[[], float]
+
+
+class Candidates(NamedTuple):
+    """The bucket of a call, the tiles that may serve it, and those that are left out before any measurement."""
+
+    key: dict[str, Any]
+    default: tuple[str, str]  # engine and tile that the plan chooses without measurements
+    tiles: tuple[tuple[str, str], ...]  # the default first, the others by their predicted time
+    left_out: dict[str, str]  # engines with the reason
+
+
+class Result(NamedTuple):
+    """The outcome for one call."""
+
+    trial: Trial
+    tune: Tune | None  # None where even the default tile could not be measured
+    left_out: dict[str, str]  # engines and tiles with the reason
+    measured_now: int  # tiles that this run has measured
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the default tile the fastest one is; 1 where nothing was measured."""
+        if self.tune is None:
+            return 1.0
+        amounts = {each[:2]: each.amount for each in self.tune.measured}
+        return amounts[self.tune.default] / self.tune.measured[0].amount
+
+    def __str__(self) -> str:
+        step = "backward" if self.trial.backward else "forward"
+        lines = [f"{step} {self.trial}"]
+        if self.tune is None:
+            lines.append("  nothing was measured")
+        else:
+            best, unit = self.tune.measured[0], self.tune.unit
+            amounts = {each[:2]: each.amount for each in self.tune.measured}
+            default = amount_text(amounts[self.tune.default], unit)
+            lines.append(f"  fastest  {best.engine} {best.tile}: {amount_text(best.amount, unit)}")
+            lines.append(f"  default  {' '.join(self.tune.default)}: {default}; gain {self.gain:.2f}x")
+            if not self.tune.complete:
+                lines.append("  not all tiles are measured yet: run again to resume")
+        return "\n".join(lines + [f"  left out {name}: {reason}" for name, reason in self.left_out.items()])
+
+
+class Results(NamedTuple):
+    """The outcome of a tune."""
+
+    device: Device
+    results: tuple[Result, ...]
+    left: int  # calls for which no time was left
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tile of every call is measured, or left out for a reason that a new run would find again."""
+        return not self.left and all(result.tune is not None and result.tune.complete for result in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON."""
+        cases = [
+            {
+                "call": result.trial.record,
+                "backward": result.trial.backward,
+                "gain": result.gain,
+                "left_out": result.left_out,
+                "measured": [] if result.tune is None else [list(each) for each in result.tune.measured],
+                "unit": None if result.tune is None else result.tune.unit,
+                "file": None if result.tune is None else str(result.tune.path),
+            }
+            for result in self.results
+        ]
+        return {"device": str(self.device), "card": self.device.card, "complete": self.complete, "calls": cases}
+
+    def __str__(self) -> str:
+        lines = [f"measured on {self.device.card}, {self.device}", *map(str, self.results)]
+        if self.left:
+            lines.append(f"out of time: {self.left} calls are left, run again to resume")
+        return "\n".join(lines)
+
+
+def tune(
+    shapes: Iterable[Mapping[str, Any]] = (),
+    *,
+    like: str | Path | None = None,
+    backend: str = "cuda",
+    minutes: float | None = None,
+    report: Report | None = None,
+) -> Results:
+    """Measure every tile that a plan may choose for these calls, and store the measurements, which plans then prefer.
+
+    A measurement holds for its bucket of lengths, heads and options on this kind of card, until the text of a kernel or
+    the driver changes. Candidates run in a worker process, and one that hangs, crashes or gives another result than the
+    plan's default tile is left out. wgmma takes part once `check` has passed it. A tune that was ended resumes.
+
+    Args:
+        shapes: calls as records with the fields of `cupy_flash.trial.Trial`, as in dict(dtype="bfloat16",
+            head_dim=128, q_len=4096, kv_len=4096, heads=32, kv_heads=8, causal=True, backward=False).
+        like: a file that a run with CUPY_FLASH_RECORD=calls.json has written; its calls are measured too.
+        backend: "cuda", or "simulator:ARCH", where warp instructions stand in place of seconds.
+        minutes: start no further measurement after so many minutes.
+        report: called with a line of text for each measurement.
+
+    Returns:
+        The measurements of each call and what they gain over the default; `print` shows them.
+
+    Raises:
+        RuntimeError: there is no GPU, or the worker process did not start.
+        OSError: `like` cannot be read, or the measurements cannot be stored.
+        ValueError: a record states no call, or there is none.
+    """
+    trials = [Trial.of({"backward": False, **shape}) for shape in shapes] + (
+        [] if like is None else recorded(Path(like))
+    )
+    return run_tune(trials, backend, minutes, report or (lambda line: None), work)
+
+
+def run_tune(
+    trials: Sequence[Trial],
+    backend: str,
+    minutes: float | None,
+    report: Report,
+    work: Callable[..., Any],
+    clock: Clock = time.monotonic,
+    seconds: float | None = None,
+) -> Results:
+    """`tune` with the function that the worker process calls, a clock, and the limit of one measurement in seconds."""
+    backend = valid_backend(backend)
+    if not trials:
+        raise ValueError("there is no call to measure: give shapes, or a file of recorded calls")
+    limit = SECONDS if backend == "cuda" else SIMULATED_SECONDS
+    begin = clock()
+    until = math.inf if minutes is None else begin + 60 * minutes
+    trials = list(dict.fromkeys(trials))
+    results: list[Result] = []
+    with Worker(work) as worker:
+        on = device_of(worker, backend)
+        for number, trial in enumerate(trials):
+            if clock() >= until:
+                break
+            run = _Run(worker, Task("", backend, trial=trial, seconds=seconds or limit), on, clock, until, report)
+            report(f"{number + 1}/{len(trials)} {'backward' if trial.backward else 'forward'} {trial}")
+            results.append(run.result())
+    plan.forget()
+    return Results(on, tuple(results), len(trials) - len(results))
+
+
+class _Run:
+    """The measurements of one call."""
+
+    def __init__(self, worker: Worker, task: Task, on: Device, clock: Clock, until: float, report: Report) -> None:
+        assert task.trial is not None
+        self.worker, self.task, self.trial, self.on = worker, task, task.trial, on
+        self.clock, self.until, self.report = clock, until, report
+        self.unit = evidence.SECONDS if task.backend == "cuda" else evidence.INSTRUCTIONS
+        self.left_out: dict[str, str] = {}
+        self.measured: list[Measured] = []
+
+    def result(self) -> Result:
+        """Measure what is not measured yet, storing after each tile: an interrupted run loses none."""
+        try:
+            found: Candidates = self.worker(self.task._replace(kind="candidates"), until=math.inf)
+        except Lost as lost:
+            return Result(self.trial, None, {"every tile": lost.reason}, 0)
+        self.left_out.update(found.left_out)
+        before = evidence.tune_of(found.key, self.on)
+        if before is not None and before.default == found.default:
+            if before.complete:
+                self.report(f"  measured before: {before.path}")
+                return Result(self.trial, before, self.left_out, 0)
+            self.measured = list(before.measured)
+        known = {each[:2] for each in self.measured}
+        pending = [tile for tile in found.tiles if tile not in known]
+        complete = self._measure(found, pending)
+        measures_default = any(each[:2] == found.default for each in self.measured)
+        tune = self._store(found, complete) if measures_default else None
+        return Result(self.trial, tune, self.left_out, len(self.measured) - len(known))
+
+    def _measure(self, found: Candidates, pending: list[tuple[str, str]]) -> bool:
+        """Measure the pending tiles in order; whether none is left."""
+        begin, losses = self.clock(), dict.fromkeys(MODULES, 0)
+        for number, (engine, tile) in enumerate(pending):
+            now, name = self.clock(), f"{engine} {tile}"
+            if now >= self.until:
+                return False
+            left = f", about {(now - begin) / number * (len(pending) - number):.0f} s left" if number else ""
+            if losses[engine] >= LOSSES:
+                self.left_out[name] = f"not run: {LOSSES} tiles of this engine have cost the worker process"
+                continue
+            try:
+                amount = self.worker(self.task._replace(kind="tile", engine=engine, tile=tile), until=math.inf)
+            except Lost as lost:
+                losses[engine] += 1
+                amount = lost.reason
+            if isinstance(amount, str):
+                self.left_out[name] = amount
+                self.report(f"  {number + 1}/{len(pending)} {name}: left out, {amount}{left}")
+                if (engine, tile) == found.default:
+                    return False  # a record without its default shows no gain
+                continue
+            self.measured.append(Measured(engine, tile, amount))
+            self._store(found, complete=False)
+            self.report(f"  {number + 1}/{len(pending)} {name}: {amount_text(amount, self.unit)}{left}")
+        return True
+
+    def _store(self, found: Candidates, complete: bool) -> Tune:
+        return evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
+
+
+def recorded(file: Path) -> list[Trial]:
+    """The calls that a run with CUPY_FLASH_RECORD has written; ValueError for a line that states none."""
+    trials = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                trials.append(Trial.of(json.loads(line)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{file}:{number} states no call: {error}") from None
+    return list(dict.fromkeys(trials))
+
+
+# ---- in the worker process
+
+
+def work(task: Task, announce: Announce) -> Any:
+    """The device; the Candidates of a call; or a tile's amount, or as a text why it has none."""
+    if task.kind == "device":
+        return calls.find_device(task, announce)
+    if task.kind == "candidates":
+        announce("the plan of the call", COMPILE_SECONDS)
+        return find_candidates(task)
+    return measure(task, announce)
+
+
+def find_candidates(task: Task) -> Candidates:
+    """The tiles of every engine that may serve a call."""
+    assert task.trial is not None
+    chosen, _ = _posed(task.backend, task.trial, None)
+    problem, on = plan.last_of_bucket(chosen.problem), chosen.device
+    default = plan.predicted(problem, on)
+    tiles, left_out = [], {}
+    for engine, module in MODULES.items():
+        named = problem._replace(engine=engine)
+        if on.backend not in module.BACKENDS or plan.refusals(engine, named, on):
+            continue
+        check = evidence.check_of(engine, on)
+        if check is not None and not check.passed:
+            left_out[engine] = f"its check failed: {check.reason}"
+        elif check is None and engine in plan.ON_REQUEST and problem.dtype.name != FP8:
+            left_out[engine] = f"no check has passed it on this card: {evidence.CHECK_COMMAND}"
+        else:
+            tiles += [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]
+    first = (default.engine, repr(default.tile))
+    others = [name for _, name in sorted(tiles, key=lambda each: each[0]) if name != first]
+    return Candidates(plan.tune_key(problem), first, (first, *others), left_out)
+
+
+def measure(task: Task, announce: Announce) -> float | str:
+    """The amount of one tile, or why it has none: its results differ from those of the default tile."""
+    assert task.trial is not None
+    announce("the arrays and the default tile", COMPILE_SECONDS)
+    chosen, operands, expected = _default(task.backend, task.trial)
+    by_name = {repr(tile): each for tile, each in candidates(chosen, task.engine)}
+    each = by_name[task.tile]
+    announce(f"compilation of {task.engine} {task.tile}", COMPILE_SECONDS)
+    calls.compile_plan(each)
+    announce(f"{task.engine} {task.tile}", task.seconds)
+    if not _alike(_numbers(_run(each, operands)), expected):
+        return "its results differ from those of the default tile"
+    return METERS["cuda" if task.backend == "cuda" else "simulator"](each, operands)
+
+
+def median_seconds(chosen: Plan, operands: Operands) -> float:
+    """The median time of a plan on a GPU, in seconds, with L2 flushed before each sample."""
+    import cupy
+
+    flush = cupy.empty(FLUSHED_BYTES, cupy.uint8)
+    times = []
+    for sample in range(WARM_UP + SAMPLES):
+        flush.fill(0)
+        begin, end = (cupy.cuda.Event() for _ in range(2))
+        begin.record()
+        _run(chosen, operands)
+        end.record()
+        end.synchronize()
+        if sample >= WARM_UP:
+            times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e-3)
+    return median(times)
+
+
+def warp_instructions(chosen: Plan, operands: Operands) -> float:
+    """The warp instructions of all launches of a plan, by the simulator."""
+    from .backends import kernels
+    from .backends.simulator.run import start
+
+    total = 0
+
+    def count(work: kernels.Work) -> None:
+        nonlocal total
+        total += sum(int(counters.warp_instructions.sum()) for counters in start(work))
+
+    (kernels.backward if chosen.problem.backward else kernels.forward)(chosen, operands, count)
+    return float(total)
+
+
+METERS: dict[str, Callable[[Plan, Operands], float]] = {"cuda": median_seconds, "simulator": warp_instructions}
+
+
+@lru_cache(maxsize=1)
+def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarray[Any, Any]]]:
+    """The plan of a call by prediction, its operands and its results."""
+    forward, operands = _posed(backend, replace(trial, backward=False), None)
+    forward = plan.predicted(forward.problem, forward.device)
+    calls.compile_plan(forward)
+    if not trial.backward:
+        return forward, operands, _numbers(_run(forward, operands))
+    out, lse = backends.run_forward(forward, operands)
+    chosen, operands = _posed(backend, trial, (out.owner, lse.owner))
+    chosen = plan.predicted(chosen.problem, chosen.device)
+    calls.compile_plan(chosen)
+    return chosen, operands, _numbers(_run(chosen, operands))
+
+
+def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
+    """The plan and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    call = calls.on_backend(backend, trial.call())
+    options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
+    out, lse = (call.dout, call.dlse) if saved is None else saved
+    posed = Saved(call.dout, out, lse, None) if trial.backward else None
+    problem, operands = pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
+    return backends.plan_for(problem), operands
+
+
+def _run(chosen: Plan, operands: Operands) -> tuple[Any, ...]:
+    run: Any = backends.run_backward if chosen.problem.backward else backends.run_forward
+    results: tuple[Any, ...] = run(chosen, operands)
+    return results
+
+
+def _numbers(results: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+    """out and lse, or the gradients, as fp32 arrays on the host."""
+    arrays = [calls.on_host([each.owner])[0] for each in results if hasattr(each, "owner")]
+    return [array.astype(np.float32) for array in arrays if array is not None]
+
+
+def _alike(results: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
+    """Whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
+    for a, b in zip(results, others, strict=True):
+        finite = np.isfinite(b)
+        if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return False
+        if finite.any() and np.abs(a[finite] - b[finite]).max() > APART * np.abs(b[finite]).max():
+            return False
+    return True

@@ -1,0 +1,77 @@
+// Appends the rows of k and v to a KV cache, and rotates them and the rows of q: one warp per row of a head. grid (row
+// blocks, heads, sequences)
+#include "ptx.cuh"
+#include "sequence.cuh"
+
+constexpr int WARPS = THREADS / WARP;
+
+// Column d of a row, rotated by a position: a pair (x, y) becomes (x cos - y sin, x sin + y cos). Products and sums are
+// rounded one by one, so that the CPU engine writes the same bits.
+__device__ inline real rotated(const Params& p, const element* row, int d, int position) {
+  real own = to_real(row[d]);
+  if (d >= ROTARY_DIM) return own;
+  constexpr int HALF = ROTARY_DIM / 2;
+  bool second = ROTARY_INTERLEAVED ? d % 2 : d >= HALF;
+  int pair = ROTARY_INTERLEAVED ? d / 2 : d - second * HALF;
+  real other = to_real(row[ROTARY_INTERLEAVED ? d ^ 1 : second ? d - HALF : d + HALF]);
+  int at = min(max(position, 0), p.rotary_rows - 1);
+  real cos = (real)to_real(((const cos_element*)p.rotary_cos)[at * p.cos_row + pair]);
+  real sin = (real)to_real(((const sin_element*)p.rotary_sin)[at * p.sin_row + pair]);
+  return second ? __fadd_rn(__fmul_rn(other, sin), __fmul_rn(own, cos))
+                : __fsub_rn(__fmul_rn(own, cos), __fmul_rn(other, sin));
+}
+
+// The position of row i of q or k, whose first row has position `first`.
+__device__ inline int position_of(const Params& p, const Sequence& sequence, int first, int i) {
+  if (sequence.batch == p.batch) return 0;  // rows past the last sequence of a packed batch
+  return p.positions ? p.positions[(PACKED ? sequence.q_start : sequence.batch * p.positions_row) + i] : first + i;
+}
+
+// The block and the row in it where an appended row goes; the block is -1 if it is dropped.
+struct Place {
+  int block;
+  int row;
+
+  __device__ Place(const Params& p, const Sequence& sequence, int i) : block(-1), row(0) {
+    if (p.slots) {
+      long long slot = p.slots[(PACKED ? sequence.q_start : (long long)sequence.batch * p.appended) + i];
+      if (slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows) return;
+      block = slot / p.cache_rows, row = slot % p.cache_rows;
+    } else {
+      int key = sequence.kv_len - sequence.appended + i;
+      if (key < 0 || key >= p.cache_capacity) return;
+      block = sequence.blocks.block_of(key), row = sequence.blocks.row_in_block(key);
+      if (!sequence.blocks.has(block)) block = -1;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_constant__ Params p) {
+  int head = blockIdx.y;
+  Sequence sequence(p, blockIdx.z);
+  for (int i = blockIdx.x * WARPS + threadIdx.x / WARP; i < max(sequence.appended, sequence.q_rows);
+       i += gridDim.x * WARPS) {
+    if (head < p.heads / p.group && i < sequence.appended) {
+      Place place(p, sequence, i);
+      int position = position_of(p, sequence, sequence.kv_len - sequence.appended, i);
+      const element* k = sequence.queries<element>(p.k_new, head) + i * p.k_new.row;
+      const element* v = sequence.queries<element>(p.v_new, head) + i * p.v_new.row;
+      element* K = (element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
+      element* V = (element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
+      if (place.block >= 0) {
+        for (int d = lane_id(); d < HEAD_DIM; d += WARP)
+          if (ROTARY_DIM)
+            store(K + d, rotated(p, k, d, position));
+          else
+            K[d] = k[d];
+        for (int d = lane_id(); d < HEAD_DIM_V; d += WARP) V[d] = v[d];
+      }
+    }
+    if (ROTARY_DIM && p.q_unrotated.data && i < sequence.q_rows) {
+      int position = position_of(p, sequence, sequence.kv_len - sequence.q_len, i);
+      const element* from = sequence.queries<element>(p.q_unrotated, head) + i * p.q_unrotated.row;
+      element* to = sequence.queries<element>(p.q, head) + i * p.q.row;
+      for (int d = lane_id(); d < HEAD_DIM; d += WARP) store(to + d, rotated(p, from, d, position));
+    }
+  }
+}

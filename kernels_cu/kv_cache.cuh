@@ -1,0 +1,66 @@
+// Where the keys of a sequence are in a KV cache: in one row of a contiguous cache, or in the pages of a block table.
+// Blocks that do not exist, as a wrong table may name, are never accessed: their keys read as zeros.
+#pragma once
+#include "params.cuh"
+
+template <typename T>
+struct TileRows;  // sequence.cuh
+
+struct Blocks {
+  const int* table;  // of this sequence; of a contiguous cache: null
+  int own;           // contiguous: the block of this sequence
+  int count;         // of all sequences
+  int page_log2;     // keys of a page
+
+  __device__ Blocks(const Params& p, int b) : table(nullptr), own(b), count(p.cache_blocks), page_log2(p.page_log2) {
+    bool past_the_end = PACKED && b == p.batch;
+    if (PAGED && !past_the_end) table = p.block_table + b * p.table_row;
+    if (!PAGED && !past_the_end && p.cache_batch_idx) own = p.cache_batch_idx[b];
+  }
+  __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }
+  // Of a contiguous cache: whether there is one for the sequence, and its row.
+  __device__ bool exists() const { return PAGED || has(own); }
+  __device__ int row() const { return has(own) ? own : 0; }
+
+  // The block of a key, and the key's row in it.
+  __device__ int block_of(int key) const { return PAGED ? table[key >> page_log2] : own; }
+  __device__ int row_in_block(int key) const { return PAGED ? key & ((1 << page_log2) - 1) : key; }
+};
+
+// The rows of a tile of BLOCK_KV keys that lies on several pages. A tile begins at a multiple of BLOCK_KV, so a page of
+// more keys has all of them.
+template <typename T>
+struct PagedTileRows {
+  static constexpr bool EQUIDISTANT = false;
+
+  Blocks blocks;
+  T* data;         // of the head
+  long long page;  // strides
+  long long stride;
+  int first;
+  int aligned;
+  const int* pages;  // of the tile, in shared memory
+
+  __device__ int page_of(int row) const { return pages[row >> blocks.page_log2]; }
+  __device__ bool has(int key) const { return blocks.has(page_of(key - first)); }
+  __device__ T* operator()(int row) const {
+    return data + page_of(row) * page + blocks.row_in_block(first + row) * stride;
+  }
+};
+
+// The keys of one head of a cache; `tile` finds those from position `first`, given its pages.
+template <typename T>
+struct CacheRows {
+  Blocks blocks;
+  T* data;
+  long long page;
+  long long stride;
+  int aligned;
+
+  __device__ auto tile(int first, const int* pages) const {
+    if constexpr (PAGED)
+      return PagedTileRows<T>{blocks, data, page, stride, first, aligned, pages};
+    else
+      return TileRows<T>{data, stride, first, aligned};
+  }
+};

@@ -1,0 +1,40 @@
+// Merges the partial results of units that several blocks, or pieces, have computed: one warp per row, in the order of
+// keys. Units of one part are written by decode. grid (units of a sequence, sequences)
+#include "partials.cuh"
+#include "split_kv.cuh"
+
+__device__ void merge_unit(const Params& p, const Sequence& sequence, int unit, int place, int each, int run) {
+  int first = SPLIT_SIZE ? place : place / run, last = SPLIT_SIZE ? place + each - 1 : (place + each - 1) / run;
+  int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
+  int kv_head = unit / row_tiles, first_row = unit % row_tiles * BLOCK_Q;
+  for (int row = threadIdx.x / WARP; row < BLOCK_Q; row += THREADS / WARP) {
+    int i = (first_row + row) / p.group, head = kv_head * p.group + (first_row + row) % p.group;
+    if (i >= sequence.q_len) return;
+    auto part = [&](int c) { return (long long)part_of(c, c, c == first) * BLOCK_Q + row; };
+    float largest = -infinity();
+    for (int c = first; c <= last; ++c) largest = max(largest, p.part_lse[part(c)]);
+    PartialSums sums(largest);
+    for (int c = first; c <= last; ++c) sums.add(p.part_lse[part(c)], p.part_out + part(c) * PART_COLUMNS);
+    Softmax2::Ending ending = with_sink(p, head, sums.lse());
+    element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
+    sums.finish([&](int d, float x) { store(out + d, x * ending.factor); });
+    if (lane_id() == 0) sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) merge(const __grid_constant__ Params p) {
+  int b = blockIdx.y, found = -1;
+  Line line(p, [&](int sequence, int start, int) {
+    if (sequence == b) found = start;
+  });
+  int start = __shfl_sync(0xFFFFFFFF, found, b % WARP);
+  Sequence sequence(p, b);
+  Places places(p, sequence, Band(p, sequence));
+  int run = line.run(line_blocks(p, 1));
+  for (int unit = blockIdx.x; unit < places.units; unit += gridDim.x) {
+    int place = start + unit * places.each;
+    bool whole = SPLIT_SIZE ? places.each == 1 : place / run == (place + places.each - 1) / run;
+    if (whole || (SPLIT_SIZE && place + places.each > p.places)) continue;
+    merge_unit(p, sequence, unit, place, places.each, run);
+  }
+}

@@ -1,0 +1,322 @@
+// Attention on a KV cache: a block computes a run of places on the line of work (split_kv.cuh). Rows are (query, head
+// of the GQA group) pairs, so that each key is read once for all heads that share it; every warp has 16 keys of each
+// tile, for all rows and columns, and the results of the warps are merged at the end of a part. The arithmetic of a row
+// does not depend on the number of rows of its tile. grid (blocks)
+#include "../split_kv.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
+
+constexpr int WARPS = THREADS / WARP;
+constexpr int M = BLOCK_Q / 16;
+constexpr int N = BLOCK_KV / WARPS / 8;
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+constexpr int O_ROW = PART_COLUMNS + 8;  // floats: the rows of two fragments lie in different banks
+static_assert(N == 2, "16 keys of a warp are one fragment of P");
+
+// A part of a unit: keys [first, last) of the rows of a tile.
+struct Part {
+  Sequence sequence;
+  Band band;
+  int kv_head;
+  int first_row;
+  Range keys;
+  bool whole;  // it is all keys of the unit
+  int place;   // of the partial result, if not
+
+  __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
+  __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
+};
+
+// The rows of a tile of Q.
+struct PackedRows {
+  static constexpr bool EQUIDISTANT = false;
+
+  const element* data;  // of query 0 and the group's first head
+  const Operand& x;
+  int group;
+  int first;
+  int aligned;
+
+  __device__ const element* operator()(int row) const {
+    return data + (first + row) / group * x.row + (first + row) % group * x.head;
+  }
+};
+
+// Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
+template <bool MASKED>
+__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
+      Score score(p, part.sequence, head);
+      Range keys = part.band.keys(i);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          int j = kv_start + column_of(n, e);
+          bool seen = !MASKED || (keys(j) && j >= part.sequence.leftpad);
+          if constexpr (DENSE_MASK) {
+            int masked = j - (part.sequence.kv_len - p.mask_keys);  // the mask is that of the last keys
+            if (seen && masked >= 0)
+              seen = DenseMask::sees(p, part.sequence.batch, head, min(i, part.sequence.q_len - 1), masked);
+          }
+          float derivative;
+          float s = MODIFIED ? score.apply(S[m][n][e], i, j, derivative) : S[m][n][e];
+          S[m][n][e] = seen ? s : -infinity();
+        }
+    }
+}
+
+// Lazy rescaling by row: a row's reference moves by its own scores alone, so that no bit of its result depends on the
+// rows beside it.
+__device__ void update_rows(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
+                            const float (&S)[M][N][4], float scale_log2) {
+  float factors[M][2];
+  bool any = false;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = -infinity();
+#pragma unroll
+      for (int n = 0; n < N; ++n) largest = max(largest, max(S[m][n][2 * half], S[m][n][2 * half + 1]));
+      largest = row_max(largest);
+      factors[m][half] = 1;
+      if (softmax[m][half].exceeds_reference(largest, scale_log2)) {
+        factors[m][half] = softmax[m][half].update(largest, scale_log2);
+        any = true;
+      }
+    }
+  if (__any_sync(0xFFFFFFFF, any)) rescale(O, factors);
+}
+
+// Writes the result of a part from those of the warps, which are merged in their order.
+__device__ void store_part(const Params& p, const Part& part, const float* O_smem,
+                           const float (*softmax_smem)[BLOCK_Q][2], float scale_log2) {
+  constexpr int CHUNKS = PART_COLUMNS / 4;
+  for (int n = threadIdx.x; n < BLOCK_Q * CHUNKS; n += THREADS) {
+    int row = n / CHUNKS, column = 4 * (n % CHUNKS), i = part.query(p, row), head = part.head(p, row);
+    if (i >= part.sequence.q_rows) return;
+    float m = -infinity();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) m = max(m, softmax_smem[warp][row][0]);
+    Softmax2 softmax;
+    softmax.init();
+    softmax.update(m, scale_log2);
+    float O[4] = {};
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      Softmax2 other;
+      other.init();
+      other.update(softmax_smem[warp][row][0], scale_log2);
+      float weight = other.m == -infinity() ? 0 : ex2_approx(other.reference - softmax.reference);
+      softmax.l += weight * softmax_smem[warp][row][1];
+      float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * O_ROW + column);
+      O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;
+    }
+    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor;
+    if (!part.whole) {
+      long long at = (long long)part.place * BLOCK_Q + row;
+      if (SPLIT_SIZE && part.place >= p.places) continue;  // more than the bounds of a right call allow
+      *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
+      if (column == 0) p.part_lse[at] = ending.lse;
+      continue;
+    }
+    // Rows past the last sequence of a packed batch have no sink.
+    ending = i < part.sequence.q_len ? with_sink(p, head, ending.lse) : Softmax2::Ending{-infinity(), 0};
+    element* out = part.sequence.queries<element>(p.out, head) + i * p.out.row + column;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (column + e < HEAD_DIM_V) store(out + e, O[e] * ending.factor);
+    if (column == 0) part.sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
+  }
+}
+
+using Slots = Pipeline<STAGES, K_BYTES + V_BYTES>;
+
+// Loads of the tiles of K and V of a part. The pages of a tile are looked up a tile before they are used, by one thread
+// each, and are in shared memory meanwhile.
+struct KeyLoads {
+  const Blocks& blocks;
+  Range keys;
+  Range readable;
+  CacheRows<element> K;
+  CacheRows<element> V;
+  Loader<BLOCK_KV, HEAD_DIM> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
+  int (&pages_smem)[2][BLOCK_KV];
+  int lookups;  // pages of a tile
+
+  __device__ KeyLoads(const Params& p, const Part& part, int (&pages_smem)[2][BLOCK_KV])
+      : blocks(part.sequence.blocks),
+        keys(part.keys),
+        readable(blocks.exists() ? keys : Range{0, 0}),
+        K(part.sequence.key_rows<element>(p.k, part.kv_head)),
+        V(part.sequence.key_rows<element>(p.v, part.kv_head)),
+        K_loader(K.stride),
+        V_loader(V.stride),
+        pages_smem(pages_smem),
+        lookups(max(BLOCK_KV >> blocks.page_log2, 1)) {}
+
+  // This thread's page of the tile at `start`. Pages without a key that is needed are not looked up.
+  __device__ int look_up(int start) const {
+    if (!PAGED || threadIdx.x >= lookups) return -1;
+    int key = start + ((int)threadIdx.x << blocks.page_log2);
+    bool needed = key < keys.end && key + (1LL << blocks.page_log2) > keys.begin;
+    return needed ? blocks.block_of(key) : -1;
+  }
+  __device__ void store_page(int start, int page) const {
+    if (PAGED && threadIdx.x < lookups) pages_smem[start / BLOCK_KV % 2][threadIdx.x] = page;
+  }
+  __device__ void load(Slots& slots, int start) const {
+    if (start < keys.end) {
+      const int* pages = pages_smem[start / BLOCK_KV % 2];
+      auto K_tile = K.tile(start, pages), V_tile = V.tile(start, pages);
+      bool whole = start >= readable.begin && start + BLOCK_KV <= readable.end;
+      auto reads = [&](int key) { return readable(key) && K_tile.has(key); };
+      K_loader.load(slots.next(), K_tile, whole, reads);
+      V_loader.load(slots.next() + K_BYTES, V_tile, whole, reads);
+    }
+    slots.commit();
+  }
+};
+
+// Stores O, row max and row sum of this warp where store_part reads them.
+__device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Softmax2 (&softmax)[M][2],
+                           const float (&O)[M][fragments_of(HEAD_DIM_V)][4]) {
+  int warp = threadIdx.x / WARP;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int row = row_of(m, 2 * half);
+      float l = row_sum(softmax[m][half].l);
+      if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
+      unsigned int to = smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW);
+#pragma unroll
+      for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n)
+        st_shared_v2(to + 4 * column_of(n, 0), O[m][n][2 * half], O[m][n][2 * half + 1]);
+    }
+}
+
+__device__ void attend(const Params& p, const Part& part, unsigned char* smem, int (&pages_smem)[2][BLOCK_KV]) {
+  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]); at the end
+  // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
+  unsigned int Q_smem = smem_address(smem);
+  int warp = threadIdx.x / WARP;
+  float scale_log2 = log2_scale_of(p);
+  auto K_lane = Tile<HEAD_DIM>::lane_of_B(), Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+  KeyLoads loads(p, part, pages_smem);
+  Slots slots(Q_smem + Q_BYTES);
+  int first = part.keys.begin / BLOCK_KV * BLOCK_KV;
+  Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
+  unmasked = {max(unmasked.begin, part.sequence.leftpad), min(unmasked.end, part.keys.end)};
+
+  __syncthreads();  // all warps have left the shared memory of the part before
+  PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
+  Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
+  cp_async_commit_group();
+  for (int start = first; start < first + (STAGES - 1) * BLOCK_KV; start += BLOCK_KV) {
+    loads.store_page(start, loads.look_up(start));
+    if constexpr (PAGED) __syncthreads();
+    loads.load(slots, start);
+  }
+  int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
+  loads.store_page(ahead, loads.look_up(ahead));
+  cp_async_wait_group<STAGES - 1>();  // of Q
+  __syncthreads();
+  unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
+  if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
+
+  Softmax2 softmax[M][2];
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
+  float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+  for (int start = first; start < part.keys.end; start += BLOCK_KV) {
+    if constexpr (STAGES == 1) {
+      __syncthreads();
+      loads.load(slots, ahead);
+    }
+    unsigned int tile = slots.wait();
+    if constexpr (STAGES > 1) loads.load(slots, ahead);
+    ahead += BLOCK_KV;
+    int page = loads.look_up(ahead);
+    unsigned int K_smem = tile + 16 * warp * Tile<HEAD_DIM>::ROW;
+    unsigned int V_smem = tile + K_BYTES + 16 * warp * Tile<HEAD_DIM_V>::ROW;
+    float S_rmem[M][N][4];
+    if constexpr (Q_IN_REGISTERS)
+      scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
+    else
+      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+    if (start < unmasked.begin || start + BLOCK_KV > unmasked.end)
+      modify_rows<true>(S_rmem, p, part, start + 16 * warp);
+    else if constexpr (MODIFIED || DENSE_MASK)
+      modify_rows<false>(S_rmem, p, part, start + 16 * warp);
+    update_rows(O_rmem, softmax, S_rmem, scale_log2);
+    exponentiate(S_rmem, softmax, scale_log2);
+    unsigned int P_rmem[M][N / 2][4];
+    round_fragments(P_rmem, S_rmem);
+    accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
+    loads.store_page(ahead, page);
+  }
+
+  cp_async_wait_group<0>();
+  __syncthreads();
+  float* O_smem = (float*)smem;
+  auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
+  store_warp(O_smem, softmax_smem, softmax, O_rmem);
+  __syncthreads();
+  store_part(p, part, O_smem, softmax_smem, scale_log2);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  __shared__ int pages_smem[2][BLOCK_KV];
+
+  // The line has to be summed before a block knows its run; then again for the sequence in which the run begins.
+  int run, place, b = 0, start = 0;
+  {
+    Line line(p, [](int, int, int) {});
+    run = line.run(line_blocks(p, gridDim.x));
+    place = blockIdx.x * run;
+    if (place >= line.total) return;
+    int found = -1, found_start = 0;
+    Line(p, [&](int sequence, int at, int count) {
+      if (at <= place && place < at + count) found = sequence, found_start = at;
+    });
+    int lane = __ffs(__ballot_sync(0xFFFFFFFF, found >= 0)) - 1;
+    b = __shfl_sync(0xFFFFFFFF, found, lane), start = __shfl_sync(0xFFFFFFFF, found_start, lane);
+    run = min(run, line.total - place);
+  }
+  for (int end = place + run; place < end; ++b) {
+    Sequence sequence(p, b);
+    Band band(p, sequence);
+    Places places(p, sequence, band);
+    int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
+    int next = start + places.count();
+    while (place < min(next, end)) {
+      int unit = (place - start) / places.each, begin = place - start - unit * places.each;
+      int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
+      Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
+                 min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
+      Part part{sequence,
+                band,
+                unit / row_tiles,
+                unit % row_tiles * BLOCK_Q,
+                keys,
+                count == places.each,
+                part_of(place, blockIdx.x, begin == 0)};
+      attend(p, part, (unsigned char*)shared, pages_smem);
+      place += count;
+    }
+    start = next;
+  }
+}

@@ -1,0 +1,36 @@
+// The average of partial results of one row, weighted by exp(lse): one warp, sums in the order of `add`.
+#pragma once
+#include "ptx.cuh"
+
+struct PartialSums {
+  static constexpr int COLUMNS = (HEAD_DIM_V + WARP - 1) / WARP;  // of one lane, WARP apart
+
+  real largest;  // lse of all parts
+  real O[COLUMNS];
+  real sum = 0;
+
+  __device__ PartialSums(real largest) : largest(largest) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) O[n] = -0.0f;  // the number that changes no other when added to it
+  }
+  // A row without keys in one part takes the results of the others; without keys in all parts it stays 0 and -inf.
+  __device__ bool empty() const { return largest == -infinity(); }
+
+  template <typename T>
+  __device__ void add(real lse, const T* out) {
+    real weight = empty() ? 0 : exp(lse - largest);
+    sum += weight;
+#pragma unroll
+    for (int n = 0, d = lane_id(); n < COLUMNS; ++n, d += WARP)
+      if (d < HEAD_DIM_V) O[n] += weight * to_real(out[d]);
+  }
+  __device__ real lse() const { return largest + (empty() ? 0 : log(sum)); }
+
+  // Calls write(column, number) for this lane's columns of the average.
+  template <typename Write>
+  __device__ void finish(Write write) const {
+#pragma unroll
+    for (int n = 0, d = lane_id(); n < COLUMNS; ++n, d += WARP)
+      if (d < HEAD_DIM_V) write(d, O[n] / (empty() ? 1 : sum));
+  }
+};

@@ -1,0 +1,297 @@
+"""The handler that XLA calls: its structs against jaxlib's header, and its GPU path on frames made here."""
+
+import ctypes
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import in_tiers
+from tolerance import assert_matches_reference
+
+import cupy_flash
+from cupy_flash.adapters.jax import attention, cache, calls, frame, handler, primitive
+from cupy_flash.arrays import Array, contiguous_strides
+from cupy_flash.problem import Options
+
+# ---------------------------------------------------------------------------------------------------------- the header
+
+# C's names of types for those of ctypes; all pointers are one.
+TYPES = {
+    "size_t": ctypes.c_size_t, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
+    "XLA_FFI_Handler_Traits": ctypes.c_uint32, "XLA_FFI_TypeId": ctypes.c_int64,
+}  # fmt: skip
+ENUMS = ("XLA_FFI_Extension_Type", "XLA_FFI_DataType", "XLA_FFI_ExecutionStage", "XLA_FFI_Error_Code")
+
+
+def members_of_header(name):
+    """(name, size) of the members of a struct of the header; a struct within has the size of ours."""
+    body = re.search(rf"struct {name} \{{(.*?)\n\}}", frame.header(), re.DOTALL)[1]
+    body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1* \1", re.sub(r"//[^\n]*", "", body))
+    ours = {struct.NAME: ctypes.sizeof(struct) for struct in frame.STRUCTS}
+    sizes = ours | {c: ctypes.sizeof(python) for c, python in TYPES.items()} | dict.fromkeys(ENUMS, 4)
+    members = []
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        text, member = re.fullmatch(r"(.*?[\s*])(\w+)", declaration, re.DOTALL).groups()
+        text = text.replace("const", "").replace("struct", "").strip()
+        members.append((member, 8 if "*" in text else sizes[text]))
+    return members
+
+
+@pytest.mark.parametrize("struct", frame.STRUCTS, ids=lambda struct: struct.NAME)
+def test_structs_are_those_of_the_header(struct):
+    expected = members_of_header(struct.NAME)
+    actual = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
+    assert actual == expected[: len(actual)]
+    unread = {"CallFrame": {"future"}, "Metadata": {"state_type_id"}}.get(struct.__name__, set())
+    assert {name for name, _ in expected[len(actual) :]} == unread
+
+
+def test_numbers_are_those_of_the_header():
+    enumerated = {name: int(value) for name, value in re.findall(r"(XLA_FFI_\w+) = (\d+)", frame.header())}
+    for code, dtype in frame.DATA_TYPES.items():
+        name = {"bool": "PRED", "float8_e5m2": "F8E5M2", "float8_e4m3fn": "F8E4M3FN", "bfloat16": "BF16"}.get(dtype)
+        name = name or f"{'S' if dtype.startswith('int') else dtype[0].upper()}{np.dtype(dtype).itemsize * 8}"
+        assert enumerated[f"XLA_FFI_DataType_{name}"] == code
+    for name in ("INITIALIZE", "EXECUTE"):
+        assert enumerated[f"XLA_FFI_ExecutionStage_{name}"] == getattr(frame, name)
+    for name in ("INVALID_ARGUMENT", "UNIMPLEMENTED", "INTERNAL"):
+        assert enumerated[f"XLA_FFI_Error_Code_{name}"] == getattr(frame, name)
+    assert enumerated["XLA_FFI_Extension_Metadata"] == frame.METADATA
+    assert frame.unserved() is None
+
+
+Q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 17, 4, 8)), jnp.float32)
+
+
+def test_another_major_version_falls_back_to_pure_callback(monkeypatch):
+    text = re.sub(r"(#define XLA_FFI_API_MAJOR) \d+", r"\1 1", frame.header())
+    monkeypatch.setattr(frame, "header", lambda: text)
+    frame.unserved.cache_clear()
+    try:
+        reason = "jaxlib has major version 1 of XLA's FFI, and this package speaks 0"
+        assert reason in cupy_flash.explain(Q, Q, Q)
+        differentiate = jax.grad(lambda q: (attention(q, q, q, causal=True) ** 2).sum())
+        step = jax.jit(lambda q: differentiate(q) * 1)
+        with pytest.warns(RuntimeWarning, match=f"falls back to jax.pure_callback: {reason}"):
+            text = step.lower(Q).as_text()
+        assert "xla_ffi_python_cpu_callback" in text and handler.TARGET + '"' not in text
+        np.testing.assert_array_equal(step(Q), differentiate(Q))
+    finally:
+        frame.unserved.cache_clear()
+
+
+def test_jit_is_one_call_of_the_handler_and_copies_nothing(monkeypatch):
+    seen = []
+    run = calls.Call.run
+
+    def record(call, operands, buffers):
+        results = run(call, operands, buffers)
+        seen.append({name: x.pointer for name, x in (operands | results).items()})
+        return results
+
+    monkeypatch.setattr(calls.Call, "run", record)
+    step = jax.jit(attention)
+    q, k = (jnp.asarray(Q * factor) for factor in (1, 2))
+    out = step(q, k, k)
+    expected = {"q": q, "k": k, "v": k, "out": out}
+    assert [{name: pointers[name] for name in expected} for pointers in seen] == [
+        {name: x.unsafe_buffer_pointer() for name, x in expected.items()}
+    ]
+    assert "callback" not in step.lower(q, k, k).as_text()
+
+
+def test_explain_names_the_interface():
+    assert "jit        XLA's FFI, major version 0" in cupy_flash.explain(Q, Q, Q)
+    assert "XLA" not in cupy_flash.explain(*[np.asarray(Q)] * 3)
+
+
+def test_no_exception_crosses_into_xla(monkeypatch):
+    def fail(call, operands, buffers):
+        raise KeyboardInterrupt("no")
+
+    monkeypatch.setattr(calls.Call, "run", fail)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="INTERNAL: KeyboardInterrupt: no"):
+        jax.jit(attention)(Q, Q, Q).block_until_ready()
+
+
+# ------------------------------------------------------------------------------------------- frames, as a GPU gets them
+
+
+class Xla:
+    """The part of XLA that calls a handler: a frame with buffers in host memory, and the functions of its interface."""
+
+    def __init__(self):
+        self.errors, self.keep = [], []
+        self.api = frame.Api(api_version=frame.Version(major_version=0, minor_version=3))
+        for name in ("Error_Create", "Stream_Get", "DeviceOrdinal_Get"):
+            function = frame.Function(getattr(self, name))
+            self.keep.append(function)
+            setattr(self.api, f"XLA_FFI_{name}", ctypes.cast(function, ctypes.c_void_p).value)
+
+    def Error_Create(self, address):
+        argument = frame.ErrorCreateArgs.from_address(address)
+        self.errors.append((argument.errc, argument.message.decode()))
+        return 1
+
+    def Stream_Get(self, address):
+        frame.StreamGetArgs.from_address(address).stream = 7
+
+    def DeviceOrdinal_Get(self, address):
+        frame.DeviceOrdinalGetArgs.from_address(address).device_ordinal = 0
+
+    def call(self, operands, results, attributes, stage=frame.EXECUTE, platform="cuda"):
+        """Call the handler; (code, message) of its error, None without."""
+        call = frame.CallFrame(api=ctypes.pointer(self.api), stage=stage)
+        call.args = frame.Args(size=len(operands), args=self.buffers(operands))
+        call.rets = frame.Rets(size=len(results), rets=self.buffers(results))
+        names, values = (self.array(map(self.span, texts)) for texts in (attributes, attributes.values()))
+        call.attrs = frame.Attrs(size=len(attributes), attrs=values)
+        call.attrs.names = ctypes.cast(names, ctypes.POINTER(ctypes.POINTER(frame.ByteSpan)))
+        error = handler.HANDLERS[platform](ctypes.addressof(call))
+        return self.errors.pop() if error else None
+
+    def array(self, structs):
+        """An array of the addresses of structs, which stay alive."""
+        structs = list(structs)
+        array = (ctypes.c_void_p * len(structs))(*map(ctypes.addressof, structs))
+        self.keep += [*structs, array]
+        return array
+
+    def buffers(self, arrays):
+        codes = {name: code for code, name in frame.DATA_TYPES.items()}
+        buffers = []
+        for x in arrays:
+            dims = (ctypes.c_int64 * x.ndim)(*x.shape)
+            buffers.append(frame.Buffer(dtype=codes[x.dtype.name], data=x.ctypes.data, rank=x.ndim, dims=dims))
+        return ctypes.cast(self.array(buffers), ctypes.POINTER(ctypes.c_void_p))
+
+    def span(self, text):
+        bytes_ = ctypes.create_string_buffer(text.encode())
+        self.keep.append(bytes_)
+        return frame.ByteSpan(ptr=ctypes.addressof(bytes_), len=len(text.encode()))
+
+
+def static(**options):
+    settings = Options(**options)
+    given = {name: getattr(settings, name, None) for name in calls.Static._fields}
+    return calls.Static(**given | {"function": "attention"})
+
+
+def run_frame(call, operands):
+    """The results of a call by the handler of the platform "cuda": all buffers are poisoned before it."""
+    recorder = primitive.Recorder("cpu")
+    described = {
+        name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder, True)
+        for name, x in operands.items()
+    }
+    written, outputs = primitive.allocations(call, recorder, described)
+    buffers = [np.full(shape, -1 if dtype.kind in "iu" else np.nan, dtype) for shape, dtype in written]
+    for operand, place in call.aliases.items():
+        buffers[outputs[place]] = operands[call.names[operand]]
+    attributes = {"call": call.text, "outputs": " ".join(map(str, outputs))}
+    xla = Xla()
+    for stage in (0, 1, frame.INITIALIZE, frame.EXECUTE):
+        error = xla.call([operands[name] for name in call.names], buffers, attributes, stage)
+        assert error is None, error
+    return {name: buffers[index] for name, index in zip(call.result_names, outputs, strict=True)}
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float16)
+
+
+SIMULATED = {
+    "causal": dict(causal=True),
+    "sink-lengths": dict(sink=normal(4, 2), kv_lengths=np.array([9], np.int32)),
+    "dropout": dict(dropout=0.3, seed=np.array([5, 6], np.uint32)),
+}
+
+
+@pytest.mark.parametrize("options", in_tiers(SIMULATED, ("causal",)))
+def test_handler_runs_a_hopper_plan_from_a_frame(options):
+    operands = {"q": normal(1, 1, 40, 2, 64), "k": normal(2, 1, 40, 1, 64), "v": normal(3, 1, 40, 1, 64)}
+    arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    numbers = {name: x for name, x in options.items() if name not in arrays}
+    settings = static(**numbers, backend="simulator:sm_90a")
+    operands |= arrays
+    forward = run_frame(calls.Call("forward", settings, tuple(operands)), operands)
+    saved = {"dout": normal(7, *forward["out"].shape), **forward, "dlse": np.zeros_like(forward["lse"])}
+    operands |= saved
+    backward = run_frame(calls.Call("backward", settings, tuple(operands)), operands)
+    if "seed" in options:
+        options = options | {"seed": 5 + (6 << 32)}
+    direct = options | {"backend": "simulator:sm_90a"}
+    q, k, v = (operands[name] for name in "qkv")
+    (out, lse), vjp = cupy_flash.attention_vjp(q, k, v, return_lse=True, **direct)
+    np.testing.assert_array_equal(forward["out"], out)
+    np.testing.assert_array_equal(forward["lse"], lse)
+    for name, gradient in vjp(saved["dout"], saved["dlse"])._asdict().items():
+        if gradient is not None:
+            np.testing.assert_array_equal(backward[name], gradient)
+    exact = cupy_flash.attention(*(x.astype(np.float64) for x in (q, k, v)), **options)
+    low = cupy_flash.attention(q, k, v, **options)
+    assert_matches_reference(forward["out"], exact, low, "float16", "out")
+
+
+@pytest.mark.exhaustive
+def test_handler_appends_to_a_cache_and_reads_it_from_frames():
+    caches = {"k_cache": normal(3, 2, 32, 2, 64), "v_cache": normal(4, 2, 32, 2, 64)}
+    rows = {"k": normal(1, 2, 3, 2, 64), "v": normal(2, 2, 3, 2, 64)}
+    lengths = {"cache_seqlens": np.array([5, 2], np.int32)}
+    expected = {name: cache.copy() for name, cache in caches.items()}
+    cupy_flash.append_to_kv_cache(*rows.values(), *expected.values(), **lengths)
+    settings = dict.fromkeys(cache.CacheStatic._fields) | {"backend": "simulator", "layout": "bshd", "causal": True}
+    settings |= {"function": "cached", "rotary_interleaved": True, "return_lse": False}
+    operands = rows | caches | lengths
+    run_frame(cache.CacheCall("append", cache.CacheStatic(**settings), tuple(operands)), operands)
+    for name, appended in expected.items():
+        np.testing.assert_array_equal(caches[name], appended)
+    operands = {"q": normal(5, 2, 1, 4, 64), **caches, "cache_seqlens": lengths["cache_seqlens"] + 3}
+    results = run_frame(cache.CacheCall("cached", cache.CacheStatic(**settings), tuple(operands)), operands)
+    arrays = (operands["q"], *caches.values())
+    options = dict(cache_seqlens=operands["cache_seqlens"], return_lse=True)
+    direct = cupy_flash.attention_with_kv_cache(*arrays, backend="simulator", **options)
+    for one, other in zip(results.values(), direct, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_errors_of_a_frame_and_its_metadata():
+    q = np.zeros((1, 4, 2, 8), np.float32)
+    call = calls.Call("forward", static(), ("q", "k", "v"))
+    attributes = {"call": call.text, "outputs": "0 1"}
+    results = [np.zeros_like(q), np.zeros((1, 2, 4), np.float32)]
+    code, message = Xla().call([q, q[:, :3], q], results, attributes, platform="cpu")
+    assert code == frame.INVALID_ARGUMENT and "k and v must have one length, not 3 and 4" in message
+    code, message = Xla().call([q, q, q], results, attributes)  # no GPU here
+    assert code in (frame.UNIMPLEMENTED, frame.INTERNAL) or message is None
+    metadata = frame.Metadata()
+    base = frame.Extension(type=frame.METADATA)
+    extension = frame.MetadataExtension(base, ctypes.pointer(metadata))
+    xla = Xla()
+    asked = frame.CallFrame(extension_start=ctypes.addressof(extension), api=ctypes.pointer(xla.api))
+    assert not handler.HANDLERS["cuda"](ctypes.addressof(asked))
+    assert (metadata.api_version.major_version, metadata.api_version.minor_version) == (0, 3)
+    assert metadata.traits == frame.COMMAND_BUFFER_COMPATIBLE
+
+
+def test_workspaces_of_a_gpu_are_results_of_the_call():
+    settings = static(backend="simulator:sm_90a")
+    call = calls.Call("backward", settings, ("q", "k", "v", "dout", "out", "lse", "dlse"))
+    recorder = primitive.Recorder("cpu")
+    shapes = [(1, 256, 4, 64)] * 5 + [(1, 4, 256)] * 2
+    dtypes = [np.dtype(np.float16)] * 5 + [np.dtype(np.float32)] * 2
+    named = zip(call.names, shapes, dtypes, strict=True)
+    written, outputs = primitive.allocations(
+        call, recorder, {name: recorder.array(shape, dtype) for name, shape, dtype in named}
+    )
+    assert len(written) > len(outputs) == 3
+    assert [written[index] for index in outputs] == list(zip(shapes, dtypes, strict=True))[:3]
+
+
+def test_a_call_survives_its_text():
+    settings = static(window=(3, None), scale=np.float32(0.3), softcap=2.5, causal="top_left", seed=2**64 - 1)
+    call = calls.Call("forward", settings, ("q", "k", "v"))
+    parsed = calls.parse(call.text)
+    assert parsed == call and type(parsed.static.scale) is float and type(parsed.static.window) is tuple

@@ -1,0 +1,81 @@
+"""KV caches on the GPU, appended to in place; a graph with lengths that grow after its capture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+from cache_cases import CacheCall, CacheCase, check
+from engines import FRAMEWORKS, HALF, new_stream, on_both_frameworks, on_gpu, on_host
+
+import cupy_flash
+from bench import decode_gpu
+
+CASE = CacheCase(
+    lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), alibi="h",
+    sink=True, dtype=HALF,
+)  # fmt: skip
+
+
+def moved(call: CacheCall, framework: str) -> CacheCall:
+    """The call with all arrays on the GPU."""
+    return call.map(lambda x: on_gpu(framework, x))
+
+
+def attend(call: CacheCall) -> tuple[Any, Any]:
+    return cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
+
+
+@on_both_frameworks
+@pytest.mark.parametrize("split_size", [None, 64])
+def test_the_formula(framework: str, split_size: int | None) -> None:
+    case = replace(CASE, split_size=split_size)
+    call = moved(case.call(), framework)
+    out, lse = attend(call)
+    check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_append_alone(framework: str) -> None:
+    """The rows, and the same bits as the append of attention_with_kv_cache."""
+    case = replace(CASE, window=None, alibi=None, sink=False)
+    whole, ours = moved(case.call(), framework), moved(case.call(), framework)
+    attend(whole)
+    names = ("k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin", "rotary_interleaved")
+    options = {name: ours.options[name] for name in names}
+    k, v = options.pop("k"), options.pop("v")
+    cupy_flash.append_to_kv_cache(k, v, *ours[1:3], **options)
+    for a, b in zip(ours[1:3], whole[1:3], strict=True):
+        assert on_host(a).tobytes() == on_host(b).tobytes()
+
+
+def test_a_graph_serves_lengths_that_grow() -> None:
+    """Captured with sequences of one key, replayed with full ones: no length is read by the host."""
+    case = CacheCase(lengths=(300, 290), capacity=300, q_len=1, dtype=HALF)
+    call = moved(case.call(), "cupy")
+    lengths = call.options["cache_seqlens"]
+    lengths[...] = 1
+    attend(call)  # loads the kernels, which a capture may not
+    with new_stream() as stream:
+        stream.begin_capture()
+        out, lse = attend(call)
+        graph = stream.end_capture()
+        lengths[...] = cupy.asarray(case.lengths, np.int32)
+        graph.launch(stream)
+        stream.synchronize()
+    check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
+
+
+def test_the_ways_of_the_bench_compute_the_same() -> None:
+    """Pages in another order hold the same keys only where all sequences have the same values: so they do here."""
+    small = decode_gpu.Regime(1, 4, 2, 64, 0.8, 0.9, dim=16)
+    ways = decode_gpu.calls(small)
+    ways.pop(decode_gpu.READ)()
+    expected = ways[decode_gpu.CONTIGUOUS]().get()
+    np.testing.assert_allclose(ways[decode_gpu.SPLIT]().get(), expected, atol=2e-3)
+    np.testing.assert_allclose(ways["pages of 64"]().get(), expected, atol=2e-3)
+    section = decode_gpu.measure((small,), samples=1)
+    assert set(section[0]["seconds"]) == set(decode_gpu.calls(small))

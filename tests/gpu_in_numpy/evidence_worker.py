@@ -1,0 +1,41 @@
+"""The worker processes of check and tune on a GPU made of NumPy, whose real CuPy their work uses."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from patience import patiently
+
+import gpu_in_numpy
+from cupy_flash import tuning
+from cupy_flash.checks import calls
+
+
+@cache
+def installed() -> gpu_in_numpy.Machine:
+    """The devices of this process. CuPy's own kernels are PTX here, which its usual cache folder must not have."""
+    os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ["CUPY_FLASH_CACHE_DIR"]) / "cupy")
+    return gpu_in_numpy.install(("sm_80",))
+
+
+def check(task: calls.Task, announce: Any) -> Any:
+    """The work of a check."""
+    installed()
+    return calls.work(task, patiently(announce))
+
+
+def lose(task: calls.Task, announce: Any) -> Any:
+    """The work of a check where every kernel of simt makes an illegal access."""
+    if task.engine == "simt":
+        installed().fail("cuLaunchKernel", 700)
+    return check(task, announce)
+
+
+def tune(task: calls.Task, announce: Any) -> Any:
+    """The work of a tune, with warp instructions in place of times: a device made of NumPy measures none."""
+    installed()
+    tuning.METERS["cuda"] = lambda plan, operands: float(len(plan.launches) * plan.block_q)
+    return tuning.work(task, patiently(announce))

@@ -1,0 +1,218 @@
+"""cupy_flash check: a wrong, hanging or crashing kernel is named and disqualifies its engine; the others are served."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from forget import forget_plans
+from patience import FOREVER, give_workers_time, patiently
+
+import cupy_flash
+from cupy_flash import evidence
+from cupy_flash.__main__ import main
+from cupy_flash.backends import kernels
+from cupy_flash.checks import calls, verdicts
+from cupy_flash.checks.calls import DTYPES, HEAD_DIMS, trials
+from cupy_flash.checks.verdicts import run_check
+from cupy_flash.device import named
+from cupy_flash.features import FEATURES
+from cupy_flash.plan import WITH_CACHE
+from cupy_flash.problem import UnsupportedError
+from cupy_flash.source import assemble
+from cupy_flash.trial import Trial
+
+SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
+HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
+DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
+CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
+WITHOUT_CACHE = [engine for engine in DTYPES if engine not in WITH_CACHE]
+STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # of simt/forward
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """One small call per engine, evidence of this test alone, the kernels of all tests, and workers that have time."""
+    kernel_folder = os.environ["CUPY_FLASH_CACHE_DIR"]
+    monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernel_folder))
+    monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
+    give_workers_time(monkeypatch)
+    forget_plans()
+    yield
+    monkeypatch.undo()
+    forget_plans()
+
+
+def planted(task, announce, good, bad):
+    """In a worker process: the work of a check, with a replaced text in every kernel that has it."""
+    changed = []
+
+    def assemble_planted(*arguments):
+        text = assemble(*arguments)
+        changed.append(good in text)
+        return text.replace(good, bad)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kernels, "assemble", assemble_planted)
+    try:
+        return calls.work(task, announce)
+    finally:
+        patch.undo()
+        assert any(changed) or task.engine != "simt"
+
+
+def wrong(task, announce):
+    return planted(task, patiently(announce), STORE, STORE.replace("softmax", "1.01f * softmax"))
+
+
+def wrong_decode(task, announce):
+    return planted(task, patiently(announce), "* ending.factor", "* 1.01f * ending.factor")
+
+
+def hangs(task, announce):
+    """The kernel of simt never ends; only its run has a limit."""
+
+    def limited(step, seconds):
+        announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)
+
+    return planted(task, limited, STORE, f'while (true) asm volatile("");\n{STORE}')
+
+
+def crashes(task, announce):
+    if task.engine == "simt":
+        announce(task.name, FOREVER)
+        os._exit(9)
+    return calls.work(task, patiently(announce))
+
+
+def rejected(task, announce):
+    return planted(task, patiently(announce), STORE, "this is no C++;")
+
+
+def explained(engine=None):
+    x = np.zeros((1, 8, 1, 16), np.float32)
+    return cupy_flash.explain(x, x, x, backend="simulator", engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("work", "verdict", "words"),
+    [
+        pytest.param(wrong, "wrong", "out: error ", id="wrong"),
+        pytest.param(hangs, "lost", "timed out after 1 s", id="hangs"),
+        pytest.param(crashes, "lost", "process exited with status 9", id="crashes"),
+        pytest.param(rejected, "lost", "CompileError: NVRTC ", id="rejected", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words):
+    report = []
+    result = run_check("simulator", None, False, report.append, work)
+    assert {row.engine: row.verdict for row in result.rows} == {"simt": verdict, "mma": "passed"}
+    assert not result.passed and result.engines["mma"] is None and words in result.engines["simt"]
+    assert str(SMALL) in result.engines["simt"]  # the case is named
+    assert set(result.refused) == {"wgmma"} and "sm_80 lacks the instructions" in result.refused["wgmma"]
+    assert f"simt              1      0  FAILED: {result.engines['simt']}" in str(result)
+    assert report[0].startswith(f"1/2 simt: {SMALL}: {verdict}, ") and report[1].startswith("2/2 mma: ")
+
+    stored = evidence.check_of("simt", named("sm_80"))
+    assert not stored.passed and words in stored.reason and evidence.check_of("mma", named("sm_80")).passed
+    (case,) = json.loads(stored.path.read_text())["cases"]
+    assert Trial.of(case["trial"]) == SMALL  # by which it can be made again
+    with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
+        explained()
+    assert "checked    simt failed" in explained("simt")  # an explicit engine is never replaced
+
+
+def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
+    result = run_check("simulator:sm_80", "simt", True, lambda line: None, calls.work)
+    assert result.passed and evidence.check_of("simt", named("sm_80")) is None
+    assert "checked    simt not yet on simulator" in explained()
+    assert run_check("simulator:sm_80", "simt", False, lambda line: None, calls.work).passed
+    assert evidence.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
+
+
+@pytest.mark.exhaustive
+def test_an_engine_of_kv_caches(monkeypatch):
+    """Contiguous and in pages; the planted bug loses a factor of its softmax."""
+    monkeypatch.setitem(CASES, "mma_decode", [DECODE])
+    assert run_check("simulator", "mma_decode", False, lambda line: None, calls.work).passed
+    assert evidence.check_of("mma_decode", named("sm_80")).passed
+    result = run_check("simulator", "mma_decode", False, lambda line: None, wrong_decode)
+    assert "contiguous cache, out: error" in result.engines["mma_decode"]
+
+
+def test_an_engine_that_loses_two_workers_is_not_run_again(monkeypatch):
+    many = [SMALL, *(Trial("float32", 16, q_len=n, kv_len=8, heads=1, backward=False) for n in (9, 10, 11))]
+    monkeypatch.setattr(verdicts, "trials", lambda engine, *_: many)
+    result = run_check("simulator", "simt", False, lambda line: None, crashes)
+    assert [row.verdict for row in result.rows] == ["lost", "lost", "not run", "not run"]
+
+
+def test_the_command(capsys):
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "simt", "--quick"]) == 0
+    printed = capsys.readouterr()
+    assert "simt              1      1  passed" in printed.out and "1/1 simt: float32" in printed.err
+
+
+def test_the_command_in_json(monkeypatch, capsys):
+    monkeypatch.setattr(calls, "work", wrong)
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "simt", "--quick", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and "out: error" in result["engines"]["simt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "cpu"], 'backend must be "cuda" or "simulator:ARCH", not \'cpu\''),
+        (["--backend", "simulator:sm_1"], "unknown GPU architecture 'sm_1'"),
+    ],
+)
+def test_a_backend_without_kernels(arguments, message, capsys):
+    assert main(["check", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_serve_the_card_has_not_passed(capsys):
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "wgmma", "--quick"]) == 1
+    assert "wgmma             -      -  sm_80 lacks the instructions of sm_90a" in capsys.readouterr().out
+
+
+def test_an_unknown_engine():
+    with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, not 'cpu'"):
+        cupy_flash.check(backend="simulator", engine="cpu")
+
+
+# ---- the covering set
+
+
+@pytest.mark.parametrize("engine", WITHOUT_CACHE)
+def test_every_option_dtype_and_head_dimension_is_covered(engine):
+    options = {feature.name for feature in FEATURES if feature.constant} - {"score_mod", "mask_mod"}
+    for simulated in (False, True):
+        covering = trials(engine, "sm_90a", simulated, quick=False)
+        assert {name for trial in covering for name in trial.options} >= options
+        assert {trial.dtype for trial in covering} >= set(DTYPES[engine])
+        assert {(trial.head_dim, trial.head_dim_v or trial.head_dim) for trial in covering} >= set(HEAD_DIMS[engine])
+        assert {True, "top_left", False} <= {trial.causal for trial in covering}
+        assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
+        assert len(trials(engine, "sm_90a", simulated, quick=True)) == 1
+    assert "bfloat16" not in {trial.dtype for trial in trials("mma", "sm_75", False, False)}
+
+
+@pytest.mark.parametrize("engine", WITHOUT_CACHE)
+def test_no_case_of_the_covering_set_is_refused(engine):
+    """On a real GPU a refusal would read as a failure; the plans need none."""
+    arch = "sm_90a" if engine == "wgmma" else "sm_80"
+    for simulated in (False, True):
+        for trial in trials(engine, arch, simulated, quick=False):
+            task = calls.Task("call", f"simulator:{arch}", engine, trial)
+            calls.chosen_plans(task, trial.call())
+
+
+def test_trials_survive_json():
+    for trial in trials("wgmma", "sm_90a", True, False):
+        assert Trial.of(json.loads(json.dumps(trial.record))) == trial
+    with pytest.raises(ValueError, match="heads 3 must be a multiple of kv_heads 2"):
+        Trial.of(dict(heads=3, kv_heads=2))
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of.*; q_len must be a whole number.*'x'"):
+        Trial.of(dict(dtype="int8", q_len="x"))

@@ -1,0 +1,343 @@
+"""Evidence: plans use what has passed a check and been measured; damaged, foreign and stale records are ignored."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import Case, posed
+from forget import forget_plans
+
+import cupy_flash
+from cupy_flash import ahead, evidence
+from cupy_flash.__main__ import main
+from cupy_flash.cache_records import Cache
+from cupy_flash.commands import info
+from cupy_flash.device import Device, named
+from cupy_flash.engines import simt
+from cupy_flash.evidence import INSTRUCTIONS, Measured
+from cupy_flash.plan import candidates, last_of_bucket, plan, predicted, tune_key
+from cupy_flash.problem import UnsupportedError
+
+HOPPER, AMPERE = named("sm_90a"), named("sm_80")
+CARD = Device("cuda", "sm_90a", 132, 232448, "NVIDIA H200", "12.8")
+SIZES = dict(q_len=1000, kv_len=1000, heads=8, kv_heads=8, head_dim=64, head_dim_v=64, causal=True)
+HALF = posed(Case(dtype="bfloat16", **SIZES))[0].problem._replace(backend="simulator:sm_90a", aligned=True)
+SINGLE = posed(Case(dtype="float32", **SIZES))[0].problem._replace(backend="simulator:sm_80")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The cache folder of this test alone, without evidence."""
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUPY_FLASH_EVIDENCE_DIR", raising=False)
+    forget_plans()
+    yield tmp_path / "cache"
+    monkeypatch.undo()
+    forget_plans()
+
+
+def passed(device, engine, reason=None):
+    path = evidence.store_check(device, engine, reason, [{"case": "a case", "verdict": "passed"}])
+    forget_plans()
+    return path
+
+
+def measured(problem, device, *fastest, **changes):
+    """Store measurements by which these (engine, tile) are the fastest, in this order, and the default the slowest."""
+    bucket = last_of_bucket(problem)
+    default = predicted(bucket, device)
+    names = [*fastest, (default.engine, repr(default.tile))]
+    tiles = [Measured(*name, 10.0 + number) for number, name in enumerate(names)]
+    stored = evidence.store_tune(
+        device, tune_key(bucket) | changes, INSTRUCTIONS, tiles, (default.engine, repr(default.tile)), True
+    )
+    forget_plans()
+    return stored.path
+
+
+def slowest(problem, device, engine):
+    """The name of the tile with the largest prediction, which no plan chooses by itself."""
+    tile, _ = candidates(plan(problem, device), engine)[-1]
+    return engine, repr(tile)
+
+
+# ---- the plan
+
+
+def test_an_engine_on_request_needs_a_passed_check_and_a_measurement():
+    assert plan(HALF, HOPPER).engine == "mma"
+    assert "no check has passed on this card yet (python -m cupy_flash check)" in plan(HALF, HOPPER).explain()
+    tile = slowest(HALF, HOPPER, "wgmma")
+    measured(HALF, HOPPER, tile)
+    assert plan(HALF, HOPPER).engine == "mma"  # faster, but not known to be right
+    passed(HOPPER, "wgmma")
+    chosen = plan(HALF, HOPPER)
+    assert (chosen.engine, repr(chosen.tile)) == tile
+    text = chosen.explain()
+    assert (
+        "why        measured the fastest of 2 tiles in this bucket, 10 warp instructions, the predicted best 11" in text
+    )
+    assert "checked    wgmma passed on simulator (sm_90a)" in text and "measured   not yet" not in text
+    elsewhere = HALF._replace(q_len=100)  # another bucket
+    assert plan(elsewhere, HOPPER).engine == "mma"
+    assert "checked, but not measured in this bucket" in plan(elsewhere, HOPPER).explain()
+    assert plan(HALF, named("sm_90a")._replace(units=114)).engine == "mma"  # another card
+
+
+def test_a_failed_check_disqualifies_an_engine_except_by_name():
+    assert plan(HALF, HOPPER).engine == "mma"
+    passed(HOPPER, "mma", "bfloat16, D 64: wrong, out: error 1")
+    measured(HALF, HOPPER, slowest(HALF._replace(engine="mma"), HOPPER, "mma"))
+    chosen = plan(HALF, HOPPER)
+    assert chosen.engine == "simt"
+    reason = "not mma    its check failed on simulator (bfloat16, D 64: wrong, out: error 1)"
+    assert reason in chosen.explain()
+    named_engine = plan(HALF._replace(engine="mma"), HOPPER)
+    assert named_engine.engine == "mma" and "checked    mma failed, bfloat16, D 64: wrong" in named_engine.explain()
+    passed(HOPPER, "simt", "all wrong")
+    with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
+        plan(HALF, HOPPER)
+
+
+def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
+    name = slowest(SINGLE, AMPERE, "simt")
+    by_prediction = plan(SINGLE, AMPERE)
+    assert repr(by_prediction.tile) != name[1]
+    measured(SINGLE, AMPERE, name)
+    assert repr(plan(SINGLE, AMPERE).tile) == name[1]
+    assert repr(plan(SINGLE._replace(engine="simt", scale=3.0), AMPERE).tile) == name[1]
+    assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile by hand stays
+    assert predicted(SINGLE, AMPERE).tile == by_prediction.tile
+    for other in (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True)):
+        assert plan(SINGLE._replace(**other), AMPERE).measured == "", other
+
+
+def test_a_measured_tile_that_is_not_legal_is_passed_over():
+    """Of the measured tiles the fastest that fits counts; a bucket shares measurements, not alignment."""
+    legal = slowest(SINGLE, AMPERE, "simt")
+    measured(SINGLE, AMPERE, ("simt", "Tile(block_q=7, block_kv=7, threads=7)"), ("gone", "Tile()"), legal)
+    assert repr(plan(SINGLE, AMPERE).tile) == legal[1]
+
+
+def test_split_size_keeps_the_predicted_tile():
+    from cupy_flash.plan import _tune
+
+    cache = Cache("bshd", SINGLE.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=None)
+    problem = SINGLE._replace(cache=cache)
+    evidence.store_tune(
+        AMPERE, tune_key(problem), INSTRUCTIONS, [Measured("simt", "Tile()", 1.0)], ("simt", "Tile()"), True
+    )
+    assert _tune(problem, AMPERE) is not None
+    assert _tune(problem._replace(cache=cache._replace(split_size=64)), AMPERE) is None
+
+
+def test_compile_knows_the_measured_tiles():
+    """A graph capture after compile() must find the kernels of the tiles that plans choose by measurement."""
+    arguments = dict(dtype="float32", head_dim=64, causal=True, backward=False)
+    card = AMPERE._replace(backend="cuda", card="NVIDIA A100", driver="12.8")
+    before = ahead.launches(card, **arguments)
+    tile = simt.Tile(block_q=64, block_kv=8, threads=64)
+    assert tile in simt.tiles(SINGLE, AMPERE)
+    assert not {launch.tile for launch in before} & {(64, 8, 64)}
+    measured(SINGLE._replace(device="cuda:0", backend=None), card, ("simt", repr(tile)))
+    assert (64, 8, 64) in {launch.tile for launch in ahead.launches(card, **arguments)}
+    assert (64, 8, 64) not in {launch.tile for launch in ahead.launches(card, **arguments | dict(softcap=1.0))}
+
+
+def test_the_first_plan_on_a_gpu_without_evidence_names_the_command(caplog):
+    problem = HALF._replace(device="cuda:0", backend=None)
+    with caplog.at_level(logging.INFO, "cupy_flash.evidence"):
+        for q_len in (100, 1000):
+            plan(problem._replace(q_len=q_len), CARD)
+    assert caplog.messages == [
+        "no evidence about the engines on NVIDIA H200 yet: python -m cupy_flash check finds out, once"
+    ]
+    caplog.clear()
+    evidence.suggest.cache_clear()
+    passed(CARD, "simt")
+    with caplog.at_level(logging.INFO, "cupy_flash.evidence"):
+        plan(problem, CARD)
+        plan(SINGLE, AMPERE)
+    assert caplog.messages == []
+    evidence.suggest.cache_clear()
+
+
+# ---- records that do not count
+
+
+def rewritten(path, change):
+    """Change a record and give it a valid checksum."""
+    record = json.loads(path.read_text())
+    del record["sha256"]
+    change(record)
+    record["sha256"] = evidence._digest(record)
+    path.write_text(json.dumps(record))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def flip(path):
+    path.write_text(path.read_text().replace('"passed": true', '"passed": false').replace("10.0", "10.5"))
+
+
+def card(**changes):
+    return lambda path: rewritten(path, lambda record: record["card"].update(changes))
+
+
+def stale(path):
+    rewritten(path, lambda record: record.update(texts=dict.fromkeys(record["texts"], "0" * 64)))
+
+
+BAD = {
+    "truncated": (truncate, "it is damaged"),
+    "changed": (flip, "it is damaged"),
+    "no-json": (lambda path: path.write_text("{"), "it is damaged"),
+    "a-list": (lambda path: path.write_text("[]"), "it is damaged"),
+    "binary": (lambda path: path.write_bytes(b"\xff\x00"), "it is damaged"),
+    "version": (lambda path: rewritten(path, lambda record: record.update(format=99)), "of another version"),
+    "driver": (card(driver="11.4"), "another card or driver"),
+    "card": (card(name="another card"), "another card or driver"),
+    "text": (stale, "other kernel texts"),
+    "open": (lambda path: path.chmod(0o666), "can be written by other users"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["check", "tune"])
+def test_a_record_that_does_not_count(kind, bad):
+    """It changes no plan, and explain() says why."""
+    tile = slowest(HALF, HOPPER, "wgmma")
+    paths = dict(check=passed(HOPPER, "wgmma"), tune=measured(HALF, HOPPER, tile))
+    assert plan(HALF, HOPPER).engine == "wgmma"
+    spoil, why = BAD[bad]
+    spoil(paths[kind])
+    forget_plans()
+    chosen = plan(HALF, HOPPER)
+    assert chosen.engine == "mma" and repr(chosen.tile) == repr(predicted(HALF, HOPPER).tile)
+    (line,) = (line for line in chosen.explain().splitlines() if line.startswith("ignored"))
+    assert str(paths[kind]) in line and why in line
+
+
+def test_a_measurement_without_the_default_does_not_count():
+    """It would not show that its fastest tile is faster than the prediction's."""
+    path = measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
+    rewritten(path, lambda record: record["measured"].pop())
+    forget_plans()
+    assert plan(SINGLE, AMPERE).measured == "" and "it has no default" in plan(SINGLE, AMPERE).explain()
+
+
+def test_a_gpu_that_is_only_named_has_no_evidence():
+    """compile(arch=...) and explain --arch plan for no card in particular."""
+    somewhere = named("sm_90a", "cuda")
+    assert somewhere.card == "" and evidence.check_of("wgmma", somewhere) is None
+    passed(HOPPER, "wgmma")
+    assert evidence.check_of("wgmma", somewhere) is None and evidence.tunes(somewhere) == []
+
+
+def test_a_folder_that_cannot_hold_evidence(folder):
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="can be written by other users"):
+        passed(HOPPER, "mma")
+
+
+# ---- folders
+
+
+def test_a_shared_folder_serves_where_the_own_one_has_no_record(folder, tmp_path, monkeypatch):
+    tile, other = (repr(tile) for tile, _ in candidates(plan(SINGLE, AMPERE), "simt")[-2:])
+    passed(AMPERE, "mma", "failed on the shared machine")
+    measured(SINGLE, AMPERE, ("simt", tile))
+    shared = tmp_path / "shared"
+    (folder / "evidence").rename(shared)
+    before = sorted((path, path.stat().st_mtime_ns) for path in shared.rglob("*"))
+    forget_plans()
+    assert plan(SINGLE, AMPERE).measured == ""
+    monkeypatch.setenv("CUPY_FLASH_EVIDENCE_DIR", str(shared))
+    forget_plans()
+    assert repr(plan(SINGLE, AMPERE).tile) == tile and str(shared) in plan(SINGLE, AMPERE).explain()
+    assert not evidence.check_of("mma", AMPERE).passed
+    measured(SINGLE, AMPERE, ("simt", other))
+    assert repr(plan(SINGLE, AMPERE).tile) == other
+    assert [tune.path.is_relative_to(folder) for tune in evidence.tunes(AMPERE)] == [True]
+    assert sorted((path, path.stat().st_mtime_ns) for path in shared.rglob("*")) == before
+
+
+STORE = """
+import sys
+from cupy_flash import evidence
+from cupy_flash.device import named
+from cupy_flash.evidence import Measured
+for number in range(40):
+    for key in ({"both": number}, {sys.argv[1]: number}):
+        evidence.store_tune(named("sm_80"), key, "s", [Measured("simt", sys.argv[1], 1.0)], ("simt", sys.argv[1]), True)
+"""
+
+
+def test_two_processes_that_store_at_once_lose_nothing(folder):
+    command = [sys.executable, "-c", STORE]
+    root = Path(cupy_flash.__file__).parents[1]
+    writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    found = evidence.tunes(AMPERE)
+    assert len(found) == 120 and evidence.ignored == {}
+    for name in ("first", "second"):
+        assert sum(tune.measured[0].tile == name for tune in found if name in tune.key) == 40
+    assert not list(folder.rglob("publishing-*"))
+
+
+def test_a_process_that_has_measured_less_takes_nothing_away():
+    key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
+    evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), True)
+    stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), False)
+    assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
+    assert evidence.tune_of(key, AMPERE) == stored
+    other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), False)
+    assert len(other.measured) == 1 and not other.complete  # measured against another default
+
+
+# ---- commands
+
+
+def test_info_lists_the_evidence(capsys):
+    assert info.run() == 0
+    assert "none: python -m cupy_flash check" in capsys.readouterr().out
+    passed(HOPPER, "wgmma")
+    passed(HOPPER, "mma", "wrong")
+    measured(SINGLE, AMPERE)
+    stale(passed(AMPERE, "simt"))
+    truncate(measured(SINGLE, AMPERE, queries=7))
+    info.run()
+    text = capsys.readouterr().out
+    for words in ("wgmma passed 2", "mma failed 2", "1 buckets tuned", "check.simt.json is about other kernel texts",
+                  "is damaged or of another version"):  # fmt: skip
+        assert words in text, words
+
+
+def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
+    failed = {"case": "float32, D 64", "verdict": "wrong", "reason": "out: error 1", "trial": {"head_dim": 64}}
+    evidence.store_check(HOPPER, "mma", "float32, D 64: wrong", [failed, {"case": "x", "verdict": "passed"}])
+    truncate(passed(HOPPER, "simt"))
+    out = tmp_path / "report.json"
+    assert main(["report", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 records, 1 failed cases\n"
+    report = json.loads(out.read_text())
+    assert report["failed"] == [failed] and len(report["evidence"]) == 2
+    assert any(line.startswith("cupy_flash ") for line in report["info"])
+    assert main(["report", "--out", str(out)]) == 1  # the file exists
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_explain_of_arrays(capsys):
+    """The public function, which a caller reads."""
+    name = slowest(SINGLE, AMPERE, "simt")
+    measured(SINGLE._replace(q_len=20, kv_len=20, batch=1, heads=1, kv_heads=1), AMPERE, name)
+    x = np.zeros((1, 20, 1, 64), np.float32)
+    assert "measured the fastest of 2 tiles" in cupy_flash.explain(x, x, x, causal=True, backend="simulator")

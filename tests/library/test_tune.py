@@ -1,0 +1,335 @@
+"""cupy_flash tune: what it measures, leaves out, resumes and stores, and that plans follow it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forget import forget_plans
+from tiers import in_tiers
+
+import cupy_flash
+from cupy_flash import evidence, tuning
+from cupy_flash.__main__ import main
+from cupy_flash.commands import tune as command
+from cupy_flash.device import named
+from cupy_flash.engines import simt
+from cupy_flash.evidence import CHECK_COMMAND
+from cupy_flash.isolated import Lost
+from cupy_flash.plan import plan, predicted
+from cupy_flash.trial import Trial
+from cupy_flash.tuning import recorded, run_tune
+
+AMPERE = named("sm_80")
+WORK = tuning.work
+CALL = Trial("float32", 16, q_len=24, kv_len=24, heads=1, backward=False)
+TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
+
+
+@pytest.fixture(autouse=True)
+def own_evidence(tmp_path, monkeypatch):
+    """Evidence of this test alone, the kernels of all tests, three tiles of simt, and no other process."""
+    monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", os.environ["CUPY_FLASH_CACHE_DIR"]))
+    monkeypatch.setattr(simt, "tiles", lambda problem, device: TILES)
+    monkeypatch.setattr(tuning, "Worker", Here)
+    tuning._default.cache_clear()
+    forget_plans()
+    yield
+    monkeypatch.undo()
+    tuning._default.cache_clear()
+    forget_plans()
+
+
+class Here:
+    """A stand-in for the worker process: it works in this one."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __call__(self, task, until):
+        return self.work(task, lambda step, seconds: None)
+
+
+class Clock:
+    """Seconds that pass with every measurement alone."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Card:
+    """The work of a tune with canned measurements, of which each takes 10 s of a clock."""
+
+    def __init__(self, clock=None, amounts=(3.0, 1.0, 2.0)):
+        self.clock, self.calls = clock or Clock(), []
+        self.amounts = {repr(tile): amount for tile, amount in zip(TILES, amounts, strict=True)}
+
+    def __call__(self, task, announce):
+        if task.kind != "tile":
+            return WORK(task, announce)
+        self.calls.append(task.tile)
+        self.clock.now += 10
+        amount = self.amounts[task.tile]
+        if isinstance(amount, Exception):
+            raise amount
+        return amount
+
+
+def run(card, trials=(CALL,), minutes=None, report=lambda line: None):
+    return run_tune(list(trials), "simulator", minutes, report, card, card.clock)
+
+
+def explained(length=24):
+    x = np.zeros((1, length, 1, 16), np.float32)
+    return cupy_flash.explain(x, x, x, backend="simulator")
+
+
+def names(result):
+    return [each.tile for each in result.tune.measured]
+
+
+def test_the_fastest_tile_is_stored_and_planned():
+    default = predicted_tile()
+    lines = []
+    results = run(Card(), report=lines.append)
+    (result,) = results.results
+    assert results.complete and names(result) == [repr(TILES[i]) for i in (1, 2, 0)]
+    assert result.gain == {0: 3.0, 1: 1.0, 2: 2.0}[TILES.index(default)]
+    assert f"fastest  simt {TILES[1]}: 1 warp instructions" in str(results)
+    assert f"gain {result.gain:.2f}x" in str(results)
+    chosen = plan_of(24)
+    assert (
+        chosen.tile == TILES[1]
+        and f"measured the fastest of 3 tiles in this bucket, 1 {result.tune.unit}" in explained()
+    )
+    assert plan_of(40).tile != TILES[1] or "measured   not yet" in explained(40)
+    assert lines[0] == "1/1 forward float32, D 16, 1 x 1 heads, 24 x 24"
+    assert lines[1].endswith("warp instructions") and lines[3].endswith("warp instructions, about 10 s left")
+
+
+def predicted_tile():
+    return predicted(plan_of(24).problem, AMPERE).tile
+
+
+def plan_of(length):
+    chosen, _ = tuning._posed("simulator", replace(CALL, q_len=length, kv_len=length), None)
+    return plan(chosen.problem, AMPERE)
+
+
+def test_a_tune_out_of_time_resumes():
+    card = Card()
+    other = replace(CALL, q_len=100, kv_len=100)
+    first = run(card, [CALL, other], minutes=15 / 60)
+    assert not first.complete and first.left == 1 and len(card.calls) == 2
+    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 calls are left" in str(first)
+    assert plan_of(24).measured  # what is measured counts already
+    again = run(card, [CALL, other])
+    assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
+    lines = []
+    assert run(card, [CALL, other], report=lines.append).complete and len(card.calls) == 6
+    assert "measured before: " in lines[1]
+
+
+def test_a_change_of_the_default_measures_anew(monkeypatch):
+    card = Card()
+    run(card)
+    monkeypatch.setattr(simt, "seconds", lambda problem, pairs, device, tile: 1.0 + (tile != TILES[2]))
+    forget_plans()
+    (result,) = run(card).results
+    assert len(card.calls) == 6 and result.tune.default == ("simt", repr(TILES[2]))
+
+
+def test_tiles_that_are_wrong_or_lost_are_left_out():
+    default = TILES.index(predicted_tile())
+    amounts = [3.0, 3.0, 3.0]
+    others = [number for number in range(3) if number != default]
+    amounts[others[0]], amounts[others[1]] = "its results differ", Lost("x", "timed out after 20 s")
+    results = run(Card(amounts=amounts))
+    (result,) = results.results
+    assert results.complete and names(result) == [repr(TILES[default])] and result.gain == 1
+    assert result.left_out == {
+        f"simt {TILES[others[0]]}": "its results differ",
+        f"simt {TILES[others[1]]}": "timed out after 20 s",
+    }
+    assert plan_of(24).tile == TILES[default]
+
+
+def test_a_default_that_cannot_be_measured_stores_nothing():
+    results = run(Card(amounts=[Lost("x", "crashed")] * 3))
+    assert not results.complete and results.results[0].tune is None and "nothing was measured" in str(results)
+    assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
+
+
+def test_an_engine_that_loses_two_workers_is_not_measured_further(monkeypatch):
+    more = [simt.Tile(8, 8, 64), simt.Tile(16, 8, 64)]
+    monkeypatch.setattr(simt, "tiles", lambda problem, device: TILES + more)
+    forget_plans()
+    card = Card()
+    default = repr(predicted_tile())
+    card.amounts = {repr(tile): Lost("x", "crashed") for tile in TILES + more} | {default: 1.0}
+    (result,) = run(card).results
+    assert len(card.calls) == 3 and sorted(result.left_out.values())[-1].startswith("not run: 2 tiles of this engine")
+
+
+def test_engines_that_no_check_has_passed_are_left_out():
+    hopper = named("sm_90a")
+    half = replace(CALL, dtype="bfloat16", head_dim=64)
+
+    def engines():
+        found = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=half))
+        return {engine for engine, _ in found.tiles}, found.left_out
+
+    assert engines() == ({"simt", "mma"}, {"wgmma": f"no check has passed it on this card: {CHECK_COMMAND}"})
+    evidence.store_check(hopper, "wgmma", None, [])
+    evidence.store_check(hopper, "simt", "wrong", [])
+    forget_plans()
+    assert engines() == ({"wgmma", "mma"}, {"simt": "its check failed: wrong"})
+
+
+# ---- real measurements
+
+
+@pytest.mark.parametrize("backward", in_tiers({"forward": False, "backward": True}, default=["forward"]))
+def test_the_simulator_counts_instructions_and_plans_follow(backward):
+    """Warp instructions stand in place of seconds; the fastest tile runs and gives the same result."""
+    trial = replace(CALL, q_len=8, kv_len=8, backward=backward)
+    results = run_tune([trial], "simulator:sm_80", None, lambda line: None, tuning.work)
+    (result,) = results.results
+    amounts = [each.amount for each in result.tune.measured]
+    assert len(amounts) == 3 and amounts == sorted(amounts) and amounts[0] > 100
+    assert result.left_out == {} and result.tune.unit == "warp instructions"
+
+
+def test_a_tile_with_other_results_is_left_out(monkeypatch):
+    default = predicted(plan_of(8).problem, AMPERE).tile
+    run_forward = tuning.backends.run_forward
+
+    def wrong(chosen, operands):
+        out, lse = run_forward(chosen, operands)
+        if chosen.tile != default:
+            out.owner[...] *= 1.1
+        return out, lse
+
+    monkeypatch.setattr(tuning.backends, "run_forward", wrong)
+    (result,) = run_tune([replace(CALL, q_len=8, kv_len=8)], "simulator", None, lambda line: None, tuning.work).results
+    assert names(result) == [repr(default)]
+    assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
+
+
+# ---- several processes
+
+
+TWO = """
+import sys
+from dataclasses import replace
+import pytest
+import test_tune
+from cupy_flash import evidence, tuning
+from cupy_flash.engines import simt
+evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
+lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
+trials = [replace(test_tune.CALL, q_len=length, kv_len=length) for length in lengths]
+assert test_tune.run(test_tune.Card(), trials).complete
+"""
+
+
+def test_two_processes_tune_at_once():
+    folders = (Path(__file__).parent, Path(__file__).parents[1] / "helpers", Path(cupy_flash.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-c", TWO, evidence.FOLDER]
+    both = [subprocess.Popen([*command, name], env=environment) for name in ("first", "second")]
+    assert [each.wait() for each in both] == [0, 0]
+    tunes = evidence.tunes(AMPERE)
+    assert len(tunes) == 7 and all(tune.complete and len(tune.measured) == 3 for tune in tunes)
+    assert evidence.ignored == {} and plan_of(24).tile == TILES[1]
+
+
+# ---- recorded calls
+
+
+CALLS = """
+import numpy as np
+import cupy_flash
+for length in (20, 21, 24, 24, 100):
+    q = np.ones((1, length, 2, 8), np.float32)
+    out, vjp = cupy_flash.attention_vjp(q, q, q, causal=True, window=(5, 0), softcap=2.0, dropout=0.1, seed=3)
+vjp(out)
+cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
+bounds = np.array([0, 40, 100], np.int32)
+cupy_flash.attention_varlen(q[0], q[0], q[0], bounds, bounds, 60, 60, alibi_slopes=np.ones(2, np.float32))
+"""
+
+
+def test_recorded_calls(tmp_path):
+    """One line per bucket and process; what a Trial cannot state is left out."""
+    file = tmp_path / "calls.json"
+    environment = os.environ | {"CUPY_FLASH_RECORD": str(file)}
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", CALLS], cwd=Path(cupy_flash.__file__).parents[1], env=environment, check=True
+        )
+    assert len(file.read_text().splitlines()) == 2 * 5
+    shared = dict(dtype="float32", head_dim=8, head_dim_v=8, heads=2, kv_heads=2)
+    forward = Trial(
+        **shared, q_len=20, kv_len=20, causal="bottom_right", window=(5, 0), options=("softcap", "dropout"),
+        backward=False,
+    )  # fmt: skip
+    longer = replace(forward, q_len=100, kv_len=100)
+    packed = Trial(**shared, batch=2, q_len=60, kv_len=60, options=("alibi_slopes",), packed=True, backward=False)
+    assert recorded(file) == [
+        forward, replace(forward, q_len=21, kv_len=21), longer, replace(longer, backward=True), packed
+    ]  # fmt: skip
+    for trial in recorded(file):  # each can be measured
+        assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
+
+
+def test_a_file_that_holds_no_calls(tmp_path, capsys):
+    file = tmp_path / "calls.json"
+    file.write_text('{"q_len": 5}\n\n{"q_len": "x"}\n')
+    assert main(["tune", "--like", str(file)]) == 1
+    assert f"{file}:3 states no call: q_len must be a whole number" in capsys.readouterr().err
+    file.write_text("")
+    assert main(["tune", "--like", str(file)]) == 1
+    assert "there is no call to measure" in capsys.readouterr().err
+
+
+# ---- the command
+
+
+def test_the_command(monkeypatch, capsys):
+    card = Card()
+    monkeypatch.setattr(tuning, "work", card)
+    monkeypatch.setattr(card, "clock", Clock())
+    arguments = ["tune", "--backend", "simulator", "--dtype", "float32", "--head-dim", "16", "--heads", "1"]
+    arguments += ["--batch", "1", "--seqlens", "24,100"]
+    assert main([*arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["complete"] and [call["call"]["q_len"] for call in result["calls"]] == [24, 100]
+    assert "1/2 forward float32" in printed.err
+    assert main([*arguments, "--minutes", "1e-9"]) == 3
+    assert "out of time: 2 calls are left" in capsys.readouterr().out
+
+
+def test_the_calls_of_the_command():
+    given = dict(dtype="bfloat16", head_dim=128, head_dim_v=None, heads=None, kv_heads=4, batch=None, causal=True)
+    calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, json=False)
+    assert [(x["q_len"], x["batch"], x["heads"], x["backward"]) for x in calls] == [
+        (512, 32, 16, False), (512, 32, 16, True), (32768, 1, 16, False), (32768, 1, 16, True)
+    ]  # fmt: skip
+    (decode,) = command.calls(**given, seqlens=(4096,), backward=False, decode=True, json=False)
+    assert (decode["q_len"], decode["kv_len"]) == (1, 4096)
+    for call in calls:
+        Trial.of(call)

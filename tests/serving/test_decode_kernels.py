@@ -1,0 +1,486 @@
+"""The kernels of a KV cache on the simulator: the formula, the line of work, pages, wrong contents, and the bits."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cache_cases import CacheCall, CacheCase, check, posed, run_kernels
+from planting import planted_in
+from test_invariance import assert_bits, at
+from test_kv_cache import CASES
+from tiers import exhaustive, in_tiers
+
+import cupy_flash
+from cupy_flash import UnsupportedError, backends, device
+from cupy_flash.backends.simulator.errors import SimulationError
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.source import assemble, kernel_folder
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+EVERYTHING = CacheCase(
+    lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), softcap=1.5,
+    alibi="bh", sink=True, mask="bhqs", scale=0.5, dtype="float16",
+)  # fmt: skip
+PACKED = CacheCase(
+    lengths=(4, 90, 11), packed=(0, 5, 1), appended=0, page=8, capacity=100, slots=True, rotary=(16, True), sink=True,
+    dtype="bfloat16",
+)  # fmt: skip
+HALF = {
+    name: replace(case, dtype="bfloat16" if case.dtype == "bfloat16" else "float16")
+    for name, case in CASES.items()
+    if case.cache_dtype is None
+}
+ROWS = {"everything": EVERYTHING, "packed-everything": PACKED, **HALF}
+DEFAULT = ("everything", "packed-everything", "batch-idx", "leftpad", "odd-dims", "no-queries", "no-batch")
+
+
+@pytest.mark.parametrize("case", in_tiers(ROWS, DEFAULT))
+def test_the_formula(case):
+    check(case, backend="simulator")
+
+
+@pytest.mark.parametrize("case", in_tiers(ROWS, ("everything",)))
+def test_split_size(case):
+    check(replace(case, split_size=64), backend="simulator")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "dim_v"),
+    [
+        ("sm_75", 64, 64), exhaustive("sm_90", 128, 128), exhaustive("sm_75", 128, 64), exhaustive("sm_80", 40, 80),
+        exhaustive("sm_80", 96, 96), exhaustive("sm_80", 192, 128), exhaustive("sm_80", 256, 256),
+        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 128, 128),
+    ],
+)  # fmt: skip
+def test_any_gpu_and_head_dimension(arch, dim, dim_v):
+    case = replace(EVERYTHING, head_dim=dim, head_dim_v=dim_v, q_len=5)
+    check(case, run_kernels(case.call(), arch=arch))
+
+
+@pytest.mark.parametrize("page", [16, *map(exhaustive, (1, 2, 8, 64, 256))])
+@pytest.mark.parametrize("split_size", [None, exhaustive(128)])
+def test_every_page_size(page, split_size):
+    """Lengths around the ends of pages, with an append across them."""
+    lengths = tuple({0, 1, page - 1, page, page + 1, 300 - 2})
+    case = CacheCase(lengths=lengths, page=page, capacity=-(-300 // page) * page, appended=2, q_len=2,
+                     split_size=split_size, heads=2, kv_heads=1, dtype="float16")  # fmt: skip
+    check(case, backend="simulator")
+
+
+# The line of work
+
+
+@pytest.mark.parametrize("blocks", [3, *map(exhaustive, (1, 7, 40))])
+@pytest.mark.parametrize("rows", [16, exhaustive(32), exhaustive(64)])
+def test_any_number_of_blocks(blocks, rows):
+    """Units that begin and end inside runs: the formula, and each row once."""
+    case = CacheCase(
+        lengths=(300, 0, 64, 1, 700), capacity=700, q_len=5, heads=8, kv_heads=2, dtype="float16", sink=True
+    )
+    check(case, run_kernels(case.call(), blocks=blocks, rows=rows))
+
+
+def test_more_sequences_than_a_warp_has_lanes():
+    lengths = tuple(np.random.default_rng(0).integers(0, 130, 40).tolist())
+    case = CacheCase(lengths=lengths, capacity=130, heads=1, kv_heads=1, dtype="float16")
+    check(case, run_kernels(case.call(), blocks=4))
+
+
+@pytest.mark.parametrize("rows", [32, exhaustive(64)])
+def test_rows_of_a_tile_change_no_bit(rows):
+    case = CacheCase(
+        lengths=(300, 20), capacity=300, q_len=9, split_size=64, dtype="float16", alibi="h", window=(200, 0)
+    )
+    expected = run_kernels(case.call(), rows=16)
+    for a, b in zip(run_kernels(case.call(), rows=rows), expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_bitwise_equal_in_any_order():
+    """No sum depends on the order of warps and blocks."""
+    case = replace(EVERYTHING, lengths=(600, 130, 0), capacity=640)
+    expected = run_kernels(case.call(), blocks=3)
+    for seed in range(2):
+        in_order = functools.partial(start, order="random", seed=seed)
+        for a, b in zip(run_kernels(case.call(), blocks=3, start=in_order), expected, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_the_capacity_changes_no_bit_of_pieces():
+    case = CacheCase(lengths=(300, 20), capacity=300, split_size=64, dtype="float16")
+    one, longer = (run_kernels(x.call()) for x in (case, replace(case, capacity=900)))
+    for a, b in zip(one[:2], longer[:2], strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+# With split_size, the same bits in every batch: at least three pieces
+
+
+PIECES = {
+    "plain": {},
+    "bfloat16": dict(dtype="bfloat16"),
+    "group-of-3": dict(heads=6),
+    "window-alibi-sink": dict(window=(200, None), alibi="h", sink=True),
+    "wide": dict(head_dim=128, head_dim_v=128),
+}
+
+
+def pieces(options, **changes):
+    sizes = dict(lengths=(200, 330, 7, 300), capacity=384, q_len=2, appended=2, split_size=64, dtype="float16")
+    return CacheCase(**sizes | options | changes)
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("window-alibi-sink",)))
+def test_the_batch_changes_no_bit(options):
+    """Alone, permuted, beside other sequences, and with another number of blocks."""
+    call = pieces(options).call()
+    whole = run_kernels(call)
+    for rows, blocks in (([1], None), ([3, 1, 0, 2], 5), ([0, 0, 3], None)):
+        assert_bits(run_kernels(at(call, rows), blocks=blocks), whole, rows)
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
+def test_pages_change_no_bit(options):
+    """Pages or a contiguous cache, page numbers, and columns of padding."""
+    one = pieces(options, page=16).call()
+    expected = run_kernels(one)
+    order = np.random.default_rng(3).permutation(len(one.k_cache))
+    table = one.options["block_table"]
+    table = np.where(table < 0, -1, np.argsort(order)[table]).astype(np.int32)
+    table = np.pad(table, ((0, 0), (0, 7)), constant_values=-1)
+    other = CacheCall(one.q, one.k_cache[order], one.v_cache[order], one.options | {"block_table": table})
+    assert_bits(run_kernels(other), expected, slice(None))
+
+
+@pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
+@pytest.mark.parametrize("steps", [(60, 100, 40), exhaustive((200,)), exhaustive((1, 5, 190, 3, 1))], ids=str)
+def test_chunks_of_a_prefill_change_no_bit(options, steps):
+    """A query has the bits that it has alone, a token at a time, however many queries there are beside it."""
+    sample = pieces(options, lengths=(0,), q_len=200, appended=200, capacity=256).call()
+    call, outs, done = sample.copied(), [], 0
+    rest = {name: x for name, x in call.options.items() if name not in ("k", "v")}
+    for step in steps:
+        here = slice(done, done + step)
+        new = {name: call.options[name][:, here] for name in ("k", "v")}
+        chunk = CacheCall(call.q[:, here], *call[1:3], rest | new | {"cache_seqlens": done})
+        *results, k_cache, v_cache = run_kernels(chunk)
+        call = call._replace(k_cache=k_cache, v_cache=v_cache)
+        outs.append(results)
+        done += step
+    for i in (0, 63, 64, 150, 199):  # a step of a decode
+        alone = CacheCall(call.q[:, i : i + 1], *call[1:3], rest | {"cache_seqlens": i + 1})
+        out, lse = run_kernels(alone)[:2]
+        assert np.concatenate([x[0] for x in outs], axis=1)[:, i].tobytes() == out[:, 0].tobytes()
+        assert np.concatenate([x[1] for x in outs], axis=2)[:, :, i].tobytes() == lse[:, :, 0].tobytes()
+
+
+# Contents of arrays, which no host reads on a GPU
+
+
+WRONG = {
+    "length-negative": (dict(), "cache_seqlens", 0, -5),
+    "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
+    "longest-length": (dict(), "cache_seqlens", 0, 2**31 - 1),
+    "page-negative": (dict(page=8), "block_table", (0, 0), -7),
+    "page-past-the-pool": (dict(page=8), "block_table", (0, 1), 2**31 - 1),
+    "row-of-the-cache": (dict(batch_idx=(1, 0)), "cache_batch_idx", 0, 2**30),
+    "leftpad": (dict(leftpad=(2, 3)), "cache_leftpad", 0, 2**31 - 1),
+    "slot": (dict(slots=True, page=8), "slots", 0, 2**62),
+    "position": (dict(rotary=(8, True), positions=True), "positions", (0, 0), -(2**31)),
+    "bounds": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, 2**31 - 1),
+    "bounds-negative": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, -9),
+}
+
+
+@pytest.mark.parametrize("wrong", in_tiers(WRONG, ("length-past-the-capacity", "page-past-the-pool", "bounds", "slot")))
+def test_wrong_contents_spoil_their_own_sequence_alone(wrong):
+    """No access outside of the arrays, which the simulator would report, and the other sequence's result."""
+    options, name, at, value = wrong
+    case = CacheCase(**dict(lengths=(20, 33), capacity=40, q_len=2, appended=2, dtype="float16") | options)
+    call = case.call()
+    expected = run_kernels(call)
+    problem, operands = posed(call, backend="simulator")
+    array = (operands.cu_seqlens_q if name == "cu_seqlens_q" else getattr(operands.cache, name)).numpy()
+    before = array.copy()
+    array[at] = value
+    out = backends.forward(problem, operands)[0].numpy()
+    array[...] = before
+    if name != "cu_seqlens_q":
+        assert out[1].tobytes() == expected[0][1].tobytes()
+
+
+def test_only_the_pages_of_the_table_are_read():
+    """Pages that no sequence has are not mapped: each page of the table is an allocation of its own."""
+    case = CacheCase(lengths=(50, 70), page=16, capacity=80, dtype="float16", head_dim=64, head_dim_v=64)
+    call = case.call()
+    used = {
+        int(page)
+        for row, n in zip(call.options["block_table"], case.lengths, strict=True)
+        for page in row[: -(-n // 16)]
+    }
+
+    class Pages(cupy_flash.backends.simulator.Memory):
+        def add(self, array, name, **options):
+            address = super().add(array, name, **options)
+            if name in ("k", "v"):
+                whole = self.allocations.pop()
+                self._starts.pop()
+                for page in sorted(used):
+                    part = self._part(array[page], name, address + page * array.strides[0])
+                    self.allocations.append(part)
+                    self._starts.append(part.start)
+                del whole
+            return address
+
+        def _part(self, array, name, start):
+            from cupy_flash.backends.simulator.memory.store import Allocation
+
+            return Allocation(name, start, array.reshape(-1).view(np.uint8), writable=False, initialised=True)
+
+    expected = run_kernels(call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cupy_flash.backends.simulator.run.Memory", Pages)
+        actual = run_kernels(call)
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_offsets_of_64_bits(tmp_path):
+    """A pool whose pages are more than 2**31 elements apart, in a sparse file."""
+    case = CacheCase(lengths=(9, 3), page=4, capacity=16, dtype="float16", appended=1)
+    call = case.call()
+    pages, stride = len(call.k_cache), 2**29 + 64
+
+    def spread(x, name):
+        memory = np.memmap(tmp_path / name, np.float16, "w+", shape=(pages - 1) * stride + x[0].size)
+        far = np.lib.stride_tricks.as_strided(memory, x.shape, (2 * stride, *x.strides[1:]), writeable=True)
+        far[...] = x
+        return far
+
+    far = call._replace(k_cache=spread(call.k_cache, "k"), v_cache=spread(call.v_cache, "v"))
+    problem, operands = posed(call, backend="simulator")
+    expected = [x.numpy() for x in backends.forward(problem, operands)]
+    options = cupy_flash.pose_cache.CacheOptions(**far.options, backend="simulator")
+    actual = [x.numpy() for x in backends.forward(*cupy_flash.pose_cache.pose_with_cache(*far[:3], options))]
+    for a, b in zip(actual, expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+    np.testing.assert_array_equal(far.k_cache, operands.k.numpy())
+
+
+# Traffic
+
+
+@pytest.mark.parametrize(("page", "dim"), [(16, 64), *(exhaustive(*x) for x in ((None, 128), (1, 128), (16, 128)))])
+def test_every_key_is_read_once(page, dim, watch):
+    """Bytes read, tables included, over those of K and V; no bank conflicts."""
+    case = CacheCase(lengths=(1024, 800), capacity=1024, page=page, heads=8, kv_heads=1, head_dim=dim, head_dim_v=dim,
+                     dtype="float16")  # fmt: skip
+    run_kernels(case.call(), blocks=3, start=watch.start)
+    keys = sum(case.lengths) * case.kv_heads * 2 * 2 * dim
+    assert keys <= watch.counters["decode"].global_bytes_read <= 1.02 * keys
+    for counters in watch.counters.values():
+        assert not counters.conflicting()
+
+
+# Appends alone, refusals and plans
+
+
+@pytest.mark.parametrize("case", in_tiers(
+    {"lengths": CacheCase(page=4, appended=3, rotary=(8, True)), "slots": CacheCase(slots=True, appended=2, page=8),
+     "packed": CacheCase(packed=(3, 1), appended=0, layout="bhsd"), "idx": CacheCase(batch_idx=(3, 1), appended=2)},
+    ("lengths", "packed"),
+))  # fmt: skip
+def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
+    call = replace(case, dtype="float16").call()
+    names = ("cache_seqlens", "slots", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "layout")
+    options = {name: call.options[name] for name in names if name in call.options}
+    if case.slots:
+        options = {"slots": options["slots"]}
+    if case.packed:
+        options["cu_seqlens"] = call.options["cu_seqlens_q"]
+    results = []
+    for backend in ("cpu", "simulator"):
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
+        ours = call.copied()
+        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
+        results.append(ours)
+    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
+        assert a.tobytes() == b.tobytes() != before.tobytes()
+
+
+def test_out_is_written_in_place():
+    case = replace(EVERYTHING, page=None)
+    call = case.call()
+    out = np.full_like(call.q, np.nan)
+    result = cupy_flash.attention_with_kv_cache(*call.copied()[:3], **call.options, out=out, backend="simulator")
+    assert result is out
+    assert out.tobytes() == run_kernels(call)[0].tobytes()
+    with pytest.raises(ValueError, match="the last dimension of out must be contiguous on a GPU"):
+        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, out=out.swapaxes(1, 3).copy().swapaxes(1, 3),
+                                           backend="simulator")  # fmt: skip
+
+
+REFUSED = {
+    "fp32": (dict(dtype="float32"), "sm_80", "float32 is not float16 or bfloat16"),
+    "bf16": (dict(dtype="bfloat16"), "sm_75", "the tensor cores of sm_75 multiply float16"),
+    "fp8": (dict(dtype="float16", cache_dtype="float8_e4m3fn"), "sm_90a", "it reads no caches of float8_e4m3fn"),
+    "wide": (dict(dtype="float16", head_dim=320, head_dim_v=16), "sm_80", "head dimension 320 is larger than 256"),
+}
+
+
+@pytest.mark.parametrize(("options", "arch", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refusals(options, arch, reason):
+    call = CacheCase(**options).call()
+    with pytest.raises(UnsupportedError, match=reason):
+        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, backend=f"simulator:{arch}")
+
+
+def test_the_tile_depends_on_the_group_and_the_queries_alone():
+    on = device.named("sm_80")
+    for group, q_len, rows in ((1, 1, 16), (8, 2, 16), (8, 3, 32), (16, 4, 64), (1, 64, 64)):
+        chosen = set()
+        for batch in (1, 3, 100):
+            case = CacheCase(lengths=(9,) * batch, heads=2 * group, kv_heads=2, q_len=q_len, dtype="float16")
+            chosen.add(backends.plan(posed(case.call(), backend="simulator")[0], on).tile.rows)
+        assert chosen == {rows}
+
+
+def test_launches_hold_every_constant_that_their_kernels_name():
+    import re
+
+    names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
+    problem, _ = posed(EVERYTHING.call(), backend="simulator")
+    steps = backends.plan_for(problem._replace(kv_len=4096)).launches
+    assert [step.function for step in steps] == ["append", "decode", "merge"]
+    for step in steps:
+        text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
+        assert names & set(re.findall(r"\w+", text)) <= set(dict(step.constants)), step.kernel
+
+
+# Planted bugs
+
+
+LONG = CacheCase(
+    lengths=(700, 0, 900),
+    capacity=912,
+    q_len=4,
+    heads=8,
+    head_dim=64,
+    head_dim_v=64,
+    dtype="float16",
+    page=16,
+    sink=True,
+)
+BUGS = {
+    "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
+    "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", None, SimulationError),
+    "keys-past-the-length-are-read": (
+        "split_kv.cuh",
+        "sequence.q_len ? band.kv_end(sequence.q_len) : 0",
+        "p.cache_capacity",
+        EVERYTHING,
+        AssertionError,
+    ),
+    "no-barrier-before-a-part": (
+        "mma/decode.cu",
+        "__syncthreads();  // all warps",
+        "// all warps",
+        LONG,
+        SimulationError,
+    ),
+    "no-wait-for-q": ("mma/decode.cu", "cp_async_wait_group<STAGES - 1>();  // of Q", "", LONG, SimulationError),
+    "no-wait-before-o": (
+        "mma/decode.cu",
+        "cp_async_wait_group<0>();\n  __syncthreads();\n  float* O_smem",
+        "float* O_smem",
+        LONG,
+        SimulationError,
+    ),
+    "sink-of-every-part": (
+        "mma/decode.cu",
+        "p.part_lse[at] = ending.lse",
+        "p.part_lse[at] = with_sink(p, head, ending.lse).lse",
+        LONG,
+        AssertionError,
+    ),
+    "one-place-for-both-parts": (
+        "split_kv.cuh",
+        "2 * c + first_of_unit",
+        "2 * c",
+        LONG,
+        (AssertionError, SimulationError),
+    ),
+    "last-part-not-merged": (
+        "merge.cu",
+        "for (int c = first; c <= last; ++c) sums.add",
+        "for (int c = first; c < last; ++c) sums.add",
+        LONG,
+        AssertionError,
+    ),
+    "weight-of-warps": ("mma/decode.cu", "O[0] += weight * o.x", "O[0] += o.x", LONG, AssertionError),
+    "head-of-another-row": (
+        "mma/decode.cu",
+        "kv_head * p.group + (first_row + row) % p.group",
+        "kv_head * p.group",
+        EVERYTHING,
+        SimulationError,
+    ),
+    "last-keys-mask-not-shifted": (
+        "mma/decode.cu",
+        "p.mask_keys);",
+        "0);",
+        EVERYTHING,
+        (AssertionError, SimulationError),
+    ),
+    "rotated-by-the-length-before": (
+        "append.cu",
+        "sequence.kv_len - sequence.q_len, i",
+        "sequence.kv_len - sequence.appended, i",
+        EVERYTHING,
+        AssertionError,
+    ),
+    "appended-to-the-page-before": (
+        "append.cu",
+        "sequence.kv_len - sequence.appended + i;",
+        "sequence.kv_len - sequence.appended + i - 1;",
+        EVERYTHING,
+        AssertionError,
+    ),
+    "lengths-not-clamped": (
+        "sequence.cuh",
+        "min(max(before, 0), max(p.cache_capacity - added, 0))",
+        "before",
+        None,
+        SimulationError,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-place-for-both-parts", "no-barrier-before-a-part")))
+def test_planted_bugs_are_found(bug, monkeypatch):
+    file, good, bad, case, error = bug
+    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+        if case is None:
+            name = "page-past-the-pool" if file == "kv_cache.cuh" else "length-past-the-capacity"
+            test_wrong_contents_spoil_their_own_sequence_alone(WRONG[name])
+        check(case, run_kernels(case.call(), blocks=3))
+
+
+def test_a_reference_of_the_warp_changes_bits(monkeypatch):
+    """A row's reference must move by that row alone: with a vote of the warp, rows beside it change its bits."""
+    rng = np.random.default_rng(0)
+    q = 3 * rng.normal(size=(1, 1, 8, 64)).astype(np.float16)
+    caches = rng.normal(size=(2, 1, 640, 1, 64)).astype(np.float16)
+
+    def bits(scale):
+        beside = q.copy()
+        beside[:, :, 1:] *= scale
+        call = CacheCall(beside, *caches, dict(cache_seqlens=640, split_size=640))
+        return run_kernels(call)[0][:, :, 0].tobytes()
+
+    assert bits(9) == bits(0.01)
+    grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
+    with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
+        assert bits(9) != bits(0.01)

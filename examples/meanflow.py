@@ -25,7 +25,7 @@ from torch import nn
 
 import cupy_flash
 
-POINTS, WIDTH, HEADS, LAYERS, BATCH = 32, 32, 4, 2, 64
+POINTS, WIDTH, HEADS, LAYERS, BATCH = 32, 32, 4, 2, 32
 
 
 def math_attention(q: Any, k: Any, v: Any) -> Any:
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--attention", choices=ATTENTIONS, default="cupy_flash")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     options = parser.parse_args(arguments)
     return train(options.attention, options.steps, options.learning_rate)

@@ -82,7 +82,7 @@ class Card:
         self.calls.append(task.tile)
         self.clock.now += 10
         amount = self.amounts[task.tile]
-        if isinstance(amount, Exception):
+        if isinstance(amount, BaseException):
             raise amount
         return amount
 
@@ -140,6 +140,16 @@ def test_a_tune_out_of_time_resumes():
     lines = []
     assert run(card, [CALL, other], report=lines.append).complete and len(card.calls) == 6
     assert "measured before: " in lines[1]
+
+
+def test_a_tune_that_is_interrupted_keeps_what_it_has_measured():
+    card = Card()
+    _, second, third = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=CALL)).tiles
+    card.amounts[third[1]] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run(card)
+    (stored,) = evidence.tunes(AMPERE)
+    assert not stored.complete and len(stored.measured) == 2 and second[1] in {each.tile for each in stored.measured}
 
 
 def test_a_change_of_the_default_measures_anew(monkeypatch):

@@ -100,7 +100,7 @@ def explained(engine=None):
         pytest.param(wrong, "wrong", "out: error ", id="wrong"),
         pytest.param(hangs, "lost", "timed out after 1 s", id="hangs"),
         pytest.param(crashes, "lost", "process exited with status 9", id="crashes"),
-        pytest.param(rejected, "lost", "CompileError: NVRTC ", id="rejected"),
+        pytest.param(rejected, "lost", "CompileError: NVRTC ", id="rejected", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words):
@@ -130,6 +130,7 @@ def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
     assert evidence.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_kv_caches(monkeypatch):
     """Contiguous and in pages; the planted bug loses a factor of its softmax."""
     monkeypatch.setitem(CASES, "mma_decode", [DECODE])
@@ -169,6 +170,11 @@ def test_the_command_in_json(monkeypatch, capsys):
 def test_a_backend_without_kernels(arguments, message, capsys):
     assert main(["check", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_serve_the_card_has_not_passed(capsys):
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "wgmma", "--quick"]) == 1
+    assert "wgmma             -      -  sm_80 lacks the instructions of sm_90a" in capsys.readouterr().out
 
 
 def test_an_unknown_engine():

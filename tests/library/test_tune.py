@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
+from tiers import in_tiers
 
 import cupy_flash
 from cupy_flash import evidence, tuning
@@ -200,7 +201,7 @@ def test_engines_that_no_check_has_passed_are_left_out():
 # ---- real measurements
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("backward", in_tiers({"forward": False, "backward": True}, default=["forward"]))
 def test_the_simulator_counts_instructions_and_plans_follow(backward):
     """Warp instructions stand in place of seconds; the fastest tile runs and gives the same result."""
     trial = replace(CALL, q_len=8, kv_len=8, backward=backward)

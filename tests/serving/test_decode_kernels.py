@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import UnsupportedError, backends, device
+from cupy_flash import UnsupportedError, ahead, backends, device
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import plan
 from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -284,6 +286,14 @@ def test_every_key_is_read_once(page, dim, watch):
         assert not counters.conflicting()
 
 
+def test_tiles_of_rows_read_only_keys_that_they_see(watch):
+    """A causal prompt of two tiles of 64 rows: the first sees half of the keys."""
+    case = CacheCase(lengths=(128,), capacity=128, q_len=128, heads=1, kv_heads=1, dtype="float16", split_size=128)
+    run_kernels(case.call(), start=watch.start)
+    queries, keys = 128 * 2 * 16, (64 + 128) * 2 * (16 + 16)
+    assert queries + keys <= watch.counters["decode"].global_bytes_read <= queries + 1.1 * keys
+
+
 # Appends alone, refusals and plans
 
 
@@ -484,3 +494,15 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
     grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
     with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
         assert bits(9) != bits(0.01)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_compile_covers_calls_of_any_length(arch):
+    """What compile(cache=True) loads, a capture needs: pages or not, any batch, lengths and queries."""
+    on = device.named(arch, "cuda")
+    built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, sink=True)}
+    for page, q_len, batch, capacity in product((None, 16), (1, 4, 5, 9, 40), (1, 70), (16, 300, 70_000)):
+        case = CacheCase(lengths=(), capacity=capacity, page=page, q_len=q_len, appended=1, heads=8, sink=True,
+                         head_dim=64, head_dim_v=64, dtype="float16")  # fmt: skip
+        problem = posed(case.call())[0]._replace(batch=batch, device="cuda:0")
+        assert {x.text_key for x in plan(problem, on).launches} <= built

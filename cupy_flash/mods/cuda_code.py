@@ -244,6 +244,8 @@ class _Writer:
         # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
+        if self._reads("b"):  # the number of the sequence in the whole
+            lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
@@ -251,8 +253,8 @@ class _Writer:
             (KEY, "int position", "position"),
         ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if name == QUERY and self._reads_head():
-                lines.append("    head += p.first_head;")
+            if name == QUERY and self._reads("h"):
+                lines.append("    head += p.first_head % p.whole_heads;")
             lines.append(
                 f"    if constexpr (SHARD) position = {'q' if name == QUERY else 'kv'}_first + position * p.step;"
             )
@@ -281,9 +283,11 @@ class _Writer:
         head = "  __device__ Truth tile(Interval<int> heads, Interval<int> queries, Interval<int> keys) const {"
         if self.program.mask is None:
             return [head, "    return always();", "  }"]
-        if self._reads_head():
-            head += " heads = {heads.lo + p.first_head, heads.hi + p.first_head};"
-        lines = [head, "    if constexpr (SHARD) {"]
+        lines = [head]
+        if self._reads("h"):
+            lines.append("    int first_head = p.first_head % p.whole_heads;")
+            lines.append("    heads = {heads.lo + first_head, heads.hi + first_head};")
+        lines.append("    if constexpr (SHARD) {")
         for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
             lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
         lines.append("    }")
@@ -291,8 +295,8 @@ class _Writer:
         result = Abstraction(text).mask(self.program.mask)
         return [*lines, *text.body(result), "  }"]
 
-    def _reads_head(self) -> bool:
-        return any("h" in root.inputs for root in self.roots)
+    def _reads(self, name: str) -> bool:
+        return any(name in root.inputs for root in self.roots)
 
     def _fill_tables(self) -> list[str]:
         lines = ["  static __device__ void fill_tables(const Params& p, int warp, int warps) {"]

@@ -55,6 +55,7 @@ def test_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
     assert re.fullmatch(r"(step +\d+  loss \d\.\d{4}\n){11}", capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
 def test_sharded_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
     # A third attention measures the difference of two runs by rounding: one of jax on half as many devices.
     example = load("jax_train")

@@ -183,7 +183,7 @@ def run_frame(call, operands):
     """The results of a call by the handler of the platform "cuda": all buffers are poisoned before it."""
     recorder = primitive.Recorder("cpu")
     described = {
-        name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder, True)
+        name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder)
         for name, x in operands.items()
     }
     written, outputs = primitive.allocations(call, recorder, described)

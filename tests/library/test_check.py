@@ -197,6 +197,7 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
         assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
         assert len(trials(engine, "sm_90a", simulated, quick=True)) == 1
     assert "bfloat16" not in {trial.dtype for trial in trials("mma", "sm_75", False, False)}
+    assert max(trial.head_dim for trial in trials("mma_decode", "sm_75", False, False)) == 128
 
 
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)

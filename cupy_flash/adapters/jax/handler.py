@@ -67,6 +67,8 @@ def handle(frame: ffi.CallFrame, platform: str) -> None:
     if platform == "cuda" and not simulated:
         memory = Memory(f"cuda:{_device(frame)}", _stream(frame) if frame.stage == ffi.EXECUTE else 0)
     operands = dict(zip(call.names, _arrays(frame.args.args, frame.args.size, memory, True), strict=True))
+    for place in call.aliases:
+        operands[call.names[place]].readonly = False
     if frame.stage == ffi.INITIALIZE:
         if memory.device != "cpu":
             _load(call, operands)

@@ -63,7 +63,8 @@ __all__ = [
 
 
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks", "check": ".checks.verdicts", "tune": ".tuning"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
+LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 

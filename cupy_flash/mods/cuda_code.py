@@ -361,9 +361,10 @@ class _Writer:
         assert axes is not None  # no engine sums another read this way
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
         strides = [
-            " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+            " * ".join(["1ll", *sizes[axes.index(name) + 1 :]]) if name in axes else "0"
+            for name in ("b", "h", "q", "kv")
         ]
-        rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+        rows, columns = (sizes[axes.index(name)] if name in axes else "1" for name in ("q", "kv"))
         return [
             f"  using Sum = {sum_type(self.program, slot, self.fixed)};",
             function,

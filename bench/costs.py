@@ -31,7 +31,7 @@ CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "simt": (simt, ("FMA_PER_SECOND",)),
     "wgmma forward": (
         forward,
-        ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "SHARED_WEIGHT", "STEP", "TILE_STEPS", "BLOCK", "CLEAR"),
+        ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "SHARED_WEIGHT", "STEP", "TILE_STEPS", "BLOCK", "LOAD_Q", "CLEAR"),
     ),
     "wgmma fp8": (forward_fp8, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "STEP", "BLOCK")),
     "wgmma backward": (backward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "INSTRUCTIONS", "STEP", "BLOCK")),

@@ -43,6 +43,7 @@ constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the orde
 constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from shared memory, not by red from registers
 constexpr bool PERSISTENT = false;  // persistent grid: one block per SM computes several query tiles
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else every gridDim.x-th is theirs
+constexpr bool O_BUFFER = false;     // forward: shared memory of its own for O, which else has that of Q
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: the wait for PV stays below the exponentials that overlap it

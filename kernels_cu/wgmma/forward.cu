@@ -26,11 +26,13 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V, mbarriers, the records of tiles of
-// keys, and the tile record.
+// Shared memory: Q (reused to stage O for the TMA store, unless O_BUFFER), STAGES x K, STAGES x V, O_BUFFER: O,
+// mbarriers, the records of tiles of keys, and the tile record.
 struct Rings {
-  static constexpr int Q_BYTES = panels_of(HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
-  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES;
+  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
+  static constexpr int Q_BYTES = O_BUFFER || Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
+  static constexpr int O = O_BUFFER ? Q_BYTES + K_Ring::BYTES + V_Ring::BYTES : 0;
+  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES + (O_BUFFER ? O_BYTES : 0);
   static constexpr int KV_RECORDS =
       MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
   static constexpr int TILE_RECORD = KV_RECORDS + RECORD_BYTES;
@@ -48,8 +50,8 @@ struct Rings {
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
-// stored. The tile record is published by Q's full mbarrier. L2 policy: Q is read once, K and V by every tile of
-// queries.
+// stored; with O_BUFFER, until the previous tile's last S is ready. The tile record is published by Q's full mbarrier.
+// L2 policy: Q is read once, K and V by every tile of queries.
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, TileScheduler& tile_smem) {
   TileScheduler scheduler(p);
   for (; scheduler.tile >= 0; scheduler.next(p)) {
@@ -122,6 +124,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     if (tile_smem.tile < 0) break;
     const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
     int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
+    if constexpr (O_BUFFER) __syncwarp();  // all lanes have read the record, not only the one that releases Q
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
@@ -178,15 +181,19 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         round_fragments(P_rmem, S_rmem);
       }
       issue_PV<0, N / 2>(O_rmem, P_rmem, rings.V);
+      if constexpr (O_BUFFER) rings.Q.release();
       wait_PV(O_rmem, P_rmem, rings.V);
+    } else if constexpr (O_BUFFER) {
+      rings.Q.release();
     }
 
     // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
-    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);
-    rings.Q.release();
+    store_O(O_rmem, factors, p, maps, smem + Rings::O, sequence, head, row, q_start + row);
+    if constexpr (!O_BUFFER) rings.Q.release();
   } while (PERSISTENT);
+  if constexpr (O_BUFFER) wait_for_stored_O();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

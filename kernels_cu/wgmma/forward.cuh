@@ -82,11 +82,18 @@ __device__ auto consumer_tiles(K_Ring& K, unsigned int records, const Band& band
     return BlockKvTiles(band, head, q_start, queries);
 }
 
+// Waits until the stores of this warp have read shared memory.
+__device__ inline void wait_for_stored_O() {
+  if (lane_id() == 0) bulk_wait_group_read<0>();
+  __syncwarp();
+}
+
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
-// the stores and waits until they have read the tile.
+// the stores and waits until they have read the tile; with O_BUFFER, those of the tile before have.
 template <int ROWS, int DIM, int K>
 __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
                                int first, int head, int batch) {
+  if constexpr (O_BUFFER) wait_for_stored_O();
   store_fragments<ROWS>(tile, A, row, 0);
   fence_proxy_async();
   __syncwarp();
@@ -95,12 +102,12 @@ __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const un
     for (int n = 0; n < panels_of(DIM); ++n)
       tma_store(map, tile + (n * ROWS + row) * PANEL_ROW, n * PANEL, first, head, batch);
     bulk_commit_group();
-    bulk_wait_group_read<0>();
+    if constexpr (!O_BUFFER) bulk_wait_group_read<0>();
   }
 }
 
 // Normalises and rounds this warp's 16 rows, from row `row` of the tile and row `first` of the sequence, and stores
-// them. When it returns, the warp's shared memory may be reused.
+// them. When it returns, the warp's shared memory may be reused, unless O_BUFFER.
 template <typename Maps>
 __device__ void store_O(float (&O)[1][N_V][4], const float (&factors)[1][2], const Params& p, const Maps& maps,
                         unsigned char* tile, const Sequence& sequence, int head, int row, int first) {

@@ -2,7 +2,7 @@
 planted bugs, refusals, and the tensor maps of its launches."""
 
 import functools
-from itertools import product
+from itertools import cycle, product
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
 DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
+BUFFERED = DRAWING._replace(o_buffer=True)
 # Above 64 columns of V and 80 keys, PV is issued in two parts.
 IN_PARTS = TILE._replace(block_kv=96)
 PLAIN = Case(**LONG)
@@ -63,12 +64,12 @@ DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-caus
 }
 
 
-@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
-def test_blocks_draw_tiles(options, monkeypatch):
+@pytest.mark.parametrize(("options", "tile"), [*zip(DRAWN.values(), cycle([DRAWING, BUFFERED]))], ids=DRAWN)
+def test_blocks_draw_tiles(options, tile, monkeypatch):
     """The tile scheduler gives out each tile once. L2 holds the keys of two heads here: the last of five is alone."""
     case = Case(**LONG | options)
     with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
-        result = forward(case, DRAWING, blocks=3)
+        result = forward(case, tile, blocks=3)
     check_forward(case, result)
 
 
@@ -93,6 +94,8 @@ def test_every_order_gives_the_same_bits(case, other):
         ("late", 0, other),
         ("random", 1, other),
         ("random", 2, DRAWING, 2),
+        ("late", 0, BUFFERED, 1),
+        ("random", 3, BUFFERED, 2),
     ):
         results.append(forward(case, *how, start=functools.partial(start, order=order, seed=seed)))
     check_forward(case, results[0])
@@ -234,6 +237,28 @@ PLANTED_IN_PARTS = {
     ),
     "V of the other part": ("if constexpr (BEGIN == 0) V.wait();", "", errors.PendingCopy),
 }  # fmt: skip
+# The same with a buffer for O.
+PLANTED_IN_BUFFERS = {
+    "O over the last one": (
+        "if constexpr (O_BUFFER) wait_for_stored_O();\n  store_fragments", "store_fragments",
+        (errors.PendingCopy, errors.Race),
+    ),
+    "the last O not waited for": (
+        "  if constexpr (O_BUFFER) wait_for_stored_O();\n}", "}", (errors.PendingCopy, errors.SimulationError),
+    ),
+    "one lane waits for O alone": (
+        "if (lane_id() == 0) bulk_wait_group_read<0>();\n  __syncwarp();",
+        "if (lane_id() == 0) bulk_wait_group_read<0>();", (errors.PendingCopy, errors.Race),
+    ),
+    "Q kept": ("if constexpr (O_BUFFER) rings.Q.release();\n      wait_PV", "wait_PV", errors.Deadlock),
+    "Q released before its last scores": (
+        "    rings.Q.wait();\n", "    rings.Q.wait();\n    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n",
+        (errors.BarrierMisuse, errors.PendingCopy, errors.Race, errors.Deadlock),
+    ),
+    "the record read after Q is released": ("if constexpr (O_BUFFER) __syncwarp();", "", errors.Race),
+    "Q kept without keys": ("else if constexpr (O_BUFFER) {", "else if constexpr (false) {", errors.Deadlock),
+}  # fmt: skip
+NO_KEYS = Case(**LONG | dict(batch=3, heads=1, q_lengths=(60, 150, 20), kv_lengths=(70, 0, 64)))
 BUGS = {
     name: (case, how, *bug)
     for case, how, bugs in (
@@ -241,6 +266,7 @@ BUGS = {
         (PACKED_LENGTHS, (DRAWING, 1), PLANTED_IN_ROWS),
         (PLAIN, (PAIRED,), PLANTED_IN_PAIRS),
         (WIDE, (IN_PARTS,), PLANTED_IN_PARTS),
+        (NO_KEYS, (BUFFERED, 1), PLANTED_IN_BUFFERS),
         (PLAIN, (DRAWING, 2), {"every other tile": ("number += gridDim", "number += 2 * gridDim", AssertionError)}),
     )
     for name, bug in bugs.items()
@@ -299,7 +325,7 @@ def test_switches_of_the_tiles(dims):
     pairs = {(False, True, True), (False, False, True)}
     full = asked(head_dim=dims[0], head_dim_v=dims[1])._replace(q_len=4096)
     for each, expected in ((problem, ways), (full, ways | pairs), (full._replace(q_len=100), ways)):
-        assert {tile[3:] for tile in wgmma.tiles(each, HOPPER)} == expected
+        assert {tile[3:6] for tile in wgmma.tiles(each, HOPPER)} == expected
     few = plan(problem._replace(q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
     many = plan(problem._replace(q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
     assert [step.function for step in few.launches] == ["forward"] and few.workspaces(1000, 1000) == ()

@@ -48,7 +48,9 @@ EXPONENTIALS_FIRST = True
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # of the time that shared memory works
 TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
-BLOCK = 1000  # clocks of a block's start beyond them; those of a persistent grid's tiles overlap
+# Clocks beyond them: of the start of a block, and of the load of Q in a persistent grid, which waits until O has left
+# unless O has a buffer.
+BLOCK, LOAD_Q = 2000, 1000
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
@@ -61,6 +63,7 @@ class Tile(NamedTuple):
     persistent: bool  # one block per SM, which computes several tiles
     takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
     paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V, where the lengths allow it
+    o_buffer: bool = False  # O leaves through shared memory of its own, not that of Q, which can load earlier
 
     @property
     def warpgroups(self) -> int:
@@ -74,7 +77,10 @@ class Tile(NamedTuple):
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
+    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory.
+
+    In a persistent grid a buffer for O comes before a third stage: Q of the next tile loads under the epilogue.
+    """
     legal = []
     options = needs_registers(problem)
     most_keys = MOST_KEYS_WITH_OPTIONS if options else max(KEYS)
@@ -87,9 +93,12 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
         if live > limits[kind] or block_kv > most_keys:
             continue
-        sizes = ((block_q, block_kv, stages) for stages in (4, 3, 2))
-        fitting = [size for size in sizes if _shared_bytes(problem, *size) <= device.shared_bytes]
-        legal += [Tile(*size, persistent, takes_turns, paired) for size in fitting[:1]]
+        shapes = (
+            Tile(block_q, block_kv, stages, persistent, takes_turns, paired, o_buffer)
+            for o_buffer in (True, False)[not persistent :]
+            for stages in (4, 3, 2)
+        )
+        legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
     return legal
 
 
@@ -117,7 +126,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
         clear = CLEAR * _draws_tiles(problem, tile)
         # Tiles of unequal cost, drawn dynamically and the longest first, leave no partial last wave.
         waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
-    block = 0 if tile.persistent else BLOCK
+    block = 0 if tile.o_buffer else LOAD_Q if tile.persistent else BLOCK
     return waves * ((max(steps, 1) + TILE_STEPS) * clocks + block) / CLOCK + clear
 
 
@@ -138,6 +147,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "PERSISTENT": tile.persistent,
         "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
+        "O_BUFFER": tile.o_buffer,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
         "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
         and not needs_registers(problem)
@@ -158,7 +168,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         known_constants(kernel, constants),
         grid,
         tile.threads,
-        _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
+        _shared_bytes(problem, tile),
         tuple(boxes),
     )
     clear = [Launch("wgmma/clear", (), (1, 1, 1), 1)] if _draws_tiles(problem, tile) else []
@@ -199,12 +209,13 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
-def _shared_bytes(problem: Problem, block_q: int, block_kv: int, stages: int) -> int:
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of shared memory.
 
-    Q (reused to stage O for the TMA store), stages x (K + V), a full/empty mbarrier pair for Q and for each K and V,
-    the records of tiles of keys under a mask_mod, and the tile record.
+    Q (reused to stage O for the TMA store, unless it has a buffer), stages x (K + V), the buffer, a full/empty mbarrier
+    pair for Q and for each K and V, the records of tiles of keys under a mask_mod, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
-    return 2 * block_q * max(k, v) + stages * 2 * block_kv * (k + v) + 16 * (1 + 2 * stages) + records + WORK_BYTES
+    q_and_o = 2 * tile.block_q * (k + v if tile.o_buffer else max(k, v))
+    return q_and_o + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages) + records + WORK_BYTES

@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import FP8, Problem
-from .fragments import fragment_constants
+from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
     INSTRUCTIONS,
@@ -37,6 +37,7 @@ ROWS = 16, 32, 64  # of a tile
 KEYS = 64, 32  # of a tile, 16 for each warp: the first that fits shared memory
 ROW_THREADS = 128  # of the kernels of rows, append and merge
 ACCUMULATORS = 128  # registers per thread that may hold O
+ACCUMULATORS_IN_OPTIONS = 150  # that may hold O and S, if scores are modified or masked
 ACCUMULATORS_ON_TURING = 96  # whose mma has half the K extent
 LIVE = 136  # registers per thread up to which Q stays in them beside O and S
 OTHER_REGISTERS = 100  # of a thread, beside those that hold O, S and Q
@@ -103,6 +104,8 @@ def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
 def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
+        return None
+    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return None
     in_registers = accumulators + scores + q <= LIVE
     legal = [

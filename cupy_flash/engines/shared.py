@@ -193,7 +193,7 @@ def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
     longest = cuda_code.LARGE if is_part(problem) else max(counts)
     return cuda_code.headers(
-        problem.mods, problem.backward, longest, captured_reads(problem), problem.captured_gradient,
+        problem.mods, problem.backward, longest, is_part(problem), problem.captured_gradient,
         fixed_slots(problem), **part
     )  # fmt: skip
 

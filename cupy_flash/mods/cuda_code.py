@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .derive import Derivative, Read, derivative, may_be_infinite
+from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -137,7 +137,7 @@ def headers(
     mods: str,
     backward: bool,
     longest: int,
-    reads: tuple[Read, ...],
+    part: bool,
     wanted: tuple[bool, ...],
     fixed: tuple[int, ...] = (),
     read: int | None = None,
@@ -146,12 +146,12 @@ def headers(
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
     `longest` is at least the number of sequences, of heads, of queries and of keys. `wanted` chooses, by slot, the
-    captured arrays that get a gradient, `reads` are those of theirs (`gradient_reads`), and `fixed` has the slots whose
-    sums are in fixed point. With `read`, a number among `reads`, the slope is the derivative by that read, and
-    `Mod::gradient` is where its sums go.
+    captured arrays that get a gradient, and `fixed` has the slots whose sums are in fixed point. `part` says that the
+    call is part of a larger one. With `read`, a number among `gradient_reads`, the slope is the derivative by that
+    read, and `Mod::gradient` is where its sums go.
     With `measure`, gradients are not added: the largest contributions of a row are found, for their fixed point.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, reads, wanted, fixed, read, measure)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, part, wanted, fixed, read, measure)
 
 
 @lru_cache(maxsize=256)
@@ -159,13 +159,13 @@ def _headers(
     mods: str,
     backward: bool,
     largest: int,
-    reads: tuple[Read, ...],
+    part: bool,
     wanted: tuple[bool, ...],
     fixed: tuple[int, ...],
     read: int | None,
     measure: bool,
 ) -> tuple[tuple[str, str], ...]:
-    program = parse(mods)
+    program, reads = parse(mods), gradient_reads(mods, wanted, part)
     by = derivative(program.score) if backward and program.score is not None else None
     if read is None:
         text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure)

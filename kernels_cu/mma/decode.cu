@@ -277,7 +277,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   store_part(p, part, O_smem, softmax_smem, scale_log2);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
 

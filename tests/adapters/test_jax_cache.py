@@ -9,6 +9,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache
+from cupy_flash.adapters.jax.cache import CACHES, CacheCall
 
 B, S, H, HK, D, CAPACITY = 2, 3, 4, 2, 8, 16
 LENGTHS = np.array([5, 2], np.int32)
@@ -65,7 +66,14 @@ def test_slots_are_int32():
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_donated_caches_are_written_in_place(jitted):
+def test_donated_caches_are_written_in_place(jitted, monkeypatch):
+    handed, run = [], CacheCall.run
+
+    def record(call, operands, results):
+        handed.append([operands[name].pointer for name in CACHES] + [x.pointer for x in results])
+        return run(call, operands, results)
+
+    monkeypatch.setattr(CacheCall, "run", record)
     append = jax.jit(append_to_kv_cache, donate_argnums=(2, 3)) if jitted else append_to_kv_cache
     k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
     caches = [cache + 0 for cache in caches]
@@ -73,6 +81,7 @@ def test_donated_caches_are_written_in_place(jitted):
     results = append(k, v, *caches, cache_seqlens=jnp.asarray(LENGTHS))
     assert [cache.unsafe_buffer_pointer() for cache in results] == pointers
     assert all(cache.is_deleted() for cache in caches)
+    assert handed == [[*pointers, *pointers]]  # XLA copies nothing, either
 
 
 def test_a_cache_that_is_used_again_is_copied():
@@ -112,13 +121,13 @@ def test_vmap_of_a_read():
     np.testing.assert_array_equal(jax.vmap(attention_with_kv_cache)(q, k, v), expected)
 
 
-Q, CACHES = jnp.zeros((B, S, H, D)), [jnp.zeros((B, CAPACITY, HK, D))] * 2
+Q, EMPTY = jnp.zeros((B, S, H, D)), [jnp.zeros((B, CAPACITY, HK, D))] * 2
 ROWS = [jnp.zeros((B, S, HK, D))] * 2
 WRONG = {
-    "in-place": (lambda: attention_with_kv_cache(Q, *CACHES, k=Q, v=Q), TypeError, "k, v would be written in place"),
-    "option": (lambda: append_to_kv_cache(*ROWS, *CACHES, window=(1, 1)), TypeError, "unknown option window"),
-    "shape": (lambda: attention_with_kv_cache(Q[..., :3], *CACHES), ValueError, "one head dimension, not 3, 8"),
-    "heads": (lambda: append_to_kv_cache(Q, Q, *CACHES), ValueError, "k and v must agree"),
+    "in-place": (lambda: attention_with_kv_cache(Q, *EMPTY, k=Q, v=Q), TypeError, "k, v would be written in place"),
+    "option": (lambda: append_to_kv_cache(*ROWS, *EMPTY, window=(1, 1)), TypeError, "unknown option window"),
+    "shape": (lambda: attention_with_kv_cache(Q[..., :3], *EMPTY), ValueError, "one head dimension, not 3, 8"),
+    "heads": (lambda: append_to_kv_cache(Q, Q, *EMPTY), ValueError, "k and v must agree"),
 }
 
 
@@ -131,7 +140,7 @@ def test_refused(case, transform):
 
 
 def test_lengths_beyond_the_capacity_are_an_error_of_the_program():
-    call = jax.jit(lambda n: attention_with_kv_cache(Q, *CACHES, cache_seqlens=n))
+    call = jax.jit(lambda n: attention_with_kv_cache(Q, *EMPTY, cache_seqlens=n))
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError), match=r"cache_seqlens\[0\] is 17, and the capacity is"
     ):

@@ -48,9 +48,7 @@ def test_signatures_are_equal():
     assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in of_jax]
 
 
-@pytest.mark.parametrize(
-    "case", in_tiers({name: name for name in CASES}, ("window", "lengths"))
-)
+@pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("window", "lengths")))
 def test_output_residual_and_gradients_are_those_of_jax(case):
     q, options = CASES[case]
     k, v = (KEY[0], V[0]) if q.ndim == 3 else (KEY, V)

@@ -102,7 +102,7 @@ class Worker:
 
     def _begin(self) -> None:
         if not hasattr(os, "killpg"):
-            raise RuntimeError("a worker process that can be replaced needs process groups, which only POSIX systems have")
+            raise RuntimeError("a worker process that can be replaced needs the process groups of POSIX systems")
         self.pipe, worker_pipe = Pipe()
         file = worker_pipe.fileno()
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file})"

@@ -14,7 +14,22 @@ from typing import Any
 from cupy_flash.device import blas_threads
 from cupy_flash.isolated import ended_by_signal
 
-from . import bounds, compare, costs, decode, decode_gpu, first, gpu, marks, overhead, predict, ring, static, sweep
+from . import (
+    bounds,
+    compare,
+    costs,
+    decode,
+    decode_gpu,
+    first,
+    gpu,
+    marks,
+    overhead,
+    predict,
+    ring,
+    static,
+    static_mods,
+    sweep,
+)
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot, plot_sweep
@@ -104,14 +119,18 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
         compiled = static.compile_all(problems, archs, libraries, options.jobs, step)
     with progress("simulate", len(problems)) as step:
         steps = [each for arch in static.STEP_ARCHS for each in static.count_steps(problems, arch, step)]
+    with progress("mods", len(static_mods.ENGINES) * len(static_mods.MODS)) as step:
+        added = static_mods.count([] if options.problems else static_mods.MODS, step)
     # Store file names of the compilers without their folders; every record has the compiler's release.
     command = [Path(argument).name if argument in options.nvrtc else argument for argument in arguments]
-    result = describe(command, options.jobs) | {"static": static.record(compiled, steps)}
+    result = describe(command, options.jobs) | {
+        "static": static.record(compiled, steps) | {"mods": list(map(asdict, added))}
+    }
     path = options.out / "static.json"
     write(result, path)
     for table in static.tables(result["static"]):
         show(table)
-    complaints = static.complaints(compiled, steps)
+    complaints = static.complaints(compiled, steps) + static_mods.complaints(added)
     for complaint in complaints:
         print(complaint)
     print(f"\n{len(compiled)} kernels compiled, {count(len(complaints), 'complaint')}. Full result: {path}")

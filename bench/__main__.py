@@ -28,6 +28,7 @@ from . import (
     predict,
     ring,
     static,
+    static_mods,
     sweep,
 )
 from .model import ITEMSIZE, Case
@@ -121,14 +122,18 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
         compiled = static.compile_all(problems, archs, libraries, options.jobs, step)
     with progress("simulate", len(problems)) as step:
         steps = [each for arch in static.STEP_ARCHS for each in static.count_steps(problems, arch, step)]
+    with progress("mods", len(static_mods.ENGINES) * len(static_mods.MODS)) as step:
+        added = static_mods.count([] if options.problems else static_mods.MODS, step)
     # Store file names of the compilers without their folders; every record has the compiler's release.
     command = [Path(argument).name if argument in options.nvrtc else argument for argument in arguments]
-    result = describe(command, options.jobs) | {"static": static.record(compiled, steps)}
+    result = describe(command, options.jobs) | {
+        "static": static.record(compiled, steps) | {"mods": list(map(asdict, added))}
+    }
     path = options.out / "static.json"
     write(result, path)
     for table in static.tables(result["static"]):
         show(table)
-    complaints = static.complaints(compiled, steps)
+    complaints = static.complaints(compiled, steps) + static_mods.complaints(added)
     for complaint in complaints:
         print(complaint)
     print(f"\n{len(compiled)} kernels compiled, {count(len(complaints), 'complaint')}. Full result: {path}")

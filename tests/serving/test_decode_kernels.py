@@ -388,10 +388,10 @@ BUGS = {
     "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
     "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", None, SimulationError),
     "keys-past-the-length-are-read": (
-        "split_kv.cuh",
-        "sequence.q_len ? band.kv_end(sequence.q_len) : 0",
-        "p.cache_capacity",
-        EVERYTHING,
+        "mask.cuh",
+        "max(min(q_stop + high, kv_len), 0)",
+        "max(q_stop + high, 0)",
+        replace(EVERYTHING, causal=False, mask=None),
         AssertionError,
     ),
     "no-barrier-before-a-part": (

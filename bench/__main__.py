@@ -23,6 +23,7 @@ from . import (
     first,
     gpu,
     marks,
+    mods,
     overhead,
     predict,
     ring,
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overhead(options.out, arguments)
     if options.command == "decode":
         return _decode(options, arguments)
+    if options.command == "mods":
+        return _mods(options, arguments)
     if options.command == "first":
         return _first(options.out, arguments)
     if options.command == "predict":
@@ -150,6 +153,15 @@ def _decode(options: argparse.Namespace, arguments: list[str]) -> int:
     result = describe(arguments, 1) | {name: module.measure()}
     write(result, options.out / f"{name}.json")
     show(module.table(result[name]))
+    return 0
+
+
+def _mods(options: argparse.Namespace, arguments: list[str]) -> int:
+    result = describe(arguments, 1)
+    with limit_threads(1):
+        result["mods"] = mods.measure("cuda" if options.gpu else "cpu")
+    write(result, options.out / "mods.json")
+    show(mods.table(result["mods"]))
     return 0
 
 
@@ -347,6 +359,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--gpu", action="store_true", help="on this machine's GPU, with CuPy")
     step.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
+    functions = commands.add_parser(
+        "mods", help="score_mods and mask_mods beside the built-in options, on a GPU beside FlexAttention"
+    )
+    functions.add_argument("--gpu", action="store_true", help="on this machine's GPU, with torch tensors")
+    functions.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     first_call = commands.add_parser(
         "first", help="time of the first call of a process, with a cold and a warm kernel cache"
     )

@@ -41,8 +41,9 @@ constexpr bool ADD_DQ = false;     // blocks accumulate dQ in global memory, in 
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
 constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the order of their keys
 constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from shared memory, not by red from registers
-constexpr bool PERSISTENT = false;  // persistent grid: one block per SM draws query tiles from a counter
-constexpr bool PINGPONG = false;    // warpgroups alternate: one issues its wgmmas while the others compute the softmax
+constexpr bool PERSISTENT = false;  // persistent grid: one block per SM computes several query tiles
+constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else every gridDim.x-th is theirs
+constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: the wait for PV stays below the exponentials that overlap it
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both

@@ -40,6 +40,10 @@ struct Rows {
 struct NoWait {
   __device__ void operator()() const {}
 };
+template <typename Wait>
+constexpr bool WAITS = true;
+template <>
+constexpr bool WAITS<NoWait> = false;
 
 // Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
 // queries. SCORE_GRADIENT: dS is the gradient of the score, else that of scale * q.k. `masked` is false if every query
@@ -91,27 +95,35 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
   // Each call passes `masked` as a constant, so that the inlined code has one branch only.
   constexpr int PAIRS = M * N / 2;
   float derivatives[8] = {};
-  if constexpr (SOFTCAP || SCORE_MOD || DROPOUT || M * N > 8) {
-    // Probabilities and gradients of two fragments at a time. In the order of the else branch, the derivatives of the
-    // scores would be live for all fragments, and with dropout or many scores the compiler spills.
-    wait();
+  // Probabilities and gradients of two fragments at a time. In the order below, the derivatives of the scores would be
+  // live for all fragments, and with dropout or many scores the compiler spills.
+  auto attend_pairs = [&](bool masked) {
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {
       int m = t / (N / 2), n = t % (N / 2) * 2;
-      if (masked)
-        probabilities(true, m, n, derivatives);
-      else
-        probabilities(false, m, n, derivatives);
+      probabilities(masked, m, n, derivatives);
       gradients(m, n, derivatives);
     }
+  };
+  auto exponentiate_all = [&](bool masked) {
+#pragma unroll
+    for (int t = 0; t < PAIRS; ++t) probabilities(masked, t / (N / 2), t % (N / 2) * 2, derivatives);
+  };
+  constexpr bool MANY = M * N > 8;
+  if constexpr (SOFTCAP || SCORE_MOD || DROPOUT || (MANY && !WAITS<Wait>)) {
+    wait();
+    if (masked)
+      attend_pairs(true);
+    else
+      attend_pairs(false);
+  } else if (MANY && masked) {
+    wait();
+    attend_pairs(true);
   } else {
-    if (masked) {
-#pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(true, t / (N / 2), t % (N / 2) * 2, derivatives);
-    } else {
-#pragma unroll
-      for (int t = 0; t < PAIRS; ++t) probabilities(false, t / (N / 2), t % (N / 2) * 2, derivatives);
-    }
+    if (masked)
+      exponentiate_all(true);
+    else
+      exponentiate_all(false);
     wait();
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, derivatives);

@@ -1,8 +1,9 @@
 // Tile scheduler: which tiles of queries a block computes, in which order.
 //
-// PERSISTENT: the grid has one block per SM. A block starts with the tile of its index and draws further ones from a
-// global counter, so that blocks that finish early take more tiles, and the next K and V load while the last O is
-// stored. Otherwise a block has one tile, that of its place in the grid (tiles, heads, sequences).
+// PERSISTENT: the grid has one block per SM. A block starts with the tile of its index; the next K and V load while the
+// last O is stored. Tiles of different cost are drawn from a global counter (DRAWS_TILES), so that blocks that finish
+// early take more of them; tiles of one cost are dealt out in turn, which needs no counter. Otherwise a block has one
+// tile, that of its place in the grid (tiles, heads, sequences).
 #pragma once
 #include "../sequence.cuh"
 
@@ -13,30 +14,39 @@ constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));
 struct TileScheduler {
   int tile;  // below 0: none
   int head;
+  int number;  // PERSISTENT: of the tile in the order of work
   Sequence sequence;
 
   // The first tile of this block.
   __device__ TileScheduler(const Params& p) : sequence(p, PERSISTENT ? 0 : blockIdx.z) {
+    number = blockIdx.x;
     if constexpr (PERSISTENT)
-      decode(p, blockIdx.x);
+      decode(p);
     else
       assign(p, blockIdx.x, blockIdx.y, blockIdx.z);
   }
 
   // The next tile of this block.
   __device__ void next(const Params& p) {
-    if constexpr (PERSISTENT)
-      decode(p, draw(p));
-    else
+    if constexpr (PERSISTENT) {
+      advance(p);
+      decode(p);
+    } else
       tile = -1;
   }
 
-  // Draws a number. Under a mask_mod a whole warp has the scheduler, of which one lane draws.
-  __device__ static int draw(const Params& p) {
-    if constexpr (!MASK_MOD) return gridDim.x + atomicAdd(p.drawn, 1);
-    int drawn = 0;
-    if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);
-    return gridDim.x + __shfl_sync(0xFFFFFFFF, drawn, 0);
+  // Moves to the next number, which DRAWS_TILES draws. Under a mask_mod a whole warp has the scheduler, of which one
+  // lane draws.
+  __device__ void advance(const Params& p) {
+    if constexpr (!DRAWS_TILES) {
+      number += gridDim.x;
+    } else if constexpr (!MASK_MOD) {
+      number = gridDim.x + atomicAdd(p.drawn, 1);
+    } else {
+      int drawn = 0;
+      if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);
+      number = gridDim.x + __shfl_sync(0xFFFFFFFF, drawn, 0);
+    }
   }
 
   // Counts the tiles of a sequence from the last one, which sees the most keys under a causal mask.
@@ -46,9 +56,9 @@ struct TileScheduler {
     head = q_head;
   }
 
-  // Sets the tile with this number. Numbers without a tile are skipped, and each of them is drawn.
-  __device__ void decode(const Params& p, int number) {
-    for (;; number = draw(p)) {
+  // Sets the tile of the current number. Numbers without a tile are skipped.
+  __device__ void decode(const Params& p) {
+    for (;; advance(p)) {
       if constexpr (PACKED) {
         // The slots of a packed sequence start at cu_seqlens / BLOCK_Q + its index, so that it has one for each of its
         // tiles; some slots have no tile.

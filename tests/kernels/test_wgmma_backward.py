@@ -63,6 +63,22 @@ def test_option_with_shared_keys(options):
     check_gradients(case, run(case, TILES["shared keys"]))
 
 
+# Exponentials of unmasked tiles precede the wait for dP; those of masked tiles with so many queries follow it.
+MANY_QUERIES = Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=False)
+MASKS = {"full": Case(**LONG | dict(heads=1)), "causal": Case(**LONG | dict(heads=1, causal=True))}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_many_queries(mask):
+    check_gradients(MASKS[mask], run(MASKS[mask], MANY_QUERIES))
+
+
+@pytest.mark.parametrize("line", ["    wait();\n#pragma unroll", "else if (MANY && masked) {\n    wait();"])
+def test_many_queries_wait_for_products(line, monkeypatch):
+    with planted(monkeypatch, (line, line.replace("wait();", ""))), pytest.raises(errors.PendingRegister):
+        run(MASKS["full"], MANY_QUERIES)
+
+
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 

@@ -59,7 +59,7 @@ class Tile(NamedTuple):
     block_q: int
     block_kv: int
     stages: int
-    persistent: bool  # one block per SM, tiles drawn from a counter
+    persistent: bool  # one block per SM, which computes several tiles
     takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
     paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V, where the lengths allow it
 
@@ -116,7 +116,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     steps = (visited - edge) / tile.block_kv if problem.mask.edges else -(-visited // tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0
     if tile.persistent:
-        clear = CLEAR
+        clear = CLEAR * _draws_tiles(problem, tile)
         # Tiles of unequal cost, drawn dynamically and the longest first, leave no partial last wave.
         waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
     block = 0 if tile.persistent else BLOCK
@@ -124,12 +124,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The counter from which the blocks of a persistent grid draw tiles."""
-    return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * tile.persistent
+    """The counter from which the blocks of a persistent grid draw tiles of unequal cost."""
+    return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * _draws_tiles(problem, tile)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The forward, after the kernel that clears the counter of a persistent grid."""
+    """The forward, after the kernel that clears the counter from which blocks draw tiles."""
     # A bucket of lengths shares its tile, and not all of them have an even number of query tiles.
     multicasts = tile.paired and _visit_alike(problem, tile.block_q)
     constants: dict[str, Constant] = fragment_constants(problem) | {
@@ -138,6 +138,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PERSISTENT": tile.persistent,
+        "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
         "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
@@ -162,14 +163,23 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         _shared_bytes(problem, tile.block_q, tile.block_kv, tile.stages),
         tuple(boxes),
     )
-    clear = [Launch("wgmma/clear", (), (1, 1, 1), 1)] if tile.persistent else []
+    clear = [Launch("wgmma/clear", (), (1, 1, 1), 1)] if _draws_tiles(problem, tile) else []
     return nonempty(with_mods(problem, [*clear, launch]))
+
+
+def _draws_tiles(problem: Problem, tile: Tile) -> bool:
+    """Whether the blocks of a persistent grid draw tiles from a counter: where tiles differ in cost."""
+    return tile.persistent and _is_positional(problem)
+
+
+def _is_positional(problem: Problem) -> bool:
+    """Whether query tiles may visit different key tiles."""
+    return bool(problem.mask.edges or problem.mask_mod or problem.has_lengths)
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
     """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
-    positional = problem.mask.edges or problem.mask_mod or problem.has_lengths
-    return not positional and -(-problem.q_len // block_q) % 2 == 0
+    return not _is_positional(problem) and -(-problem.q_len // block_q) % 2 == 0
 
 
 def _live(problem: Problem, block_kv: int) -> int:

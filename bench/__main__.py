@@ -14,7 +14,23 @@ from typing import Any
 from cupy_flash.device import blas_threads
 from cupy_flash.isolated import ended_by_signal
 
-from . import bounds, compare, costs, decode, decode_gpu, first, gpu, marks, overhead, predict, ring, static, sweep
+from . import (
+    bounds,
+    compare,
+    costs,
+    decode,
+    decode_gpu,
+    first,
+    gpu,
+    marks,
+    mods,
+    overhead,
+    predict,
+    ring,
+    static,
+    static_mods,
+    sweep,
+)
 from .model import ITEMSIZE, Case
 from .peers import limit_threads
 from .plots import plot, plot_sweep
@@ -44,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _overhead(options.out, arguments)
     if options.command == "decode":
         return _decode(options, arguments)
+    if options.command == "mods":
+        return _mods(options, arguments)
     if options.command == "first":
         return _first(options.out, arguments)
     if options.command == "predict":
@@ -104,14 +122,18 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
         compiled = static.compile_all(problems, archs, libraries, options.jobs, step)
     with progress("simulate", len(problems)) as step:
         steps = [each for arch in static.STEP_ARCHS for each in static.count_steps(problems, arch, step)]
+    with progress("mods", len(static_mods.ENGINES) * len(static_mods.MODS)) as step:
+        added = static_mods.count([] if options.problems else static_mods.MODS, step)
     # Store file names of the compilers without their folders; every record has the compiler's release.
     command = [Path(argument).name if argument in options.nvrtc else argument for argument in arguments]
-    result = describe(command, options.jobs) | {"static": static.record(compiled, steps)}
+    result = describe(command, options.jobs) | {
+        "static": static.record(compiled, steps) | {"mods": list(map(asdict, added))}
+    }
     path = options.out / "static.json"
     write(result, path)
     for table in static.tables(result["static"]):
         show(table)
-    complaints = static.complaints(compiled, steps)
+    complaints = static.complaints(compiled, steps) + static_mods.complaints(added)
     for complaint in complaints:
         print(complaint)
     print(f"\n{len(compiled)} kernels compiled, {count(len(complaints), 'complaint')}. Full result: {path}")
@@ -131,6 +153,15 @@ def _decode(options: argparse.Namespace, arguments: list[str]) -> int:
     result = describe(arguments, 1) | {name: module.measure()}
     write(result, options.out / f"{name}.json")
     show(module.table(result[name]))
+    return 0
+
+
+def _mods(options: argparse.Namespace, arguments: list[str]) -> int:
+    result = describe(arguments, 1)
+    with limit_threads(1):
+        result["mods"] = mods.measure("cuda" if options.gpu else "cpu")
+    write(result, options.out / "mods.json")
+    show(mods.table(result["mods"]))
     return 0
 
 
@@ -328,6 +359,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--gpu", action="store_true", help="on this machine's GPU, with CuPy")
     step.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
+    functions = commands.add_parser(
+        "mods", help="score_mods and mask_mods beside the built-in options, on a GPU beside FlexAttention"
+    )
+    functions.add_argument("--gpu", action="store_true", help="on this machine's GPU, with torch tensors")
+    functions.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     first_call = commands.add_parser(
         "first", help="time of the first call of a process, with a cold and a warm kernel cache"
     )

@@ -108,9 +108,10 @@ part_8() { # bottlenecks of the fastest tiles of parts 5 and 6, and the cost mod
   step costs-backward 120 "$PYTHON" -m bench costs "$RESULTS/sweep-backward.json"
 }
 
-part_9() { # what every user can run: the engines proved, and the tiles of a few shapes measured, for this card
+part_9() { # what every user can run: the engines proved, and the tiles of a few shapes measured, for this card; mods
   step check 300 "$PYTHON" -m cupy_flash check
   step tune 150 "$PYTHON" -m cupy_flash tune --causal --seqlens 2048,8192 --backward --minutes 2
+  step mods 200 "$PYTHON" -m bench mods --gpu --out "$RESULTS"
 }
 
 case ${1:-} in

@@ -32,7 +32,7 @@ from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Saved
 from cupy_flash.source import assemble
 
-from . import sass
+from . import sass, static_mods
 from .report import NOTHING, Table
 from .run import Progress
 
@@ -361,7 +361,11 @@ def tables(section: dict[str, Any]) -> list[Table]:
     compilers = ", ".join(dict.fromkeys(record["compiler"] for record in compiled))
     heading = f"Registers by architecture, the most of all tiles that a plan may choose (NVRTC {compilers})"
     columns = ["problem", "kernel", "tiles", *archs, "spilled bytes", "shared KiB", "cubin KiB", "compile s"]
-    return [Table(heading, columns, rows), *_step_tables(section["steps"])]
+    return [
+        Table(heading, columns, rows),
+        *_step_tables(section["steps"]),
+        *static_mods.tables(section.get("mods", [])),
+    ]
 
 
 def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:

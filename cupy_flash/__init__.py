@@ -24,6 +24,7 @@ from .problem import Gradients, SecondGradients, UnsupportedError
 if TYPE_CHECKING:
     from . import memory
     from .checks.verdicts import check
+    from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
     from .tuning import tune
@@ -47,6 +48,7 @@ __all__ = [
     "attention_varlen_jvp",
     "attention_vjp",
     "attention_with_kv_cache",
+    "block_mask",
     "check",
     "compile",
     "explain",
@@ -61,7 +63,8 @@ __all__ = [
 
 
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "check": ".checks.verdicts", "tune": ".tuning"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
+LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 
 if not TYPE_CHECKING:  # a type checker would take any name from it
 

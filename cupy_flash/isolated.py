@@ -101,6 +101,8 @@ class Worker:
         return self.process.returncode
 
     def _begin(self) -> None:
+        if not hasattr(os, "killpg"):
+            raise RuntimeError("a worker process that can be replaced needs the process groups of POSIX systems")
         self.pipe, worker_pipe = Pipe()
         file = worker_pipe.fileno()
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file})"

@@ -395,7 +395,10 @@ def _check_what_goes_together(
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
     if appends and any(arrays[name].framework == "jax" for name in ("k_cache", "v_cache") if name in arrays):
-        unsupported.append("jax arrays are immutable: nothing can be appended to them in place")
+        unsupported.append(
+            "jax arrays are immutable, and nothing can be appended to them in place: "
+            "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"
+        )
     elif appends:
         for name in ("k_cache", "v_cache"):
             require(name not in arrays or not arrays[name].readonly, f"{name} is read-only: rows cannot be appended")

@@ -5,8 +5,7 @@
     python examples/jax_attention.py --attention jax
 
 Every sequence is a dictionary that maps random words to random numbers; given one of the words, the layer has to return
-its number. It learns projections that make a query match the key of its word. On a GPU the training step runs without
-jax.jit, because cupy_flash supports jax.jit on the CPU only.
+its number. It learns projections that make a query match the key of its word.
 """
 
 from __future__ import annotations
@@ -63,13 +62,12 @@ def train(steps: int, batch: int, learning_rate: float, attend: Any) -> list[flo
     parameters = initial(jax.random.key(0))
     momentum = jax.tree.map(jnp.zeros_like, parameters)
 
+    @jax.jit
     def step(parameters: Parameters, momentum: Parameters, key: Any) -> tuple[Parameters, Parameters, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(parameters, sample(key, batch), attend)
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
         return jax.tree.map(lambda p, m: p - learning_rate * m, parameters, momentum), momentum, value
 
-    if jax.default_backend() == "cpu" or attend is not attention:
-        step = jax.jit(step)
     losses = []
     for i in range(steps):
         parameters, momentum, value = step(parameters, momentum, jax.random.key(i))

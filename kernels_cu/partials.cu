@@ -1,5 +1,6 @@
 // Merges (out, lse) over disjoint sets of keys: result a, and a stack b of equally distant results. Sums run over the
 // stack in its order; a is added last. One warp per row. Twin of partials.py. grid (row tiles, heads, batch entries)
+#include "params.cuh"
 #include "partials.cuh"
 
 template <typename T>

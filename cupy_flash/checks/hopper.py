@@ -267,7 +267,9 @@ WGMMA_FORMS: dict[str, tuple[Operand | None, Operand, str, dict[str, Any]]] = {
         for swizzle in (16, 32, 64, 128)
     },
     # The column counts (N) of the kernels, the smallest, and an odd multiple of 8.
-    **{f"bf16-n{n}": (Operand(64, "bf16"), Operand(n, "bf16"), "", {}) for n in (8, 24, 32, 80, 96, 128, 176)},
+    **{
+        f"bf16-n{n}": (Operand(64, "bf16"), Operand(n, "bf16"), "", {}) for n in (8, 24, 32, 80, 96, 112, 128, 144, 176)
+    },
     **{
         f"bf16-{'k' if a else 'mn'}-mn-n{n}": (Operand(64, "bf16", a), Operand(n, "bf16", False), "", {})
         for a, widths in ((False, (96, 128, 192, 256)), (True, (64, 128)))

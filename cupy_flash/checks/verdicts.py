@@ -52,8 +52,8 @@ class Verdicts(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether every case of every engine has passed."""
-        return not any(self.engines.values())
+        """Whether every case of every engine has passed; False where no engine serves the device."""
+        return bool(self.rows) and not any(self.engines.values())
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -145,7 +145,8 @@ def device_of(worker: Worker, backend: str) -> Device:
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
     except Lost as lost:
-        raise RuntimeError(f"backend {backend} cannot run here: {lost.reason}") from None
+        hint = '; backend="simulator:sm_80" runs anywhere, slowly' if backend == "cuda" else ""
+        raise RuntimeError(f"backend {backend} cannot run here: {lost.reason}{hint}") from None
     return found
 
 

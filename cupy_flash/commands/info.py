@@ -119,10 +119,11 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Why an engine would not serve a plain problem on a device, which has a KV cache for those that read one.
+    """Why an engine would not serve a plain problem on a device.
 
-    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64; `requested` is its engine=.
+    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64, and of a KV cache for engines that
+    serve nothing else; `requested` is its engine=.
     """
     with_cache = engine in WITH_CACHE
-    *_, problem = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
+    problem, *_ = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
     return [*MODULES[engine].refusals(problem, on), *unproved(engine, problem, on)]

@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import FP8, Problem
-from .fragments import fragment_constants
+from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
     INSTRUCTIONS,
@@ -34,9 +34,11 @@ MEASURED: str | None = None
 
 LARGEST = 256  # head dimension
 ROWS = 16, 32, 64  # of a tile
-KEYS = 64  # of a tile: 16 for each warp
-THREADS = 128
+KEYS = 64, 32  # of a tile, 16 for each warp: the first that fits shared memory
+ROW_THREADS = 128  # of the kernels of rows, append and merge
 ACCUMULATORS = 128  # registers per thread that may hold O
+ACCUMULATORS_IN_OPTIONS = 150  # that may hold O and S, if scores are modified or masked
+ACCUMULATORS_ON_TURING = 96  # whose mma has half the K extent
 LIVE = 136  # registers per thread up to which Q stays in them beside O and S
 OTHER_REGISTERS = 100  # of a thread, beside those that hold O, S and Q
 SHORTEST_RUN = 4  # split_kv.cuh
@@ -55,6 +57,7 @@ class Tile(NamedTuple):
 
     block_q: int  # queries, each with all heads of its group
     block_kv: int
+    threads: int
     rows: int  # pairs of a query and a head
     stages: int
     q_in_registers: bool
@@ -78,8 +81,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
-        reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
-    if most_places(problem, ROWS[0], KEYS) >= 2**31:
+        reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
+    if most_places(problem, ROWS[0], KEYS[0]) >= 2**31:
         reasons.append("the tiles of keys of all sequences at the capacity of the cache are 2**31 or more")
     return reasons
 
@@ -100,22 +103,26 @@ def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
 
 def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
     accumulators, scores, q = _live(problem, rows)
-    if accumulators > ACCUMULATORS:
+    if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
+        return None
+    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return None
     in_registers = accumulators + scores + q <= LIVE
-    # Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory. sm_75 has no
-    # cp.async.
-    stage = 2 * KEYS * sum(_padded(problem))
-    best: tuple[tuple[int, int, int, int], Tile] | None = None
-    for stages in (1,) if device.arch == "sm_75" else (2, 3, 4):
-        tile = Tile(max(rows // problem.group, 1), KEYS, rows, stages, in_registers, 0)
-        if _shared_bytes(problem, tile) > device.shared_bytes:
-            continue
-        resident = _resident(problem, device, tile)
-        rank = (min(resident, 2), resident * (stages - 1) * stage, resident, -stages)
-        if best is None or rank > best[0]:
-            best = rank, tile._replace(blocks=device.units * resident)
-    return None if best is None else best[1]
+    legal = [
+        tile._replace(blocks=device.units * _resident(problem, device, tile))
+        for keys in KEYS
+        for stages in ((1,) if device.arch == "sm_75" else (2, 3, 4))  # sm_75 has no cp.async
+        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, 0),)
+        if _shared_bytes(problem, tile) <= device.shared_bytes
+    ]
+
+    def preferred(tile: Tile) -> tuple[int, int, int, int, int]:
+        """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
+        resident = tile.blocks // device.units
+        in_flight = resident * (tile.stages - 1) * tile.block_kv
+        return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
+
+    return max(legal, key=preferred, default=None)
 
 
 def alike(tile: Tile) -> object:
@@ -126,29 +133,30 @@ def alike(tile: Tile) -> object:
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Predicted seconds where every sequence is as long as the capacity: steps of the block with most work."""
     k, v = _padded(problem)
-    elements = tile.rows * KEYS
-    read = 2 * KEYS * (k + v) + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    keys = tile.block_kv
+    elements = tile.rows * keys
+    read = 2 * keys * (k + v) + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     clocks = max(
-        2 * KEYS * (k + v) / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
+        2 * keys * (k + v) / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
-        (read + 2 * KEYS * (k + v)) / SHARED_BYTES,
+        (read + 2 * keys * (k + v)) / SHARED_BYTES,
         elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] / INSTRUCTIONS,
     )
     latency = LATENCY if tile.stages == 1 else 0
     assert problem.cache is not None
     split = problem.cache.split_size
-    places = most_places(problem, tile.rows, split or KEYS)
+    places = most_places(problem, tile.rows, split or keys)
     resident = -(-min(tile.blocks, max(places, 1)) // device.units)
     if split is None:
         steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + PART_TILES
     else:
-        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // KEYS + 1 + PART_TILES)
+        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + PART_TILES)
     return LAUNCHES + steps * (resident * clocks + latency) / CLOCK
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
     """The threads of a block of decode."""
-    return THREADS
+    return tile.threads
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
@@ -172,9 +180,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     cache = problem.cache
     assert cache is not None
     constants = fragment_constants(problem) | {
-        "THREADS": THREADS,
+        "THREADS": tile.threads,
         "BLOCK_Q": tile.rows,
-        "BLOCK_KV": KEYS,
+        "BLOCK_KV": tile.block_kv,
         "COLUMN_WARPS": 1,
         "STAGES": tile.stages,
         "Q_IN_REGISTERS": tile.q_in_registers,
@@ -182,15 +190,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "PAGED": cache.page is not None,
         "SPLIT_SIZE": cache.split_size or 0,
     }
+    of_rows = constants | {"THREADS": ROW_THREADS}
     steps = []
     if cache.appended is not None or cache.rotary is not None:
-        steps.append(_append(problem, constants))
+        steps.append(_append(problem, of_rows))
     grid = _grid(problem, tile)
     shared = _shared_bytes(problem, tile)
-    steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), THREADS, shared))
+    steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), tile.threads, shared))
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
-        steps.append(Launch("merge", known_constants("merge", constants), (units, problem.batch, 1), THREADS))
+        steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
     return nonempty(steps)
 
 
@@ -205,7 +214,7 @@ def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
         constants = constants | {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
         constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
     blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
-    return Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), THREADS)
+    return Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), ROW_THREADS)
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
@@ -232,7 +241,7 @@ def _grid(problem: Problem, tile: Tile) -> int:
     """Blocks of the decode, at most as many as the line has runs at the capacity."""
     assert problem.cache is not None
     split = problem.cache.split_size
-    runs = -(-most_places(problem, tile.rows, split or KEYS) // (1 if split else SHORTEST_RUN))
+    runs = -(-most_places(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))
     packed = problem.layout == "thd"  # the rows past the last sequence are work too
     return min(tile.blocks, max(runs, packed))
 
@@ -249,14 +258,15 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of dynamic shared memory: Q and the stages; in their place O, row max and row sum of the four warps."""
+    """Bytes of dynamic shared memory: Q and the stages; in their place O, row max and row sum of each warp."""
     k, v = _padded(problem)
-    return max(2 * tile.rows * k + tile.stages * 2 * KEYS * (k + v), 4 * 4 * tile.rows * (v + 8 + 2))
+    warps = tile.threads // 32
+    return max(2 * tile.rows * k + tile.stages * 2 * tile.block_kv * (k + v), 4 * warps * tile.rows * (v + 8 + 2))
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:
     """Occupancy: resident blocks per SM."""
     accumulators, scores, q = _live(problem, tile.rows)
     registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
-    shared = _shared_bytes(problem, tile) + 2 * 4 * KEYS
-    return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * THREADS)))
+    shared = _shared_bytes(problem, tile) + 2 * 4 * tile.block_kv
+    return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))

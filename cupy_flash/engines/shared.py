@@ -146,8 +146,8 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 
 
 def is_part(problem: Problem) -> bool:
-    """Whether a call computes some rows or heads of a larger one, whose captured arrays it reads."""
-    return problem.shard or problem.whole_heads != problem.heads
+    """Whether a call computes some rows, heads or sequences of a larger one, whose captured arrays it reads."""
+    return problem.shard or problem.whole_heads != problem.heads or problem.first_batch > 0
 
 
 def loads_by_key(problem: Problem) -> bool:
@@ -190,9 +190,10 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
 def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     from ..mods import cuda_code
 
-    longest = cuda_code.LARGE if problem.shard else max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+    longest = cuda_code.LARGE if is_part(problem) else max(counts)
     return cuda_code.headers(
-        problem.mods, problem.backward, longest, captured_reads(problem), problem.captured_gradient,
+        problem.mods, problem.backward, longest, is_part(problem), problem.captured_gradient,
         fixed_slots(problem), **part
     )  # fmt: skip
 

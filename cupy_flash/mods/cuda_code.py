@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .derive import Derivative, Read, derivative, may_be_infinite
+from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -137,7 +137,7 @@ def headers(
     mods: str,
     backward: bool,
     longest: int,
-    reads: tuple[Read, ...],
+    part: bool,
     wanted: tuple[bool, ...],
     fixed: tuple[int, ...] = (),
     read: int | None = None,
@@ -146,12 +146,12 @@ def headers(
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
     `longest` is at least the number of sequences, of heads, of queries and of keys. `wanted` chooses, by slot, the
-    captured arrays that get a gradient, `reads` are those of theirs (`gradient_reads`), and `fixed` has the slots whose
-    sums are in fixed point. With `read`, a number among `reads`, the slope is the derivative by that read, and
-    `Mod::gradient` is where its sums go.
+    captured arrays that get a gradient, and `fixed` has the slots whose sums are in fixed point. `part` says that the
+    call is part of a larger one. With `read`, a number among `gradient_reads`, the slope is the derivative by that
+    read, and `Mod::gradient` is where its sums go.
     With `measure`, gradients are not added: the largest contributions of a row are found, for their fixed point.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, reads, wanted, fixed, read, measure)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, part, wanted, fixed, read, measure)
 
 
 @lru_cache(maxsize=256)
@@ -159,13 +159,13 @@ def _headers(
     mods: str,
     backward: bool,
     largest: int,
-    reads: tuple[Read, ...],
+    part: bool,
     wanted: tuple[bool, ...],
     fixed: tuple[int, ...],
     read: int | None,
     measure: bool,
 ) -> tuple[tuple[str, str], ...]:
-    program = parse(mods)
+    program, reads = parse(mods), gradient_reads(mods, wanted, part)
     by = derivative(program.score) if backward and program.score is not None else None
     if read is None:
         text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure)
@@ -244,6 +244,8 @@ class _Writer:
         # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
+        if self._reads("b"):  # the number of the sequence in the whole
+            lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
@@ -251,8 +253,8 @@ class _Writer:
             (KEY, "int position", "position"),
         ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if name == QUERY and self._reads_head():
-                lines.append("    head += p.first_head;")
+            if name == QUERY and self._reads("h"):
+                lines.append("    head += p.first_head % p.whole_heads;")
             lines.append(
                 f"    if constexpr (SHARD) position = {'q' if name == QUERY else 'kv'}_first + position * p.step;"
             )
@@ -281,9 +283,11 @@ class _Writer:
         head = "  __device__ Truth tile(Interval<int> heads, Interval<int> queries, Interval<int> keys) const {"
         if self.program.mask is None:
             return [head, "    return always();", "  }"]
-        if self._reads_head():
-            head += " heads = {heads.lo + p.first_head, heads.hi + p.first_head};"
-        lines = [head, "    if constexpr (SHARD) {"]
+        lines = [head]
+        if self._reads("h"):
+            lines.append("    int first_head = p.first_head % p.whole_heads;")
+            lines.append("    heads = {heads.lo + first_head, heads.hi + first_head};")
+        lines.append("    if constexpr (SHARD) {")
         for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
             lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
         lines.append("    }")
@@ -291,8 +295,8 @@ class _Writer:
         result = Abstraction(text).mask(self.program.mask)
         return [*lines, *text.body(result), "  }"]
 
-    def _reads_head(self) -> bool:
-        return any("h" in root.inputs for root in self.roots)
+    def _reads(self, name: str) -> bool:
+        return any(name in root.inputs for root in self.roots)
 
     def _fill_tables(self) -> list[str]:
         lines = ["  static __device__ void fill_tables(const Params& p, int warp, int warps) {"]
@@ -357,9 +361,10 @@ class _Writer:
         assert axes is not None  # no engine sums another read this way
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
         strides = [
-            " * ".join(["1ll", *sizes[axes[name] + 1 :]]) if name in axes else "0" for name in ("b", "h", "q", "kv")
+            " * ".join(["1ll", *sizes[axes.index(name) + 1 :]]) if name in axes else "0"
+            for name in ("b", "h", "q", "kv")
         ]
-        rows, columns = (sizes[axes[name]] if name in axes else "1" for name in ("q", "kv"))
+        rows, columns = (sizes[axes.index(name)] if name in axes else "1" for name in ("q", "kv"))
         return [
             f"  using Sum = {sum_type(self.program, slot, self.fixed)};",
             function,

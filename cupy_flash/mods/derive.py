@@ -34,7 +34,7 @@ class Read(NamedTuple):
     slot: int
     element: Node  # the load
     factor: Node  # the derivative of the new score by the element
-    axes: dict[str, int] | None  # the axis that each input indexes; None where no block owns the elements
+    axes: tuple[str, ...] | None  # the input that indexes each axis; None where no block owns the elements
 
     @property
     def is_owned(self) -> bool:
@@ -59,11 +59,11 @@ def added_slots(reads: tuple[Read, ...]) -> tuple[int, ...]:
     return tuple(sorted({read.slot for read in reads if not read.is_owned}))
 
 
-def _axes(load: Node) -> dict[str, int] | None:
-    """The axes of a read at distinct inputs, among them q or kv: without these one block would own all scores."""
-    names = [index.op for index in load.args]
+def _axes(load: Node) -> tuple[str, ...] | None:
+    """The inputs of a read at distinct ones, among them q or kv: without these one block would own all scores."""
+    names = tuple(index.op for index in load.args)
     plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
-    return {name: axis for axis, name in enumerate(names)} if plain and {"q", "kv"} & set(names) else None
+    return names if plain and {"q", "kv"} & set(names) else None
 
 
 def may_be_infinite(node: Node) -> bool:

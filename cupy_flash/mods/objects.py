@@ -19,10 +19,11 @@ class Held(Delegate):
     Without an instance dictionary, so that vars() reads that of the object.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "_set")
 
     def __init__(self, rebuilder: Any, owner: Any, local: str) -> None:
         object.__setattr__(self, "_held", (rebuilder, owner, local))
+        object.__setattr__(self, "_set", {})  # attributes that the mod sets, for the rest of its only call
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # so that isinstance(x, its class) holds
@@ -30,6 +31,9 @@ class Held(Delegate):
 
     def __getattr__(self, name: str) -> Any:
         rebuilder, owner, local = object.__getattribute__(self, "_held")
+        own = object.__getattribute__(self, "_set")
+        if name in own:
+            return own[name]
         try:
             value = getattr(owner, name)
         except AttributeError:  # hasattr or a default: nothing would notice that a later call has the attribute
@@ -43,7 +47,7 @@ class Held(Delegate):
         return rebuilder.rebuild(value, source)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise Untraceable(f"a mod sets no attribute, here {name}: it is called once, and later calls would not set it")
+        object.__getattribute__(self, "_set")[name] = value
 
     def __dir__(self) -> list[str]:
         return [*map(str, self._state(dir))]

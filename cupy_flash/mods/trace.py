@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .block_tables import converted, is_block_mask
 from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
 from .objects import Held, original
 from .sources import Collect
@@ -70,7 +71,7 @@ class Mod:
     def __init__(self, score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None) -> None:
         if score_mod is None and mask_mod is None:
             raise TypeError("Mod: score_mod or mask_mod must be given")
-        mod = traced(score_mod, mask_mod)
+        mod = mod_of(score_mod, mask_mod)
         for name in self.__slots__:
             setattr(self, name, getattr(mod, name))
 
@@ -118,7 +119,7 @@ def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
     """The Mod of a call's options: of one or two functions, or a Mod itself."""
     mods = [given for given in (score_mod, mask_mod) if isinstance(given, Mod)]
     if not mods:
-        return traced(score_mod, mask_mod)
+        return traced(score_mod, converted(mask_mod) if is_block_mask(mask_mod) else mask_mod)
     if len(mods) != sum(given is not None for given in (score_mod, mask_mod)) or mods[0] is not mods[-1]:
         raise Untraceable("a Mod holds both functions: give Mod(score_mod, mask_mod) alone, as score_mod= or mask_mod=")
     return mods[0]

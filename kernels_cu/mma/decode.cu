@@ -277,7 +277,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   store_part(p, part, O_smem, softmax_smem, scale_log2);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
 
@@ -314,6 +314,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(const __grid_consta
                 keys,
                 count == places.each,
                 part_of(place, blockIdx.x, begin == 0)};
+      // Of these keys, the tiles that only rows of other tiles see are skipped, which changes no bit.
+      part.keys.begin = max(keys.begin, band.kv_begin(part.query(p, 0)));
+      part.keys.end = min(keys.end, band.kv_end(min(part.query(p, BLOCK_Q - 1) + 1, sequence.q_len)));
+      if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
       attend(p, part, (unsigned char*)shared, pages_smem);
       place += count;
     }

@@ -55,6 +55,25 @@ def test_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
     assert re.fullmatch(r"(step +\d+  loss \d\.\d{4}\n){11}", capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
+def test_sharded_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
+    # A third attention measures the difference of two runs by rounding: one of jax on half as many devices.
+    example = load("jax_train")
+    attentions = example.ATTENTIONS
+    runs = {
+        "ours": (attentions["cupy_flash"], 2, 2),
+        "jax": (attentions["jax"], 2, 2),
+        "fewer": (attentions["jax"], 2, 1),
+    }
+    losses = {name: np.array(example.train(6, 4, 0.003, attend, *mesh)) for name, (attend, *mesh) in runs.items()}
+    apart = {name: np.abs(loss - losses["jax"]).max() for name, loss in losses.items()}
+    assert apart["ours"] <= 4 * (apart["fewer"] + np.finfo(np.float32).eps * losses["jax"].max()), apart
+    assert losses["ours"][-1] < 0.9 * losses["ours"][0]
+    monkeypatch.setattr(example, "train", lambda steps, *_: list(losses["jax"][:steps]))
+    example.main(["--steps", "5"])
+    assert re.fullmatch(r"(step +\d+  loss \d\.\d{4}\n){5}", capsys.readouterr().out)
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
@@ -91,7 +110,7 @@ def test_transformers_example(attention, capsys, one_thread):
     assert cosines[0, 1] > 0.5 > max(cosines[0, 2], cosines[1, 2])
 
 
-@pytest.mark.parametrize("name", ["numpy_attention", "jax_attention", "transformers_bert"])
+@pytest.mark.parametrize("name", ["numpy_attention", "jax_attention", "jax_train", "transformers_bert"])
 def test_documented_commands_are_valid(name, capsys):
     example = load(name)
     documents = (EXAMPLES / "README.md", EXAMPLES / f"{name}.py")

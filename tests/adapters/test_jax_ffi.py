@@ -11,7 +11,7 @@ from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.adapters.jax import attention, calls, frame, handler, primitive
+from cupy_flash.adapters.jax import attention, cache, calls, frame, handler, primitive
 from cupy_flash.arrays import Array, contiguous_strides
 from cupy_flash.problem import Options
 
@@ -86,8 +86,8 @@ def test_jit_is_one_call_of_the_handler_and_copies_nothing(monkeypatch):
     seen = []
     run = calls.Call.run
 
-    def record(call, operands):
-        results = run(call, operands)
+    def record(call, operands, buffers):
+        results = run(call, operands, buffers)
         seen.append({name: x.pointer for name, x in (operands | results).items()})
         return results
 
@@ -108,7 +108,7 @@ def test_explain_names_the_interface():
 
 
 def test_no_exception_crosses_into_xla(monkeypatch):
-    def fail(call, operands):
+    def fail(call, operands, buffers):
         raise KeyboardInterrupt("no")
 
     monkeypatch.setattr(calls.Call, "run", fail)
@@ -183,11 +183,13 @@ def run_frame(call, operands):
     """The results of a call by the handler of the platform "cuda": all buffers are poisoned before it."""
     recorder = primitive.Recorder("cpu")
     described = {
-        name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder, True)
+        name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder)
         for name, x in operands.items()
     }
     written, outputs = primitive.allocations(call, recorder, described)
     buffers = [np.full(shape, -1 if dtype.kind in "iu" else np.nan, dtype) for shape, dtype in written]
+    for operand, place in call.aliases.items():
+        buffers[outputs[place]] = operands[call.names[operand]]
     attributes = {"call": call.text, "outputs": " ".join(map(str, outputs))}
     xla = Xla()
     for stage in (0, 1, frame.INITIALIZE, frame.EXECUTE):
@@ -231,6 +233,28 @@ def test_handler_runs_a_hopper_plan_from_a_frame(options):
     exact = cupy_flash.attention(*(x.astype(np.float64) for x in (q, k, v)), **options)
     low = cupy_flash.attention(q, k, v, **options)
     assert_matches_reference(forward["out"], exact, low, "float16", "out")
+
+
+@pytest.mark.exhaustive
+def test_handler_appends_to_a_cache_and_reads_it_from_frames():
+    caches = {"k_cache": normal(3, 2, 32, 2, 64), "v_cache": normal(4, 2, 32, 2, 64)}
+    rows = {"k": normal(1, 2, 3, 2, 64), "v": normal(2, 2, 3, 2, 64)}
+    lengths = {"cache_seqlens": np.array([5, 2], np.int32)}
+    expected = {name: cache.copy() for name, cache in caches.items()}
+    cupy_flash.append_to_kv_cache(*rows.values(), *expected.values(), **lengths)
+    settings = dict.fromkeys(cache.CacheStatic._fields) | {"backend": "simulator", "layout": "bshd", "causal": True}
+    settings |= {"function": "cached", "rotary_interleaved": True, "return_lse": False}
+    operands = rows | caches | lengths
+    run_frame(cache.CacheCall("append", cache.CacheStatic(**settings), tuple(operands)), operands)
+    for name, appended in expected.items():
+        np.testing.assert_array_equal(caches[name], appended)
+    operands = {"q": normal(5, 2, 1, 4, 64), **caches, "cache_seqlens": lengths["cache_seqlens"] + 3}
+    results = run_frame(cache.CacheCall("cached", cache.CacheStatic(**settings), tuple(operands)), operands)
+    arrays = (operands["q"], *caches.values())
+    options = dict(cache_seqlens=operands["cache_seqlens"], return_lse=True)
+    direct = cupy_flash.attention_with_kv_cache(*arrays, backend="simulator", **options)
+    for one, other in zip(results.values(), direct, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_errors_of_a_frame_and_its_metadata():

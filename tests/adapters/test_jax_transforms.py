@@ -63,7 +63,7 @@ def test_vmap_is_one_call_with_the_results_of_a_loop(case, monkeypatch):
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
     steps = []
     run = calls.Call.run
-    monkeypatch.setattr(calls.Call, "run", lambda call, operands: steps.append(call.step) or run(call, operands))
+    monkeypatch.setattr(calls.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
     actual = jax.block_until_ready(jax.jit(jax.vmap(step, in_axes=(axes,)))(given))
     assert sorted(steps) == ["backward"] * count + ["forward"] * count
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)

@@ -128,7 +128,7 @@ def test_opcheck():
     q, k, v = inputs(torch.float32)
     bias, threshold = Bias(torch.float32), torch.zeros(HEADS, requires_grad=True)
     mod = cupy_flash.Mod(bias, lambda b, h, i, j: (i >= j) & (threshold[h] < 1))
-    call = op._arguments((q, k, v), cupy_flash.problem.Options(), None, False)
+    call = op.arguments_of((q, k, v), cupy_flash.problem.Options(), None, False)
     arguments = (*call, list(mod.arrays), mod.encoded)
     torch.library.opcheck(op.modified_attention_forward, arguments)
     out, lse = (x.detach() for x in op.modified_attention_forward(*arguments))
@@ -208,9 +208,6 @@ def test_errors_are_those_of_other_arrays():
     short = torch.ones(3)
     with pytest.raises(ValueError, match="indexed by kv_idx in dimension 0, and there are 12 keys"):
         cupy_flash.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + short[j])
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        out = cupy_flash.attention(q, k, v, score_mod=Bias())
-        torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
 
 
 def test_the_encoded_mod_is_read_back():

@@ -203,26 +203,6 @@ def test_gradient_of_stride_0():
     assert all(torch.equal(x.grad, theirs) for x, theirs in zip((q, k, v), expected, strict=True))
 
 
-def test_second_gradient_is_refused():
-    q, k, v = inputs()
-    (dq,) = torch.autograd.grad(adapter.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="cupy_flash has no second derivative of attention"):
-        dq.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
-def test_forward_mode_is_refused():
-    q, k, v = inputs(requires_grad=False)
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda q: adapter.attention(q, k, v), (q,), (q,))
-
-
-def test_functorch_gradients_are_refused():
-    q, k, v = inputs(requires_grad=False)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda q: adapter.attention(q, k, v).sum())(q)
-
-
 def test_seed_is_drawn_from_the_generator_of_torch():
     arrays = inputs()
     state = torch.get_rng_state()

@@ -139,6 +139,25 @@ def test_varlen_equals_the_sequences_alone():
     check(case, run(case))
 
 
+def test_arrays_of_jax():
+    jnp = pytest.importorskip("jax.numpy")
+    case = Case(causal=True, sink=True)
+    call = case.call()
+    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in call.options.items()}
+    arrays = (jnp.asarray(x) for x in (call.q, call.k, call.v, call.dout, call.dlse))
+    call = call._replace(**dict(zip(("q", "k", "v", "dout", "dlse"), arrays, strict=True)), options=options)
+    direction = direction_of(case, case.call())
+    inputs = [jnp.asarray(x) for x in direction[:3]]
+    out, tout, lse, tlse = cupy_flash.attention_jvp(*call[:3], *inputs, return_lse=True, **options)
+    second = cupy_flash.attention_double_backward(*inputs, call.dout, *call[:3], out, lse, dlse=call.dlse, **options)
+    assert {type(x) for x in (out, tout, lse, tlse, second.dq, second.ddout)} == {type(call.q)}
+    expected = run(case, moving=("tq", "tk", "tv"))
+    for name, x in zip(
+        ("out", "tout", "lse", "tlse", "dq", "ddout"), (out, tout, lse, tlse, second.dq, second.ddout), strict=True
+    ):
+        assert np.asarray(x).tobytes() == getattr(expected, name).tobytes(), name
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

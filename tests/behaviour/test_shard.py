@@ -144,6 +144,23 @@ def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
         np.testing.assert_array_equal(part, whole[:, :, half])
 
 
+def test_mods_count_sequences_and_heads_of_the_whole(backend):
+    case = Case(heads=4, kv_heads=2, head_dim=4, head_dim_v=4, score_mod="alibi", mask_mod="document")
+    q, k, v, options, dout, dlse, _ = case.call()
+    whole = run(case)
+    part, kv_part = (np.s_[1:, :, heads] for heads in (slice(2, 4), slice(1, 2)))
+    arrays, shard = (q[part], k[kv_part], v[kv_part]), Shard(first_head=2, heads=4, first_batch=1)
+    problem, operands = pose("shard", arrays, Options(**options, backend=backend), shard=shard)
+    out = backends.run_forward(in_small_tiles(problem), operands)[0].numpy()
+    np.testing.assert_allclose(out, whole.out[part], rtol=1e-5, atol=1e-6)
+    saved = Saved(dout[part], whole.out[part], whole.lse[1:, 2:], dlse[1:, 2:])
+    problem, operands = pose("shard", arrays, Options(**options, backend=backend), None, saved, shard)
+    gradients = backends.run_backward(in_small_tiles(problem), operands)
+    np.testing.assert_allclose(gradients.dq.numpy(), whole.dq[part], rtol=1e-4, atol=1e-5)
+    (slopes,) = (x.numpy() for x in gradients.dcaptured if x is not None)
+    assert slopes.shape == (4,) and (slopes[:2] == 0).all() and (slopes[2:] != 0).all()
+
+
 def test_bad_starts_are_refused():
     q, k, v, *_ = Case().call()
     with pytest.raises(ValueError, match=r"starts must be int32 \(B, 3\) = \(2, 3\), not int32 \(3, 3\)"):

@@ -77,6 +77,7 @@ def test_every_part_runs_once(machine):
         "adapters",
         "check",
         "tune",
+        "mods",
         "sweep-forward",
         "sweep-backward",
         "conformance",

@@ -59,7 +59,7 @@ RUNS = {
     "sm_90a-all": ("--archs=sm_90a,sm_90a", "tests/gpu", INSIDE, "--ignore=tests/gpu/test_gpu_half.py", "--exhaustive"),
     "simt-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=not mma", "--exhaustive"),
     "mma-orders": ("--archs=sm_80,sm_80", "--seeds=200", *ORDERED, "-k=mma", "--exhaustive"),
-    "wgmma-orders": ("--archs=sm_90a,sm_90a", "--seeds=50", *ORDERED, "-k=wgmma", "--exhaustive"),
+    "wgmma-orders": ("--archs=sm_90a,sm_90a", "--seeds=200", *ORDERED, "-k=wgmma", "--exhaustive"),
 }  # fmt: skip
 
 

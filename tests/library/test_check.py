@@ -100,7 +100,7 @@ def explained(engine=None):
         pytest.param(wrong, "wrong", "out: error ", id="wrong"),
         pytest.param(hangs, "lost", "timed out after 1 s", id="hangs"),
         pytest.param(crashes, "lost", "process exited with status 9", id="crashes"),
-        pytest.param(rejected, "lost", "CompileError: NVRTC ", id="rejected"),
+        pytest.param(rejected, "lost", "CompileError: NVRTC ", id="rejected", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words):
@@ -130,6 +130,7 @@ def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
     assert evidence.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_kv_caches(monkeypatch):
     """Contiguous and in pages; the planted bug loses a factor of its softmax."""
     monkeypatch.setitem(CASES, "mma_decode", [DECODE])
@@ -171,6 +172,11 @@ def test_a_backend_without_kernels(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_engine_that_does_not_serve_the_card_has_not_passed(capsys):
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "wgmma", "--quick"]) == 1
+    assert "wgmma             -      -  sm_80 lacks the instructions of sm_90a" in capsys.readouterr().out
+
+
 def test_an_unknown_engine():
     with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, not 'cpu'"):
         cupy_flash.check(backend="simulator", engine="cpu")
@@ -191,6 +197,7 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
         assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
         assert len(trials(engine, "sm_90a", simulated, quick=True)) == 1
     assert "bfloat16" not in {trial.dtype for trial in trials("mma", "sm_75", False, False)}
+    assert max(trial.head_dim for trial in trials("mma_decode", "sm_75", False, False)) == 128
 
 
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)

@@ -177,6 +177,7 @@ def test_info_names_every_engine_with_its_reasons(arch, monkeypatch):
     assert texts["cpu"].startswith("serves this machine")
     if arch is None:
         assert texts["mma"] == 'no GPU that CuPy can use (no CuPy); backend="simulator" runs it, slowly, anywhere'
+        assert texts["mma_decode"] == texts["mma"]
         assert 'backend="simulator:sm_90a" runs it' in texts["wgmma"] and 'engine="wgmma"' in texts["wgmma"]
     else:
         assert texts["simt"].startswith(f"serves this machine: cuda ({arch}, ")

@@ -97,6 +97,7 @@ def test_there_are_docstring_examples():
     assert min(attempted.values()) > 0, attempted
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
 @pytest.mark.parametrize(("page", "line", "code"), BLOCKS)
 def test_page(page, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -293,6 +293,15 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     assert not list(folder.rglob("publishing-*"))
 
 
+def test_a_reader_sees_a_whole_record():
+    """A new record takes the place of the old one, which whoever reads it meanwhile reads to its end."""
+    path = passed(HOPPER, "mma")
+    old = path.read_bytes()
+    with path.open("rb") as reader:
+        assert passed(HOPPER, "mma", "another verdict") == path
+        assert reader.read() == old != path.read_bytes()
+
+
 def test_a_process_that_has_measured_less_takes_nothing_away():
     key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
     evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
+from tiers import in_tiers
 
 import cupy_flash
 from cupy_flash import evidence, tuning
@@ -81,7 +82,7 @@ class Card:
         self.calls.append(task.tile)
         self.clock.now += 10
         amount = self.amounts[task.tile]
-        if isinstance(amount, Exception):
+        if isinstance(amount, BaseException):
             raise amount
         return amount
 
@@ -139,6 +140,16 @@ def test_a_tune_out_of_time_resumes():
     lines = []
     assert run(card, [CALL, other], report=lines.append).complete and len(card.calls) == 6
     assert "measured before: " in lines[1]
+
+
+def test_a_tune_that_is_interrupted_keeps_what_it_has_measured():
+    card = Card()
+    _, second, third = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=CALL)).tiles
+    card.amounts[third[1]] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run(card)
+    (stored,) = evidence.tunes(AMPERE)
+    assert not stored.complete and len(stored.measured) == 2 and second[1] in {each.tile for each in stored.measured}
 
 
 def test_a_change_of_the_default_measures_anew(monkeypatch):
@@ -200,7 +211,7 @@ def test_engines_that_no_check_has_passed_are_left_out():
 # ---- real measurements
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("backward", in_tiers({"forward": False, "backward": True}, default=["forward"]))
 def test_the_simulator_counts_instructions_and_plans_follow(backward):
     """Warp instructions stand in place of seconds; the fastest tile runs and gives the same result."""
     trial = replace(CALL, q_len=8, kv_len=8, backward=backward)

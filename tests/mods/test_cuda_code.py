@@ -80,7 +80,8 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
     for slot, table in tables.items():
         chunks[f"chunks{slot}"] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
-    packed = _filled("Params", {"captured": captured, "batch": (1,)}, cuda_code.captured_struct(mod.program)).tobytes()
+    members = {"captured": captured, "batch": (1,), "whole_heads": (1,)}
+    packed = _filled("Params", members, cuda_code.captured_struct(mod.program)).tobytes()
     if kernel == EXTREMES:
         launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
         return outputs

@@ -7,7 +7,7 @@ from mods import MASK_MODS, SCORE_MODS, arrays_of, mods_of
 
 import cupy_flash
 from cupy_flash.backends import cpu
-from cupy_flash.problem import Saved, UnsupportedError
+from cupy_flash.problem import Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -326,13 +326,6 @@ def test_one_error_has_every_reason():
     table = jax.numpy.ones(30)
     with pytest.raises(TypeError, match="all arrays must be of one type, not jax and numpy"):
         cupy_flash.attention(call.q, call.k, call.v, score_mod=lambda s, b, h, q, kv: s + table[q])
-
-
-def test_other_engines_and_calls_refuse_mods():
-    call = Case(dtype="float16").call()
-    mod = dict(mask_mod=lambda b, h, q, kv: q >= kv)
-    with pytest.raises(UnsupportedError, match="mask_mod: this engine's kernels apply none yet"):
-        cupy_flash.attention(call.q, call.k, call.v, backend="simulator:sm_90a", engine="wgmma", **mod)
 
 
 def test_explain_shows_the_mods():

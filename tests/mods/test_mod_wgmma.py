@@ -1,9 +1,13 @@
 """Mods in the kernels of wgmma, in the simulator: results against the dense formula, orders of work, planted bugs."""
 
+import functools
+from dataclasses import replace
+
 import pytest
-from cases import Case, Result, check, compare, planned, run_kernels
+from cases import Case, Result, assert_bitwise_equal, check, compare, planned, run_kernels
 from fp8_cases import quantised, references
 from mods import MASK_MODS, SCORE_MODS
+from planting import planted
 from test_mod_attention import BESIDE
 from test_mod_kernels import check_captured
 from tiers import in_tiers
@@ -11,6 +15,7 @@ from wgmma_cases import LONG
 
 from cupy_flash import backends
 from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.plan import plan
@@ -105,3 +110,86 @@ def test_gradients_of_every_mod(options):
 def test_gradients_beside_every_option(options, tile):
     case = long_case(options)
     check(case, run(case, tile))
+
+
+SPARSE = Case(**LONG | dict(q_len=260, kv_len=260), mask_mod="sliding")
+
+
+def test_hidden_tiles_are_not_loaded(watch):
+    """A sliding mask_mod hides more than half of the tiles."""
+    read = {}
+    for case in (SPARSE, replace(SPARSE, mask_mod=None)):
+        run(case, "shared keys", start=watch.start)
+        read[case.mask_mod] = [watch.counters[kernel].global_bytes_read for kernel in ("forward", "backward")]
+    assert all(some <= 0.75 * every for some, every in zip(read["sliding"], read[None], strict=True)), read
+
+
+ORDERS = {
+    "early": dict(order="early"),
+    "late": dict(order="late"),
+    "random": dict(order="random", seed=1),
+}
+
+
+@pytest.mark.parametrize("order", in_tiers(ORDERS, ["late"]))
+def test_every_order_gives_the_same_bits(order):
+    """A deterministic backward passes the turns of hidden tiles."""
+    case, starts = Case(**LONG | dict(q_len=150), mask_mod="document"), functools.partial(start, **order)
+    expected = run(case, deterministic=True)
+    check(case, expected)
+    result = run(case, deterministic=True, start=starts)
+    assert_bitwise_equal(result, expected, case)
+    drawn = forward(case, DRAWING, blocks=1, start=starts)
+    check_forward(case, drawn)
+
+
+# name -> (original text, planted text, errors), of the forward in one block that draws its tiles
+PLANTED = {
+    "cut tiles count as full": ("(kv_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
+    "a visible tile is skipped": ("advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))", AssertionError),
+    "records not waited for": ("    ring.wait();\n", "", (errors.Race, errors.Uninitialised)),
+    "record of another stage": ("4 * (K.index % STAGES)", "4 * (K.index / STAGES % STAGES)", errors.Race),
+    "records written before the stage is empty": (
+        "    K.acquire();\n    st_shared(record_of(K, records), kv", "    st_shared(record_of(K, records), kv",
+        errors.Race,
+    ),
+    "the end not published": (
+        "    st_shared(record_of(K, records), END);\n    mbarrier_arrive(K.full());", "", errors.Deadlock,
+    ),
+    "the end not released": (
+        "      ring.release();\n", "", (errors.Deadlock, errors.PendingCopy, errors.BarrierMisuse),
+    ),
+    "every lane draws": ("if (threadIdx.x % 32 == 0) drawn =", "drawn =", (AssertionError, errors.Uninitialised)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTED, ["cut tiles count as full", "record of another stage"]))
+def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
+    *change, error = plant
+    with planted(monkeypatch, change), pytest.raises(error):
+        check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
+
+
+# The same of a deterministic backward.
+PLANTED_BACKWARD = {
+    "cut tiles count as full": ("(q_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
+    "records not waited for": (
+        "    ring.wait();\n    int record = ld_shared(ring.slot()", "    int record = ld_shared(ring.slot()",
+        errors.Race,
+    ),
+    "the end not published": (
+        "write_record(0, END);", "(void)0;", (errors.Race, errors.Deadlock, errors.Uninitialised),
+    ),
+    "another head": ("st_shared(record + 4, head)", "st_shared(record + 4, 0)", AssertionError),
+    "turns of hidden tiles passed early": (
+        "turns.wait(row, share, before), turns.pass(row, share, before);", "turns.pass(row, share, before);",
+        errors.Race,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTED_BACKWARD, ["turns of hidden tiles passed early"]))
+def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
+    *change, error = plant
+    with planted(monkeypatch, change), pytest.raises(error):
+        check(SPARSE, run(SPARSE, deterministic=True), only=("dq", "dk", "dv"))

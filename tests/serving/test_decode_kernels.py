@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import UnsupportedError, backends, device
+from cupy_flash import UnsupportedError, ahead, backends, device
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import plan
 from cupy_flash.source import assemble, kernel_folder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -51,7 +53,7 @@ def test_split_size(case):
     [
         ("sm_75", 64, 64), exhaustive("sm_90", 128, 128), exhaustive("sm_75", 128, 64), exhaustive("sm_80", 40, 80),
         exhaustive("sm_80", 96, 96), exhaustive("sm_80", 192, 128), exhaustive("sm_80", 256, 256),
-        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 128, 128),
+        exhaustive("sm_90a", 64, 64), exhaustive("sm_120", 256, 256),
     ],
 )  # fmt: skip
 def test_any_gpu_and_head_dimension(arch, dim, dim_v):
@@ -183,6 +185,7 @@ WRONG = {
     "length-negative": (dict(), "cache_seqlens", 0, -5),
     "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
     "longest-length": (dict(), "cache_seqlens", 0, 2**31 - 1),
+    "length-past-the-table": (dict(page=8), "cache_seqlens", 0, 10**6),
     "page-negative": (dict(page=8), "block_table", (0, 0), -7),
     "page-past-the-pool": (dict(page=8), "block_table", (0, 1), 2**31 - 1),
     "row-of-the-cache": (dict(batch_idx=(1, 0)), "cache_batch_idx", 0, 2**30),
@@ -284,6 +287,14 @@ def test_every_key_is_read_once(page, dim, watch):
         assert not counters.conflicting()
 
 
+def test_tiles_of_rows_read_only_keys_that_they_see(watch):
+    """A causal prompt of two tiles of 64 rows: the first sees half of the keys."""
+    case = CacheCase(lengths=(128,), capacity=128, q_len=128, heads=1, kv_heads=1, dtype="float16", split_size=128)
+    run_kernels(case.call(), start=watch.start)
+    queries, keys = 128 * 2 * 16, (64 + 128) * 2 * (16 + 16)
+    assert queries + keys <= watch.counters["decode"].global_bytes_read <= queries + 1.1 * keys
+
+
 # Appends alone, refusals and plans
 
 
@@ -377,10 +388,10 @@ BUGS = {
     "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
     "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", None, SimulationError),
     "keys-past-the-length-are-read": (
-        "split_kv.cuh",
-        "sequence.q_len ? band.kv_end(sequence.q_len) : 0",
-        "p.cache_capacity",
-        EVERYTHING,
+        "mask.cuh",
+        "max(min(q_stop + high, kv_len), 0)",
+        "max(q_stop + high, 0)",
+        replace(EVERYTHING, causal=False, mask=None),
         AssertionError,
     ),
     "no-barrier-before-a-part": (
@@ -484,3 +495,15 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
     grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
     with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
         assert bits(9) != bits(0.01)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_compile_covers_calls_of_any_length(arch):
+    """What compile(cache=True) loads, a capture needs: pages or not, any batch, lengths and queries."""
+    on = device.named(arch, "cuda")
+    built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, sink=True)}
+    for page, q_len, batch, capacity in product((None, 16), (1, 4, 5, 9, 40), (1, 70), (16, 300, 70_000)):
+        case = CacheCase(lengths=(), capacity=capacity, page=page, q_len=q_len, appended=1, heads=8, sink=True,
+                         head_dim=64, head_dim_v=64, dtype="float16")  # fmt: skip
+        problem = posed(case.call())[0]._replace(batch=batch, device="cuda:0")
+        assert {x.text_key for x in plan(problem, on).launches} <= built

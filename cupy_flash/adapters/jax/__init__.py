@@ -1,5 +1,16 @@
 """Attention for jax: eager, and compiled through XLA's FFI on a CPU and on a GPU."""
 
+from .cache import append_to_kv_cache, attention_with_kv_cache
+from .nn import dot_product_attention
 from .op import attention, attention_varlen
+from .ring import ring_attention, ring_positions
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = [
+    "append_to_kv_cache",
+    "attention",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "dot_product_attention",
+    "ring_attention",
+    "ring_positions",
+]

@@ -81,10 +81,14 @@ class Call(NamedTuple):
         return sum(name.startswith("array") for name in self.names)
 
     @property
+    def aliases(self) -> dict[int, int]:
+        """The operands whose buffers are those of results: none."""
+        return {}
+
+    @property
     def text(self) -> str:
         """The call as the attribute that `parse` reads."""
-        static = {name: value for name, value in self.static._asdict().items() if value is not None}
-        return json.dumps({"step": self.step, "static": static, "names": self.names}, default=_plain)
+        return text_of(self)
 
     def pose(self, operands: dict[str, Any]) -> tuple[Problem, Operands]:
         """State the problem, or raise one error with every requirement that is not met."""
@@ -112,8 +116,8 @@ class Call(NamedTuple):
             return None
         return decoded(self.static.score_mod, [operands[f"array{slot}"] for slot in range(self._slots)])
 
-    def run(self, operands: dict[str, Any]) -> dict[str, Array]:
-        """Compute the results where the operands are."""
+    def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
+        """Compute the results where the operands are; `results`, their buffers in a call frame, are found there."""
         problem, posed = self.pose(operands)
         compute = backends.forward if self.step == FORWARD else backends.backward
         return self.named(compute(problem, posed))
@@ -127,19 +131,30 @@ class Call(NamedTuple):
         return {f"d{name}": named[f"d{name}"] for name in self.differentiated}
 
 
+def text_of(call: Any) -> str:
+    """A call as text."""
+    static = {name: value for name, value in call.static._asdict().items() if value is not None}
+    return json.dumps({"step": call.step, "static": static, "names": call.names}, default=_plain)
+
+
+# The classes of a call and of its static options, by its step; cache.py adds its own.
+STEPS: dict[str, tuple[Any, Any]] = {FORWARD: (Call, Static), BACKWARD: (Call, Static)}
+
+
 def _plain(value: Any) -> Any:
     """A scalar of NumPy or jax as Python's."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 @functools.lru_cache(maxsize=1024)
-def parse(text: str) -> Call:
-    """The call of `Call.text`."""
+def parse(text: str) -> Any:
+    """The call of `text_of`."""
     fields = json.loads(text)
-    static = dict.fromkeys(Static._fields) | fields["static"]
+    kind, options = STEPS[fields["step"]]
+    static = dict.fromkeys(options._fields) | fields["static"]
     if static["window"] is not None:
         static["window"] = tuple(static["window"])
-    return Call(fields["step"], Static(**static), tuple(fields["names"]))
+    return kind(fields["step"], options(**static), tuple(fields["names"]))
 
 
 def _host(x: Any) -> np.ndarray[Any, Any]:

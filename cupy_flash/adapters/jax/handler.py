@@ -67,14 +67,16 @@ def handle(frame: ffi.CallFrame, platform: str) -> None:
     if platform == "cuda" and not simulated:
         memory = Memory(f"cuda:{_device(frame)}", _stream(frame) if frame.stage == ffi.EXECUTE else 0)
     operands = dict(zip(call.names, _arrays(frame.args.args, frame.args.size, memory, True), strict=True))
+    for place in call.aliases:
+        operands[call.names[place]].readonly = False
     if frame.stage == ffi.INITIALIZE:
         if memory.device != "cpu":
             _load(call, operands)
         return
     memory.results = _arrays(frame.rets.rets, frame.rets.size, memory, False)
     memory.unused = list(memory.results)
-    computed = call.run(operands)
-    memory.settle(list(computed.values()), [memory.results[index] for index in _indices(attributes[OUTPUTS])])
+    outputs = [memory.results[index] for index in _indices(attributes[OUTPUTS])]
+    memory.settle(list(call.run(operands, outputs).values()), outputs)
 
 
 def _load(call: Any, operands: dict[str, Array]) -> None:
@@ -175,9 +177,8 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 )
 
 
-@functools.cache
 def register() -> None:
-    """Register the handlers with XLA, once."""
+    """Register the handlers with XLA."""
     for platform, name in PLATFORMS.items():
         function = _new_capsule(ctypes.cast(HANDLERS[platform], ctypes.c_void_p), None, None)
         stages = {"execute": function} if platform == "cpu" else {"initialize": function, "execute": function}

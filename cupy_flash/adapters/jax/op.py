@@ -228,7 +228,7 @@ def _run(step: str, static: Static, operands: dict[str, Any]) -> dict[str, Any]:
     """The results of a call by name, on the memory of its operands if they have one and it is that of one device."""
     call = Call(step, static, tuple(operands))
     if not any(_is_traced(x) or len(x.devices()) > 1 for x in operands.values()):
-        return {name: result.result() for name, result in call.run(operands).items()}
+        return {name: result.result() for name, result in call.run(operands, []).items()}
     if step == FORWARD:
         primitive.check(call, operands)
     return _bind(call, operands)

@@ -22,7 +22,7 @@ from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
 from ...backends import kernels
 from . import folding, frame, handler, sharding
-from .calls import FORWARD, NUMBERS, Call, parse
+from .calls import BACKWARD, NUMBERS, Call, parse
 
 local_p = Primitive("cupy_flash_attention")  # on one device
 
@@ -117,20 +117,21 @@ def _abstract(*operands: Any, call: str) -> list[Any]:
 def _on_cpu(context: Any, *operands: Any, call: str) -> Any:
     reason = frame.unserved()
     if reason is None:
-        handler.register()
         outputs = " ".join(map(str, range(len(context.avals_out))))
-        return jax.ffi.ffi_lowering(handler.TARGET)(context, *operands, call=call, outputs=outputs)
+        rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parse(call).aliases)
+        return rule(context, *operands, call=call, outputs=outputs)
     warnings.warn(f"jitted attention falls back to jax.pure_callback: {reason}", RuntimeWarning, stacklevel=2)
     return mlir.lower_fun(functools.partial(_call_back, call=call), multiple_results=True)(context, *operands)
 
 
 def _call_back(*arrays: Any, call: str) -> Any:
     parsed = parse(call)
-    shapes = parsed.results(dict(zip(parsed.names, arrays, strict=True))).values()
+    shapes = list(parsed.results(dict(zip(parsed.names, arrays, strict=True))).values())
 
     def run(*arrays: Any) -> Any:
-        results = parsed.run(dict(zip(parsed.names, map(np.asarray, arrays), strict=True)))
-        return [result.result() for result in results.values()]
+        operands = {name: as_array(np.asarray(x), name) for name, x in zip(parsed.names, arrays, strict=True)}
+        buffers = [as_array(np.empty(*shape), "result") for shape in shapes]
+        return [result.numpy() for result in parsed.run(operands, buffers).values()]
 
     return jax.pure_callback(run, [jax.ShapeDtypeStruct(*shape) for shape in shapes], *arrays)
 
@@ -146,13 +147,12 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
             f"{parsed.static.function}: {', '.join(unread)} must have a value while jax compiles for a GPU, whose "
             "memory the host does not read"
         )
-    handler.register()
     recorder = Recorder("cuda:0")
     described = zip(parsed.names, context.avals_in, strict=True)
     operands_like = {name: recorder.array(x.shape, x.dtype) for name, x in described}
     written, outputs = allocations(parsed, recorder, operands_like)
     avals = [jax.core.ShapedArray(shape, dtype) for shape, dtype in written]
-    rule = jax.ffi.ffi_lowering(handler.TARGET)
+    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parsed.aliases)
     results = rule(context.replace(avals_out=avals), *operands, call=call, outputs=" ".join(map(str, outputs)))
     return [results[index] for index in outputs]
 
@@ -179,7 +179,10 @@ class Recorder:
 def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> tuple[list[Any], list[int]]:
     """(shape, dtype) of all that the kernels of a call write, in the order of allocation; which of them are results."""
     problem, posed = call.pose(operands)
-    run = kernels.forward if call.step == FORWARD else kernels.backward
+    if call.aliases:  # an append: the caches, and no workspaces
+        backends.plan_for(problem)
+        return list(call.results(operands).values()), list(range(len(call.aliases)))
+    run = kernels.backward if call.step == BACKWARD else kernels.forward
     results = call.named(run(backends.plan_for(problem), posed, lambda work: None))
     places = {id(array): place for place, array in enumerate(recorder.arrays)}
     return [(x.shape, x.dtype) for x in recorder.arrays], [places[id(result)] for result in results.values()]
@@ -199,3 +202,5 @@ local_p.def_impl(_evaluate)
 local_p.def_abstract_eval(_abstract)
 mlir.register_lowering(local_p, _on_cpu, platform="cpu")
 mlir.register_lowering(local_p, _on_gpu, platform="cuda")
+if frame.unserved() is None:
+    handler.register()  # at import, for programs that jax.export has stored

@@ -16,8 +16,8 @@ from .drop_in import (
     sdpa,
 )
 from .module import CausalSelfAttention
-from .op import forward
 from .registry import Activation
+from .transforms import forward
 
 __all__ = [
     "CausalSelfAttention",

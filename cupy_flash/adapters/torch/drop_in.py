@@ -20,7 +20,8 @@ from torch.utils import checkpoint
 
 from ...problem import Options, Packed, UnsupportedError
 from .cache_drop_in import attend_to_pages
-from .op import as_int32, forward, is_zero
+from .op import as_int32, is_zero
+from .transforms import forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,8 +1,8 @@
 """Attention as torch operators: cupy_flash::attention_forward, differentiable, and cupy_flash::attention_backward.
 
 Both are functional and have fake kernels, so that compile, export, checkpoint and FSDP2 know the shapes of results
-without running them. They run as any other call: problem -> plan -> backend. `forward` calls them with a caller's
-arguments.
+without running them. They run as any other call: problem -> plan -> backend. `arguments_of` and `mod_of_options` turn a
+caller's options into their arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
@@ -23,7 +22,7 @@ from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS
 from ...mods.facts import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...pose import pose
-from ...problem import Options, Packed, Saved
+from ...problem import Options, Packed, Saved, Tangents
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' argument: the caller's
@@ -80,7 +79,7 @@ class Call(_Call):
         batch, first, second, _ = self.q.shape
         return (batch, second, first) if self.layout == "bshd" else (batch, first, second)
 
-    def pose(self, saved: Saved | None = None, mod: Mod | None = None) -> Any:
+    def pose(self, saved: Saved | None = None, mod: Mod | None = None, tangents: Tangents | None = None) -> Any:
         """(problem, operands), or the one error with every reason."""
         options = Options(
             score_mod=mod,
@@ -89,9 +88,9 @@ class Call(_Call):
             **dict(zip(UNCHANGED, _unchanged(self), strict=True)),
         )
         if not self.is_packed:
-            return pose("attention", (self.q, self.k, self.v), options, saved=saved)
+            return pose("attention", (self.q, self.k, self.v), options, saved=saved, tangents=tangents)
         packed = Packed(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
-        return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved)
+        return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved, tangents=tangents)
 
 
 SCHEMA = ", ".join(
@@ -117,42 +116,7 @@ modified_attention_forward = torch.ops.cupy_flash.modified_attention_forward.def
 modified_attention_backward = torch.ops.cupy_flash.modified_attention_backward.default
 
 
-def forward(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None, fp8: bool = False
-) -> Any:
-    """Return the result of `cupy_flash.<function>`, recorded for autograd.
-
-    The operator checks the call with `pose`; checked here is only what the operator's schema cannot express.
-    """
-    mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
-    is_traced = all(isinstance(mod, Mod) for mod in mods)
-    if torch.compiler.is_compiling() and not is_traced:
-        return _recorded_outside_of_graph(function, arrays, options, packed, fp8)
-    return _recorded(function, arrays, options, packed, fp8)
-
-
-def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Any:
-    try:
-        arguments = _arguments(arrays, options, packed, fp8)
-        mod = _mod(options)
-    except (TypeError, ValueError):
-        if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
-            pose(function, arrays, options, packed)  # raises the same reason together with all others
-        raise
-    if mod is None:
-        out, lse = attention_forward(*arguments)
-    else:
-        out, lse = modified_attention_forward(*arguments, list(mod.arrays), mod.encoded)
-    return (out, lse) if options.return_lse else out
-
-
-# torch.compile cannot follow the trace of a Python function: it ends its graph before the call and begins another.
-_recorded_outside_of_graph = torch.compiler.disable(
-    _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
-)
-
-
-def _mod(options: Options) -> Mod | None:
+def mod_of_options(options: Options) -> Mod | None:
     """The mods of a call, which capture tensors alone."""
     mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
     if not mods:
@@ -163,7 +127,7 @@ def _mod(options: Options) -> Mod | None:
     return mod
 
 
-def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
+def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
     """The operator's arguments (`Call`) for a caller's; TypeError or ValueError for what its schema cannot express."""
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
@@ -202,9 +166,6 @@ def _arguments(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | 
 def _require_tensor(array: Any) -> None:
     if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
         raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
-    # The operator would drop a tangent silently: torch.func.jvp would return zeros.
-    if forward_ad.unpack_dual(array).tangent is not None:
-        raise RuntimeError("cupy_flash has no forward-mode derivative of attention (torch.func.jvp, dual tensors)")
 
 
 def window_sides(window: Any) -> tuple[Any, Any]:
@@ -323,35 +284,38 @@ def _dtype_of_out(call: Call) -> Any:
 
 
 def _backward(*arguments: Any) -> tuple[Any, ...]:
-    call, saved = _split(arguments)
+    call, saved = split(arguments)
     with on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
-    return _returned(call, gradients[: len(DIFFERENTIATED)])
+    return returned(call, gradients[: len(DIFFERENTIATED)])
 
 
 def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
-    call, captured, mods, saved = _split_modified(arguments)
+    call, captured, mods, saved = split_modified(arguments)
     with on_device_of(call.q):
         *gradients, dcaptured = backends.backward(*call.pose(saved, decoded(mods, captured)))
-    return (*_returned(call, gradients), list(_returned(call, dcaptured or (None,) * len(captured))))
+    return (*returned(call, gradients), list(returned(call, dcaptured or (None,) * len(captured))))
 
 
-def _returned(call: Call, gradients: Any) -> tuple[Any, ...]:
-    return tuple(_absent(call) if gradient is None else gradient.result() for gradient in gradients)
+def returned(call: Call, gradients: Any) -> tuple[Any, ...]:
+    """Arrays as tensors, those that were not requested without elements."""
+    return tuple(absent(call) if gradient is None else gradient.result() for gradient in gradients)
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
+def split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
+    """The arguments of attention_backward."""
     count = len(Call._fields)
     return Call(*arguments[:count]), Saved(*arguments[count:])
 
 
-def _split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Saved]:
+def split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Saved]:
+    """The arguments of modified_attention_backward."""
     count = len(Call._fields)
     captured, mods, *saved, captured_gradient = arguments[count:]
     return Call(*arguments[:count]), captured, mods, Saved._make((*saved, tuple(captured_gradient)))
 
 
-def _absent(call: Call) -> Any:
+def absent(call: Call) -> Any:
     """A tensor without elements, for a gradient that was not requested: operators always return as many tensors."""
     return call.q.new_empty((0,))
 
@@ -376,7 +340,8 @@ def require_one_device(function: str, arguments: dict[str, Any]) -> None:
         raise ValueError(f"{function}: all arrays must be on one device, not {given}")
 
 
-def _require_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
+def require_tensors_on_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
+    """ValueError for the tensors of a call on several devices."""
     arguments = call._asdict() | ({} if saved is None else saved._asdict())
     arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
     require_one_device("attention_varlen" if call.is_packed else "attention", arguments)
@@ -385,7 +350,7 @@ def _require_one_device(call: Call, saved: Saved | None = None, captured: Sequen
 @torch.library.register_fake("cupy_flash::attention_forward", lib=library)
 def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
     call = Call(*arguments)
-    _require_one_device(call)
+    require_tensors_on_one_device(call)
     return _fake_results(call)
 
 
@@ -393,7 +358,7 @@ def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
 def _fake_modified_forward(*arguments: Any) -> tuple[Any, Any]:
     *plain, captured, _ = arguments
     call = Call(*plain)
-    _require_one_device(call, captured=captured)
+    require_tensors_on_one_device(call, captured=captured)
     return _fake_results(call)
 
 
@@ -405,28 +370,34 @@ def _fake_results(call: Call) -> tuple[Any, Any]:
 
 @torch.library.register_fake("cupy_flash::attention_backward", lib=library)
 def _fake_backward(*arguments: Any) -> tuple[Any, ...]:
-    call, saved = _split(arguments)
-    _require_one_device(call, saved)
-    return _fake_gradients(call, saved)
+    call, saved = split(arguments)
+    require_tensors_on_one_device(call, saved)
+    return fake_gradients(call, saved)
 
 
 @torch.library.register_fake("cupy_flash::modified_attention_backward", lib=library)
 def _fake_modified_backward(*arguments: Any) -> tuple[Any, ...]:
-    call, captured, mods, saved = _split_modified(arguments)
-    _require_one_device(call, saved, captured)
+    call, captured, mods, saved = split_modified(arguments)
+    require_tensors_on_one_device(call, saved, captured)
+    return (*fake_gradients(call, saved), fake_captured(call, captured, mods, saved))
+
+
+def fake_captured(call: Call, captured: Sequence[Any], mods: str, saved: Saved) -> list[Any]:
+    """The gradients of captured arrays without contents."""
     floating = floating_reads(decoded(mods, captured).program)
     wanted = [x if asked and slot in floating else None for slot, (x, asked) in _asked(captured, saved)]
-    return (*_fake_gradients(call, saved), [_absent(call) if x is None else x.new_empty(x.shape) for x in wanted])
+    return [absent(call) if x is None else x.new_empty(x.shape) for x in wanted]
 
 
 def _asked(captured: Sequence[Any], saved: Saved) -> Iterator[tuple[int, tuple[Any, bool]]]:
     return enumerate(zip(captured, saved.captured_gradient or (), strict=True))
 
 
-def _fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
+def fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
+    """The gradients by the inputs without contents."""
     inputs = call._asdict() | ({} if saved.bias_gradient else {"bias": None})
     wanted = (inputs[name] for name in DIFFERENTIATED)
-    return tuple(_absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
+    return tuple(absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
@@ -462,16 +433,8 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return (*returned, [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot], None)
 
 
-def _refuse_second_gradient(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError(
-        "cupy_flash has no second derivative of attention: the gradient of a loss through it cannot be differentiated "
-        "again (create_graph=True)"
-    )
-
-
 for name in ("attention", "modified_attention"):
     torch.library.register_autograd(f"cupy_flash::{name}_forward", _differentiate, setup_context=_save, lib=library)
-    torch.library.register_autograd(f"cupy_flash::{name}_backward", _refuse_second_gradient, lib=library)
 
 
 # torch's convention for attention, so that counts are comparable with those of its own operators: two matmuls over all

@@ -11,7 +11,7 @@ from ...problem import Problem
 from ...tensor_map import Box
 from .. import mma
 from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
-from ..shared import known_constants, sequences
+from ..shared import known_constants, loads_by_key, sequences
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -144,7 +144,8 @@ def _live(problem: Problem, tile: Tile) -> int:
         for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
     )
     scores = tile.block_q // tile.shares // 2
-    passes = is_modified(problem), problem.dense_mask is not None
+    loads_in_mask = problem.mask_mod and loads_by_key(problem)
+    passes = is_modified(problem), problem.dense_mask is not None or loads_in_mask
     option_registers = LIVE_OF_SCORES if any(passes) else 0
     option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     option_registers += scores if keeps_scores(problem) else 0

@@ -38,6 +38,7 @@ LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
 # at D 128, but spill 8 bytes with a sink or in a shard, and more at D 96 or if they are persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
+LIVE_OF_WALK = 40  # added under a mask_mod: the producer keeps registers to classify tiles, and cut tiles need more
 # Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
 RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
@@ -90,7 +91,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
         kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
-        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        live_in_mods = max(live_in_loads(problem, block_kv), LIVE_OF_WALK if problem.mask_mod else 0)
+        live = _live(problem, block_kv) + live_in_mods
         if live > limits[kind] or block_kv > most_keys:
             continue
         shapes = (

@@ -32,7 +32,7 @@ def needs_registers(problem: Problem) -> bool:
 
 def live_in_loads(problem: Problem, keys: int) -> int:
     """Registers per thread for what mods load by key in a forward's step of so many keys; by the static gate."""
-    return keys // 2 if loads_by_key(problem) else 0
+    return keys * 3 // 4 + 8 if loads_by_key(problem) else 0
 
 
 def columns(dim: int) -> int:

@@ -1,0 +1,236 @@
+"""KV caches of jax arrays, under jit and eager: reading, and appending to donated buffers.
+
+jax arrays are immutable, so an append returns the new caches. Their buffers are those of the operands: XLA copies a
+cache only if the program goes on to use the old one. Calls run on a CPU, as no engine for GPUs serves a cache yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import backends, features
+from ...arrays import Array, as_array
+from ...pose_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
+from . import calls, primitive
+from .op import JaxArray
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...arguments import CacheArgumentsWithoutLse
+
+APPEND, CACHED = "append", "cached"
+CACHES = ("k_cache", "v_cache")
+WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
+OF_APPEND = (
+    "cache_seqlens", "slots", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_interleaved",
+    "positions", "k_descale", "v_descale", "layout",
+)  # fmt: skip
+
+_Static: Any = features.record(
+    *(feature.name for feature in features.CACHE_FEATURES if feature.name not in ARRAY_NAMES), "function"
+)
+
+
+class CacheStatic(_Static):
+    """The options of a call on a cache that are not arrays, and the name of the function."""
+
+    __slots__ = ()
+
+
+class CacheCall(NamedTuple):
+    """A call on a cache: an append, or attention on what is there; as `calls.Call` otherwise."""
+
+    step: str
+    static: CacheStatic
+    names: tuple[str, ...]
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The names of the results in their order."""
+        return CACHES if self.step == APPEND else ("out", "lse")
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The operands whose buffers are those of results."""
+        if self.step != APPEND:
+            return {}
+        return {self.names.index(name): place for place, name in enumerate(CACHES)}
+
+    @property
+    def text(self) -> str:
+        """The call as the attribute that `calls.parse` reads."""
+        return calls.text_of(self)
+
+    def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each result."""
+        if self.step == APPEND:
+            return {name: (tuple(operands[name].shape), operands[name].dtype) for name in CACHES}
+        q, v_cache = operands["q"], operands["v_cache"]
+        axes = (1, 0) if q.ndim == 3 else (0, 1, 2) if self.static.layout == "bhsd" else (0, 2, 1)
+        accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+        return {
+            "out": ((*q.shape[:-1], v_cache.shape[-1]), q.dtype),
+            "lse": (tuple(q.shape[axis] for axis in axes), accumulation),
+        }
+
+    def pose(self, operands: dict[str, Any]) -> Any:
+        """State the problem, or raise one error with every requirement that is not met."""
+        given = {name: value for name, value in self.static._asdict().items() if name != "function"}
+        given |= {name: x for name, x in operands.items() if name in (*ARRAY_NAMES, "cache_seqlens")}
+        given["slots"] = _as_int64(operands.get("slots"))
+        if self.step == CACHED:
+            return pose_with_cache(operands["q"], operands["k_cache"], operands["v_cache"], CacheOptions(**given))
+        options = CacheOptions(**given | {"k": None, "v": None})
+        arrays = (operands["k"], operands["v"], operands["k_cache"], operands["v_cache"])
+        return pose_append(*arrays, operands.get("cu_seqlens"), options)
+
+    def named(self, results: Any) -> dict[str, Array]:
+        """The results of a backend by name."""
+        return dict(zip(("out", "lse"), results, strict=True))
+
+    def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
+        """Compute the results; those of an append are written to where they are, which have the old contents."""
+        if self.step == CACHED:
+            return self.named(backends.forward(*self.pose(operands)))
+        named = dict(zip(CACHES, results, strict=True))
+        for name, cache in named.items():
+            if cache.pointer != operands[name].pointer:  # not aliased, as in a fallback
+                cache.numpy()[...] = operands[name].numpy()
+        backends.append(*self.pose(operands | named))
+        return named
+
+
+calls.STEPS |= dict.fromkeys((APPEND, CACHED), (CacheCall, CacheStatic))
+
+
+def _as_int64(slots: Any) -> Any:
+    """Slots as the core takes them, of the words of `_words`."""
+    if slots is None or slots.dtype != np.uint32:
+        return slots
+    if slots.device == "cpu":
+        return replace(as_array(slots.numpy().view(np.int64)[:, 0], "slots"), framework=slots.framework)
+    return replace(slots, shape=slots.shape[:1], strides=(1,), dtype=np.dtype(np.int64))
+
+
+def _words(slots: Any) -> Any:
+    """int32 slots as the words of int64, uint32 (n, 2): jax has no 64-bit integers unless they are enabled."""
+    return jnp.stack([slots, slots >> 31], -1).view(jnp.uint32) if slots.dtype == jnp.int32 else slots
+
+
+def append_to_kv_cache(
+    k: JaxArray,
+    v: JaxArray,
+    k_cache: JaxArray,
+    v_cache: JaxArray,
+    *,
+    cu_seqlens: JaxArray | None = None,
+    **options: JaxArray | int | str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The caches with the rows of k and v written to them, as `cupy_flash.append_to_kv_cache` does in place.
+
+    Eager calls donate both caches: the arrays given are deleted, and the results have their memory. Under jit it is
+    the caches' buffers that the program writes to; donate them to the jitted function as well.
+
+    Args:
+        k: (B, S, Hk, D), or packed (T, Hk, D).
+        v: (B, S, Hk, Dv) or (T, Hk, Dv).
+        k_cache: (Bc, Sc, Hk, D), or pages with block_table.
+        v_cache: likewise.
+        cu_seqlens: as in `cupy_flash.append_to_kv_cache`.
+        **options: those of `cupy_flash.append_to_kv_cache`. cache_seqlens may be one traced number, slots int32.
+
+    Returns:
+        (k_cache, v_cache).
+
+    Raises:
+        TypeError: as `cupy_flash.append_to_kv_cache`.
+        ValueError: likewise; about contents, XLA's JaxRuntimeError (or a ValueError) with the same text.
+    """
+    unknown = [name for name in options if name not in OF_APPEND]
+    if unknown:
+        raise TypeError(f"append_to_kv_cache: unknown option {', '.join(unknown)}; they are {', '.join(OF_APPEND)}")
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
+    results = _call(APPEND, "append_to_kv_cache", given, options, k)
+    return results["k_cache"], results["v_cache"]
+
+
+def attention_with_kv_cache(
+    q: JaxArray,
+    k_cache: JaxArray,
+    v_cache: JaxArray,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[CacheArgumentsWithoutLse[JaxArray]],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`cupy_flash.attention_with_kv_cache` on jax arrays, under jit too, without appending.
+
+    Args:
+        q: (B, Sq, Hq, D), or packed (T, Hq, D).
+        k_cache: as in `cupy_flash.attention_with_kv_cache`.
+        v_cache: likewise.
+        return_lse: also return lse.
+        **options: those of `cupy_flash.attention_with_kv_cache` except k, v, slots and out: append with
+            `append_to_kv_cache` before. cache_seqlens may be one traced number.
+
+    Returns:
+        out, or (out, lse).
+
+    Raises:
+        TypeError: as `cupy_flash.attention_with_kv_cache`; for an option that appends.
+        ValueError: likewise; about contents, XLA's JaxRuntimeError (or a ValueError) with the same text.
+    """
+    refused = [name for name in WRITTEN if options.get(name) is not None]
+    if refused:
+        raise TypeError(
+            f"attention_with_kv_cache: {', '.join(refused)} would be written in place, and jax arrays are immutable: "
+            "use append_to_kv_cache before the call"
+        )
+    results = _call(CACHED, "attention_with_kv_cache", {"q": q, "k_cache": k_cache, "v_cache": v_cache}, options, q)
+    return (results["out"], results["lse"]) if return_lse else results["out"]
+
+
+def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: Any) -> dict[str, Any]:
+    """The results of a call, of `rows` of q or k."""
+    settings = CacheOptions.of(function, options)
+    given = given | {name: getattr(settings, name) for name in ARRAY_NAMES if name not in given}
+    lengths = settings.cache_seqlens
+    if isinstance(lengths, (jax.Array, np.ndarray)):
+        bounds = given.get("cu_seqlens" if step == APPEND else "cu_seqlens_q")
+        batch = rows.shape[0] if bounds is None else bounds.shape[0] - 1
+        given["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,)) if lengths.ndim == 0 else lengths
+        settings.cache_seqlens = None
+    operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    if "slots" in operands:
+        operands["slots"] = _words(operands["slots"])
+    static = CacheStatic(
+        **{name: getattr(settings, name, None) for name in CacheStatic._fields} | {"function": function}
+    )
+    call = CacheCall(step, static, tuple(operands))
+    recorder = primitive.Recorder("traced")  # facts alone are checked here, and contents where they are
+    call.pose({name: recorder.array(x.shape, x.dtype) for name, x in operands.items()})
+    traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
+    run = _transformable(call.text) if traced else _program(call.text)
+    return dict(zip(call.result_names, run(*operands.values()), strict=True))
+
+
+@functools.cache
+def _program(text: str) -> Any:
+    return jax.jit(_transformable(text), donate_argnums=tuple(calls.parse(text).aliases))
+
+
+@functools.cache
+def _transformable(text: str) -> Any:
+    """A call that vmap runs instance by instance."""
+
+    @jax.custom_batching.sequential_vmap
+    def function(*arrays: Any) -> Any:
+        return primitive.local_p.bind(*arrays, call=text)
+
+    return function

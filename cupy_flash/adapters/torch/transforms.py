@@ -1,0 +1,306 @@
+"""`forward`: attention on torch tensors, under every derivative of torch.
+
+Outside of transforms it calls the operators (op.py, derivatives.py), which autograd differentiates twice and which
+compile, export and checkpointing know. torch.func and dual tensors do not take operators with a backward of their own:
+under them it applies autograd Functions that have `jvp` and `vmap` too. `Attention` is differentiated by `Backward` and
+`Jvp`, and both of these by `DoubleBackward`, which ends the chain. Dynamo takes no Function with a jvp, so that while
+compiling it is always the operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ...features import DIFFERENTIATED
+from ...mods.trace import Mod
+from ...pose import pose
+from ...problem import Options, Packed
+from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
+from .op import (
+    TENSORS,
+    arguments_of,
+    attention_backward,
+    attention_forward,
+    mod_of_options,
+    modified_attention_backward,
+    modified_attention_forward,
+)
+
+
+def forward(
+    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None, fp8: bool = False
+) -> Any:
+    """Return the result of `cupy_flash.<function>`, recorded for autograd and for the transforms of torch.func.
+
+    The operator checks the call with `pose`; checked here is only what the operator's schema cannot express.
+    """
+    mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
+    is_traced = all(isinstance(mod, Mod) for mod in mods)
+    if torch.compiler.is_compiling() and not is_traced:
+        return _recorded_outside_of_graph(function, arrays, options, packed, fp8)
+    return _recorded(function, arrays, options, packed, fp8)
+
+
+def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Any:
+    try:
+        arguments = arguments_of(arrays, options, packed, fp8)
+        mod = mod_of_options(options)
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
+            pose(function, arrays, options, packed)  # raises the same reason together with all others
+        raise
+    captured = [] if mod is None else list(mod.arrays)
+    if not torch.compiler.is_compiling() and _is_transformed():
+        settings = Settings(arguments[len(TENSORS) :], "" if mod is None else mod.encoded)
+        out, lse = Attention.apply(settings, *arguments[: len(TENSORS)], *captured)
+    elif mod is None:
+        out, lse = attention_forward(*arguments)
+    else:
+        out, lse = modified_attention_forward(*arguments, captured, mod.encoded)
+    return (out, lse) if options.return_lse else out
+
+
+# torch.compile cannot follow the trace of a Python function: it ends its graph before the call and begins another.
+_recorded_outside_of_graph = torch.compiler.disable(
+    _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
+)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func or a level of dual tensors is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+class Settings:
+    """What a call has beside tensors. Not a tuple, in whose leaves torch.func would look for tensors."""
+
+    def __init__(self, others: tuple[Any, ...], mods: str) -> None:
+        self.others, self.mods = others, mods
+
+    def operator_arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an operator that takes mods, up to these, for the tensors of a call and the captured."""
+        return (*tensors[: len(TENSORS)], *self.others, list(tensors[len(TENSORS) :]), self.mods)
+
+
+# The tensors of a call that have derivatives, by their places.
+PLACES = tuple(TENSORS.index(name) for name in DIFFERENTIATED)
+COUNT = len(TENSORS)
+
+
+def _moving(tensors: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The direction of tangents of all tensors of a call: those of DIFFERENTIATED, then of the captured arrays."""
+    moved = [None if t is None or t._is_zerotensor() else t for t in tangents]
+    names = {n: name for n, name in enumerate(TENSORS) if n not in PLACES}
+    fixed = [name for n, name in names.items() if moved[n] is not None and tensors[n].is_floating_point()]
+    if fixed:
+        raise RuntimeError(f"cupy_flash differentiates attention by no {', '.join(fixed)}, which has a tangent")
+    return (*(moved[n] for n in PLACES), *moved[COUNT:])
+
+
+def _by_tensor(tensors: tuple[Any, ...], gradients: tuple[Any, ...]) -> list[Any]:
+    """Gradients of DIFFERENTIATED and of the captured arrays, each in the place of its tensor; None elsewhere."""
+    placed: list[Any] = [None] * len(tensors)
+    for n, gradient in zip((*PLACES, *range(COUNT, len(tensors))), gradients, strict=True):
+        placed[n] = gradient
+    return placed
+
+
+def _save(ctx: Any, *tensors: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
+class _Function(torch.autograd.Function):
+    """A Function whose `vmap` folds the vmapped dimension into the batch, or else loops over it."""
+
+    arity = 0  # arguments before the tensors of the call, beside the settings
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, settings: Any, *tensors: Any) -> Any:
+        """The results with the vmapped dimension first."""
+        size, dims = info.batch_size, in_dims[1:]
+        rows = [x if x is None or d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        if cls._folds(tensors):
+            folded = [
+                None if x is None else (x.expand(size, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(rows, dims, strict=True)
+            ]
+            results = [None if x is None else x.unflatten(0, (size, -1)) for x in cls.apply(settings, *folded)]
+        else:
+            each = [
+                cls.apply(settings, *(x if d is None else x[n] for x, d in zip(rows, dims, strict=True)))
+                for n in range(size)
+            ]
+            results = [None if one[0] is None else torch.stack(one) for one in zip(*each, strict=True)]
+        return tuple(results), tuple(None if x is None else 0 for x in results)
+
+    @classmethod
+    def _folds(cls, tensors: tuple[Any, ...]) -> bool:
+        """Whether every tensor of the call has the batch as its first axis, and none has an index into it."""
+        call = tensors[cls.arity :]
+        return call[0].numel() > 0 and all(x is None for x in call[3:])
+
+
+class Attention(_Function):
+    """(settings, *tensors) -> (out, lse)."""
+
+    @staticmethod
+    def forward(settings: Settings, *tensors: Any) -> Any:
+        """Call the operator."""
+        if settings.mods:
+            return modified_attention_forward(*settings.operator_arguments(tensors))
+        return attention_forward(*tensors, *settings.others)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save everything: any of it may be differentiated."""
+        ctx.settings, *tensors = inputs
+        _save(ctx, *tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        """Apply Backward."""
+        *tensors, out, lse = ctx.saved_tensors
+        if dout is None:  # only lse was used
+            dout = torch.zeros_like(out)
+        gradients = Backward.apply(ctx.settings, dout, out, lse, dlse, *tensors)
+        placed = _by_tensor(tuple(tensors), gradients)
+        return (None, *(x if needed else None for x, needed in zip(placed, ctx.needs_input_grad[1:], strict=True)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        """Apply Jvp."""
+        *tensors, out, lse = ctx.saved_tensors
+        return Jvp.apply(ctx.settings, out, lse, *_moving(tuple(tensors), tangents), *tensors)
+
+
+class Backward(_Function):
+    """(settings, dout, out, lse, dlse, *tensors) -> the gradients of DIFFERENTIATED, then of the captured arrays."""
+
+    arity = 4
+
+    @staticmethod
+    def forward(settings: Settings, dout: Any, out: Any, lse: Any, dlse: Any, *tensors: Any) -> Any:
+        """Call the operator."""
+        saved = (dout, out, lse, dlse, True)
+        if not settings.mods:
+            return _elements(attention_backward(*tensors, *settings.others, *saved))
+        wanted = [x.is_floating_point() for x in tensors[COUNT:]]
+        arguments = settings.operator_arguments(tensors)
+        *gradients, dcaptured = modified_attention_backward(*arguments, *saved, wanted)
+        return _elements((*gradients, *dcaptured))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the inputs."""
+        ctx.settings, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Apply DoubleBackward; out and lse are results of the same inputs, so that these have their part."""
+        dout, out, lse, dlse, *tensors = ctx.saved_tensors
+        ddout, ddlse, *gradients = DoubleBackward.apply(ctx.settings, dout, out, lse, dlse, *cotangents, *tensors)
+        placed = _by_tensor(tuple(tensors), tuple(gradients))
+        return (None, ddout, None, None, None if dlse is None else ddlse, *placed)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tdout: Any, tout: Any, tlse: Any, tdlse: Any, *tangents: Any) -> Any:
+        """The Hessian is symmetric: DoubleBackward in the direction, plus the backward of what dout and dlse do."""
+        dout, out, lse, dlse, *tensors = ctx.saved_tensors
+        direction = _moving(tuple(tensors), tangents)
+        terms = []
+        if any(t is not None for t in direction):
+            second = DoubleBackward.apply(ctx.settings, dout, out, lse, dlse, *direction, *tensors)
+            terms.append(second[2:])
+        tdout, tdlse = (None if t is None or t._is_zerotensor() else t for t in (tdout, tdlse))
+        if tdout is not None or tdlse is not None:
+            tdout = torch.zeros_like(dout) if tdout is None else tdout
+            terms.append(Backward.apply(ctx.settings, tdout, out, lse, tdlse, *tensors))
+        return tuple(_sum(parts) for parts in zip(*terms, strict=True))
+
+
+class Jvp(_Function):
+    """(settings, out, lse, *direction, *tensors) -> (tout, tlse)."""
+
+    @staticmethod
+    def forward(settings: Settings, out: Any, lse: Any, *others: Any) -> Any:
+        """Call the operator."""
+        direction, tensors = _halves(others)
+        arguments = settings.operator_arguments(tensors)
+        places = len(DIFFERENTIATED)
+        _, _, tout, tlse = attention_jvp(*arguments, *direction[:places], list(direction[places:]))
+        return tout, tlse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the inputs."""
+        ctx.settings, *tensors = inputs
+        _save(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dtout: Any, dtlse: Any) -> Any:
+        """<dtout, tout> is the JVP of <dtout, out>: its gradients are those of DoubleBackward and of Backward."""
+        out, lse, *others = ctx.saved_tensors
+        direction, tensors = _halves(tuple(others))
+        dtout = torch.zeros_like(out) if dtout is None else dtout
+        _, _, *gradients = DoubleBackward.apply(ctx.settings, dtout, out, lse, dtlse, *direction, *tensors)
+        by_direction = Backward.apply(ctx.settings, dtout, out, lse, dtlse, *tensors)
+        of_direction = [None if t is None else x for t, x in zip(direction, by_direction, strict=True)]
+        return (None, None, None, *of_direction, *_by_tensor(tensors, tuple(gradients)))
+
+    jvp = staticmethod(refuse_third_derivative)
+
+    @classmethod
+    def _folds(cls, tensors: tuple[Any, ...]) -> bool:
+        direction, call = _halves(tensors[2:])
+        return call[0].numel() > 0 and all(x is None for x in (*direction[3:], *call[3:]))
+
+
+class DoubleBackward(_Function):
+    """(settings, dout, out, lse, dlse, *direction, *tensors) -> (ddout, ddlse, *gradients as of Backward)."""
+
+    @staticmethod
+    def forward(settings: Settings, dout: Any, out: Any, lse: Any, dlse: Any, *others: Any) -> Any:
+        """Call the operator."""
+        direction, tensors = _halves(others)
+        wanted = [x.is_floating_point() for x in tensors[COUNT:]] if settings.mods else []
+        places = len(DIFFERENTIATED)
+        *gradients, dcaptured, ddout, ddlse = attention_double_backward(
+            *settings.operator_arguments(tensors), dout, out, lse, dlse, True, wanted,
+            *direction[:places], list(direction[places:]),
+        )  # fmt: skip
+        return (ddout, ddlse, *_elements((*gradients, *dcaptured)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved: there is no third derivative."""
+
+    backward = staticmethod(refuse_third_derivative)
+    jvp = staticmethod(refuse_third_derivative)
+
+    @classmethod
+    def _folds(cls, tensors: tuple[Any, ...]) -> bool:
+        direction, call = _halves(tensors[4:])
+        return call[0].numel() > 0 and all(x is None for x in (*direction[3:], *call[3:]))
+
+
+def _elements(gradients: Any) -> tuple[Any, ...]:
+    """Gradients, None for a tensor of no elements by which an operator returns one that there is not."""
+    return tuple(None if x.dim() == 1 and x.numel() == 0 else x for x in gradients)
+
+
+def _halves(others: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(direction, tensors): as many captured arrays have a place in both."""
+    captured = (len(others) - len(DIFFERENTIATED) - COUNT) // 2
+    return others[: len(DIFFERENTIATED) + captured], others[len(DIFFERENTIATED) + captured :]
+
+
+def _sum(parts: tuple[Any, ...]) -> Any:
+    """The sum of what is there."""
+    present = [x for x in parts if x is not None]
+    return sum(present[1:], present[0]) if present else None

@@ -1,0 +1,60 @@
+"""A mask_mod with a table of its blocks, and torch's BlockMask, which holds that table as lists of key blocks.
+
+The table is a captured array, so interval arithmetic reads the classes of tiles from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+NONE, PARTIAL, ALL = 0, 1, 2  # pairs of a block that are seen
+
+
+def is_block_mask(x: Any) -> bool:
+    """Whether x is torch's BlockMask, told without an import of torch."""
+    return type(x).__name__ == "BlockMask" and type(x).__module__.startswith("torch.nn.attention")
+
+
+def converted(mask: Any) -> MaskMod:
+    """The mask_mod of torch's BlockMask: its own in partial blocks, all keys in full blocks, none in others."""
+    import torch
+
+    q_len, kv_len = mask.seq_lengths
+    block_q, block_kv = mask.BLOCK_SIZE
+    device = mask.kv_indices.device
+    columns = -(-kv_len // block_kv)
+    table = _listed(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.uint8) * PARTIAL
+    if mask.full_kv_num_blocks is not None:
+        table[_listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns)] = ALL
+    queries, keys = (
+        torch.arange(length, dtype=torch.int32, device=device) // size
+        for length, size in ((q_len, block_q), (kv_len, block_kv))
+    )
+    return masked_by(mask.mask_mod, table, queries, keys)
+
+
+def _listed(counts: Any, indices: Any, columns: int) -> Any:
+    """bool (B, H, query blocks, key blocks) of the first `counts` of the listed key blocks of each query block."""
+    import torch
+
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = torch.where(is_listed, indices, columns).long()
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, places, True)[..., :columns].contiguous()
+
+
+def masked_by(mask_mod: MaskMod, table: Any, rows: Any, columns: Any) -> MaskMod:
+    """The mask_mod with a table (B, H, query blocks, key blocks) of classes.
+
+    The blocks of positions are arrays, so that a longer call is refused as for any array that a position indexes.
+    """
+    by_sequence, by_head = (size > 1 for size in table.shape[:2])
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        found = table[b if by_sequence else 0, h if by_head else 0, rows[q_idx], columns[kv_idx]]
+        return (found == ALL) | ((found == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
+
+    return in_blocks

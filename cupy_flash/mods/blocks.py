@@ -1,0 +1,122 @@
+"""block_mask: the exact classes of the blocks of a mask of which interval arithmetic proves too little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import as_array
+from .block_tables import ALL, NONE, PARTIAL, MaskMod, converted, is_block_mask, masked_by
+from .ir import Untraceable
+from .numpy_code import mask_function
+from .tiles import CUT, FULL, TileClasses
+from .trace import Mod, traced
+
+
+def block_mask(
+    mask_mod: MaskMod | object,
+    B: int | None = None,
+    H: int | None = None,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    block: int = 128,
+    like: object = None,
+) -> MaskMod:
+    """The mask_mod with a table of the classes of its blocks: empty, full, or cut, of which the elements are computed.
+
+    No mask needs it: tiles are skipped where interval arithmetic proves that they are hidden. It serves masks of which
+    that proves little, such as segments in no order, and costs one evaluation on the host, of all elements of the
+    blocks that are not proved; use it for many calls. The table takes q_len kv_len / block^2 bytes for each of B H.
+
+    Args:
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend, over arrays in host memory; or a BlockMask
+            of torch, on any device, which is converted and takes no other argument.
+        B: the number of sequences; None: one table for all.
+        H: the number of query heads; None: one table for all.
+        q_len: the most queries of a call.
+        kv_len: the most keys of a call.
+        block: queries and keys of a block.
+        like: an array of the kind and on the device of q; default: what mask_mod captures, else NumPy.
+
+    Returns:
+        A mask_mod, also for `and_masks` and `Mod`.
+
+    Raises:
+        TypeError: mask_mod is no such function, or cannot be traced; q_len or kv_len is missing.
+        ValueError: B, H, q_len, kv_len or block is not positive.
+
+    >>> import numpy as np, cupy_flash
+    >>> segments = np.random.default_rng(0).integers(0, 4, 512)
+    >>> def same(b, h, q_idx, kv_idx):
+    ...     return segments[q_idx] == segments[kv_idx]
+    >>> mask_mod = cupy_flash.block_mask(same, q_len=512, kv_len=512)
+    >>> q = k = v = np.ones((1, 512, 2, 8), np.float32)
+    >>> cupy_flash.attention(q, k, v, mask_mod=mask_mod).shape
+    (1, 512, 2, 8)
+    """
+    if is_block_mask(mask_mod):
+        return converted(mask_mod)
+    if q_len is None or kv_len is None:
+        raise TypeError("block_mask: q_len and kv_len must be given")
+    sizes = {"B": B, "H": H, "q_len": q_len, "kv_len": kv_len, "block": block}
+    wrong = [f"{name} must be at least 1, not {size}" for name, size in sizes.items() if size is not None and size < 1]
+    if wrong:
+        raise ValueError(f"block_mask: {', '.join(wrong)}")
+    if not callable(mask_mod):
+        raise TypeError(f"block_mask: mask_mod must be a function (b, h, q_idx, kv_idx), not {type(mask_mod).__name__}")
+    mod = traced(None, mask_mod)
+    table = _classes(mod, (B or 1, H or 1), (q_len, kv_len), block)
+    like = next(iter(mod.arrays), None) if like is None else like
+    rows, columns = (np.arange(length, dtype=np.int32) // block for length in (q_len, kv_len))
+    return masked_by(mask_mod, *(_like(x, like) for x in (table, rows, columns)))
+
+
+def _classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray[Any, Any]:
+    """The exact classes of blocks, uint8 (B, H, query blocks, key blocks)."""
+    counts = tuple(-(-length // block) for length in lengths)
+    if mod.program.mask is None:
+        return np.full((*heads, *counts), ALL, np.uint8)
+    arrays = []
+    for slot, x in enumerate(mod.arrays):
+        array = as_array(x, f"array{slot}")
+        if array.device != "cpu":
+            raise Untraceable(
+                f"block_mask: array{slot} is on {array.device}, and elements are computed on the host: for "
+                "tensors on a GPU pass create_block_mask(...) of torch"
+            )
+        arrays.append(array.numpy())
+    function, of_tiles = mask_function(mod.text), TileClasses(mod.program.mask, arrays, mod.numbers)
+    starts = [np.arange(0, length, block) for length in lengths]
+    (queries, keys) = ((first, np.minimum(first + block, n) - 1) for first, n in zip(starts, lengths, strict=True))
+    table = np.empty((*heads, *counts), np.uint8)
+    for b, h in np.ndindex(heads):
+        classes = of_tiles.of(b, h, (queries[0][:, None], queries[1][:, None]), keys)
+        table[b, h] = np.where(classes == FULL, ALL, NONE)
+        for row, column in np.argwhere(classes == CUT).tolist():
+            i = np.arange(queries[0][row], queries[1][row] + 1, dtype=np.int32)[:, None]
+            j = np.arange(keys[0][column], keys[1][column] + 1, dtype=np.int32)[None, :]
+            with np.errstate(all="ignore"):
+                (seen,) = function(None, np.int32(b), np.int32(h), i, j, arrays, mod.numbers, np.float32)
+            table[b, h, row, column] = ALL if np.all(seen) else PARTIAL if np.any(seen) else NONE
+    return table
+
+
+def _like(x: np.ndarray[Any, Any], like: Any) -> Any:
+    """x as an array of the kind and on the device of `like`."""
+    framework = "numpy" if like is None else as_array(like, "like").framework
+    if framework == "torch":
+        import torch
+
+        return torch.from_numpy(x).to(like.device)
+    if framework == "jax":
+        import jax
+
+        return jax.device_put(x, like.device)
+    if framework == "cupy":
+        import cupy
+
+        with like.device:
+            return cupy.asarray(x)
+    return x

@@ -1,0 +1,147 @@
+"""KV caches of jax arrays: append to donated buffers, read under jit, and a decode loop in one program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache
+from cupy_flash.adapters.jax.cache import CACHES, CacheCall
+
+B, S, H, HK, D, CAPACITY = 2, 3, 4, 2, 8, 16
+LENGTHS = np.array([5, 2], np.int32)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def contiguous():
+    return [normal(n, B, CAPACITY, HK, D) for n in (3, 4)]
+
+
+OPTIONS = {
+    "lengths": dict(cache_seqlens=LENGTHS),
+    "rotary": dict(cache_seqlens=LENGTHS, rotary_cos=normal(5, 32, 4), rotary_sin=normal(6, 32, 4)),
+    "paged": dict(cache_seqlens=LENGTHS, block_table=np.array([[3, 1], [0, 2]], np.int32)),
+}
+
+
+def caches_of(case):
+    return [normal(n, 4, 8, HK, D) for n in (3, 4)] if case == "paged" else contiguous()
+
+
+def of_jax(arrays):
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_appended_caches_and_attention_are_those_of_numpy(case, transform):
+    options, caches = OPTIONS[case], caches_of(case)
+    k, v, q = normal(0, B, S, HK, D), normal(1, B, S, HK, D), normal(2, B, S, H, D)
+    arrays = of_jax(dict(k=k, v=v, k_cache=caches[0], v_cache=caches[1], **options))
+    actual = transform(lambda arrays: append_to_kv_cache(**arrays))(arrays)
+    cupy_flash.append_to_kv_cache(k, v, *caches, **options)
+    for one, other in zip(actual, caches, strict=True):
+        np.testing.assert_array_equal(one, other)
+    longer = options | {"cache_seqlens": LENGTHS + S}
+    expected = cupy_flash.attention_with_kv_cache(q, *caches, return_lse=True, **longer)
+    read = transform(functools.partial(attention_with_kv_cache, return_lse=True))
+    for one, other in zip(read(jnp.asarray(q), *actual, **of_jax(longer)), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_slots_are_int32():
+    k, v = normal(0, 3, HK, D), normal(1, 3, HK, D)
+    slots = np.array([17, -1, 4])
+    actual = append_to_kv_cache(*of_jax([k, v, *contiguous()]), slots=jnp.asarray(slots, jnp.int32))
+    expected = contiguous()
+    cupy_flash.append_to_kv_cache(k, v, *expected, slots=slots)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_donated_caches_are_written_in_place(jitted, monkeypatch):
+    handed, run = [], CacheCall.run
+
+    def record(call, operands, results):
+        handed.append([operands[name].pointer for name in CACHES] + [x.pointer for x in results])
+        return run(call, operands, results)
+
+    monkeypatch.setattr(CacheCall, "run", record)
+    append = jax.jit(append_to_kv_cache, donate_argnums=(2, 3)) if jitted else append_to_kv_cache
+    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    caches = [cache + 0 for cache in caches]
+    pointers = [cache.unsafe_buffer_pointer() for cache in caches]
+    results = append(k, v, *caches, cache_seqlens=jnp.asarray(LENGTHS))
+    assert [cache.unsafe_buffer_pointer() for cache in results] == pointers
+    assert all(cache.is_deleted() for cache in caches)
+    assert handed == [[*pointers, *pointers]]  # XLA copies nothing, either
+
+
+def test_a_cache_that_is_used_again_is_copied():
+    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    before = [np.array(cache) for cache in caches]
+    (k_cache, _), first = jax.jit(lambda k, v, a, b: (append_to_kv_cache(k, v, a, b, cache_seqlens=4), a.sum()))(
+        k, v, *caches
+    )
+    for cache, old in zip(caches, before, strict=True):
+        np.testing.assert_array_equal(cache, old)
+    np.testing.assert_allclose(first, before[0].sum(), rtol=1e-5)
+    np.testing.assert_array_equal(k_cache[:, 4 : 4 + S], k)
+
+
+def test_a_decode_loop_in_one_program_is_causal_attention():
+    q, k, v = (jnp.asarray(normal(n, B, CAPACITY, heads, D)) for n, heads in ((0, H), (1, HK), (2, HK)))
+
+    @jax.jit
+    def decode(q, k, v):
+        def token(caches, x):
+            position, *rows = x
+            q, k, v = (row[:, None] for row in rows)
+            caches = append_to_kv_cache(k, v, *caches, cache_seqlens=position)
+            return caches, attention_with_kv_cache(q, *caches, cache_seqlens=position + 1)[:, 0]
+
+        empty = (jnp.zeros_like(k), jnp.zeros_like(v))
+        moved = (jnp.moveaxis(x, 1, 0) for x in (q, k, v))
+        _, out = jax.lax.scan(token, empty, (jnp.arange(CAPACITY), *moved))
+        return jnp.moveaxis(out, 0, 1)
+
+    np.testing.assert_allclose(decode(q, k, v), attention(q, k, v, causal=True), rtol=2e-5, atol=2e-6)
+
+
+def test_vmap_of_a_read():
+    q, k, v = (jnp.asarray(normal(n, 3, B, S, heads, D)) for n, heads in ((0, H), (1, HK), (2, HK)))
+    expected = jnp.stack([attention_with_kv_cache(*x) for x in zip(q, k, v, strict=True)])
+    np.testing.assert_array_equal(jax.vmap(attention_with_kv_cache)(q, k, v), expected)
+
+
+Q, EMPTY = jnp.zeros((B, S, H, D)), [jnp.zeros((B, CAPACITY, HK, D))] * 2
+ROWS = [jnp.zeros((B, S, HK, D))] * 2
+WRONG = {
+    "in-place": (lambda: attention_with_kv_cache(Q, *EMPTY, k=Q, v=Q), TypeError, "k, v would be written in place"),
+    "option": (lambda: append_to_kv_cache(*ROWS, *EMPTY, window=(1, 1)), TypeError, "unknown option window"),
+    "shape": (lambda: attention_with_kv_cache(Q[..., :3], *EMPTY), ValueError, "one head dimension, not 3, 8"),
+    "heads": (lambda: append_to_kv_cache(Q, Q, *EMPTY), ValueError, "k and v must agree"),
+}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", WRONG)
+def test_refused(case, transform):
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        transform(call)()
+
+
+def test_lengths_beyond_the_capacity_are_an_error_of_the_program():
+    call = jax.jit(lambda n: attention_with_kv_cache(Q, *EMPTY, cache_seqlens=n))
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match=r"cache_seqlens\[0\] is 17, and the capacity is"
+    ):
+        jax.block_until_ready(call(CAPACITY + 1))

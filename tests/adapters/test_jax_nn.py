@@ -1,0 +1,82 @@
+"""adapters.jax.dot_product_attention against jax.nn's: one import changes, and nothing else."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import in_tiers
+
+from cupy_flash.adapters.jax import dot_product_attention
+
+B, T, S, N, K, D = 2, 9, 13, 4, 2, 8
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+Q, KEY, V = normal(0, B, T, N, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
+MASK = (normal(3, B, 1, T, S) > -0.5).at[..., 0].set(True)  # every query sees a key: jax averages where it sees none
+CASES = {
+    "plain": (Q, {}),
+    "causal": (Q, dict(is_causal=True)),
+    "bias-mask": (Q, dict(bias=normal(4, 1, N, T, S), mask=MASK, scale=0.3)),
+    "window": (Q, dict(local_window_size=(3, 2))),
+    "one-window": (Q, dict(local_window_size=2, is_causal=True)),
+    "window-mask": (Q, dict(local_window_size=(20, 4), mask=MASK)),
+    "lengths": (
+        Q,
+        dict(
+            query_seq_lengths=jnp.array([9, 4], jnp.int32), key_value_seq_lengths=jnp.array([50, 3], jnp.int32),
+        ),
+    ),
+    "padded-window": (
+        Q, dict(local_window_size=(12, 1), key_value_seq_lengths=jnp.array([13, 9], jnp.int32)),
+    ),
+    "sequence": (Q[0], dict(is_causal=True, bias=normal(4, N, T, S))),
+    "1-dimensional-mask": (Q, dict(mask=jnp.arange(S) <= S // 2)),
+}  # fmt: skip
+
+
+def test_signatures_are_equal():
+    ours, of_jax = (
+        inspect.signature(f).parameters.values() for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in of_jax]
+
+
+@pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("window", "lengths")))
+def test_output_residual_and_gradients_are_those_of_jax(case):
+    q, options = CASES[case]
+    k, v = (KEY[0], V[0]) if q.ndim == 3 else (KEY, V)
+    floating = {name: x for name, x in options.items() if name == "bias"}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(function, q, k, v, floating):
+        def loss(q, k, v, floating):
+            out, residual = function(q, k, v, **options | floating, return_residual=True)
+            valid = jnp.ones(out.shape[:-1], bool)
+            if "query_seq_lengths" in options:  # jax computes the padded rows' residuals, of masked keys
+                valid = jnp.arange(T)[:, None] < options["query_seq_lengths"][:, None, None]
+            residual = jnp.where(valid, residual, 0)
+            return jnp.sin(out).sum() + jnp.sin(residual).sum(), (out, residual)
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, floating)
+
+    results = [step(f, q, k, v, floating) for f in (dot_product_attention, jax.nn.dot_product_attention)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *results)
+
+
+def test_a_query_without_keys_gives_zero():
+    mask = jnp.zeros((T, S), bool).at[1].set(True)
+    out, residual = dot_product_attention(Q, KEY, V, mask=mask, return_residual=True)
+    assert not out[:, 0].any() and out[:, 1].all()
+    assert jnp.isneginf(residual[:, 0]).all() and jnp.isfinite(residual[:, 1]).all()
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        dot_product_attention(Q, KEY, V, implementation="flash")

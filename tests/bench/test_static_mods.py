@@ -1,0 +1,31 @@
+"""The static gate of mods: counts of a kernel, what it complains about, and its table."""
+
+import inspect
+from dataclasses import asdict, replace
+
+from bench import static_mods
+from bench.static_mods import Added
+from cupy_flash import nvrtc
+
+ROW = Added("ALiBi", "wgmma/forward", (128, 96, 384), plain=6.0, added=4.5, longest=20.0, limit=5.0, spills=0)
+
+
+def test_a_mod_that_adds_too_much_or_spills_is_a_complaint():
+    assert static_mods.complaints([ROW]) == []
+    (much,) = static_mods.complaints([replace(ROW, added=5.5)])
+    assert much == "wgmma/forward with the mod ALiBi: 5.50 instructions more for a score, and 5 are the limit"
+    assert static_mods.complaints([replace(ROW, spills=8)]) == ["wgmma/forward with the mod ALiBi: spills 8 bytes"]
+
+
+def test_table():
+    (table,) = static_mods.tables([asdict(ROW)])
+    assert table.rows == [["ALiBi", "wgmma/forward", "128x96/384", "6.00", "4.50", "5.00", "20.00", "0"]]
+    assert static_mods.tables([]) == []
+
+
+def test_a_full_tile_on_hopper(monkeypatch):
+    """It costs at most one instruction more than without a mask_mod. Compiled as for a call, not as conftest does."""
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
+    (row,) = static_mods._count("wgmma", "sm_90a", "causal", False)
+    assert row.kernel == "wgmma/forward" and 0 < row.added < 1
+    assert static_mods.complaints([row]) == []

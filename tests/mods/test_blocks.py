@@ -1,0 +1,123 @@
+"""Tables of blocks: masks whose tiles interval arithmetic does not prove, and torch's BlockMask."""
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash.mods.blocks import block_mask
+from cupy_flash.mods.plot import HIDDEN, SEEN, SKIPPED, UNMASKED, picture
+
+torch = pytest.importorskip("torch")
+flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
+
+LENGTH, BLOCK = 300, 64
+rng = np.random.default_rng(0)
+# Long runs of a few segments, so that many blocks are empty or full, with names in no order.
+segments = np.array([7, 2, 9, 0, 7, 4, 2])[np.arange(LENGTH) // 47].astype(np.int64) * 7919 % 13
+
+
+def same_segment(b, h, q, kv):
+    return segments[q] * segments[q] % 5 == segments[kv] * segments[kv] % 5
+
+
+def of_heads(b, h, q, kv):
+    return same_segment(b, h, q, kv) & ((h == 0) | (q >= kv)) & (q - kv < 100 * (b + 1))
+
+
+def elements(mask_mod, b=0, h=0, q_len=LENGTH, kv_len=LENGTH):
+    return mask_mod(b, h, np.arange(q_len)[:, None], np.arange(kv_len)[None, :])
+
+
+def expected_classes(mask, block):
+    """The picture of the exact classes of blocks."""
+    result = np.empty(mask.shape, np.uint8)
+    for i in range(0, mask.shape[0], block):
+        for j in range(0, mask.shape[1], block):
+            part = mask[i : i + block, j : j + block]
+            cut = np.where(part, SEEN, HIDDEN)
+            result[i : i + block, j : j + block] = UNMASKED if part.all() else cut if part.any() else SKIPPED
+    return result
+
+
+@pytest.mark.parametrize("b,h", [(0, 0), (1, 1)])
+def test_classes_are_exact(b, h):
+    table = block_mask(of_heads, 2, 2, LENGTH, LENGTH, block=BLOCK)
+    expected = expected_classes(elements(of_heads, b, h), BLOCK)
+    actual = picture(table, LENGTH, LENGTH, batch=b, head=h, block_q=BLOCK, block_kv=BLOCK)
+    np.testing.assert_array_equal(actual, expected)
+    by_intervals = picture(of_heads, LENGTH, LENGTH, batch=b, head=h, block_q=BLOCK, block_kv=BLOCK)
+    assert np.isin(by_intervals, (SKIPPED, UNMASKED)).sum() < np.isin(expected, (SKIPPED, UNMASKED)).sum()
+
+
+@pytest.mark.parametrize("B,H", [(2, 4), (None, None), (2, None)])
+def test_attention_is_that_of_the_mask(B, H):
+    q, k, v = rng.normal(size=(3, 2, LENGTH, 4, 8))
+    mask_mod = of_heads if H else (lambda b, h, q, kv: of_heads(b, 0, q, kv)) if B else same_segment
+    dense = np.stack([[elements(mask_mod, b, h) for h in range(4)] for b in range(2)])
+    expected, vjp = cupy_flash.attention_vjp(q, k, v, mask=dense)
+    out, table_vjp = cupy_flash.attention_vjp(q, k, v, mask_mod=block_mask(mask_mod, B, H, LENGTH, LENGTH, block=64))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+    for x, y in zip(table_vjp(out)[:3], vjp(expected)[:3], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+def test_a_longer_call_is_refused():
+    table = block_mask(same_segment, q_len=200, kv_len=LENGTH)
+    q, k = rng.normal(size=(1, 201, 1, 8)), rng.normal(size=(1, LENGTH, 1, 8))
+    with pytest.raises(
+        ValueError, match=r"array0 \(200,\) is indexed by q_idx in dimension 0, and there are 201 queries"
+    ):
+        cupy_flash.attention(q, k, k, mask_mod=table)
+
+
+def test_tables_of_torch_tensors():
+    on_torch = torch.from_numpy(segments)
+    q = torch.randn(1, LENGTH, 2, 8)
+    plain = lambda b, h, i, j: on_torch[i] == on_torch[j]  # noqa: E731
+    expected = cupy_flash.attention(q, q, q, mask_mod=plain)
+    torch.testing.assert_close(
+        cupy_flash.attention(q, q, q, mask_mod=block_mask(plain, q_len=300, kv_len=300)), expected
+    )
+    sliding = block_mask(lambda b, h, i, j: abs(i - j) < 9, q_len=300, kv_len=300, like=q)
+    assert cupy_flash.attention(q, q, q, mask_mod=sliding).shape == q.shape
+
+
+def test_errors_of_block_mask():
+    with pytest.raises(TypeError, match="q_len and kv_len must be given"):
+        block_mask(same_segment)
+    with pytest.raises(ValueError, match="q_len must be at least 1, not 0, block must be at least 1, not -1"):
+        block_mask(same_segment, q_len=0, kv_len=8, block=-1)
+    with pytest.raises(TypeError, match=r"must be a function \(b, h, q_idx, kv_idx\), not int"):
+        block_mask(3, q_len=8, kv_len=8)
+
+
+# ------------------------------------------------------------------------------------------------ torch's BlockMask
+
+
+def prefix(b, h, q, kv):
+    return (kv <= q) | (kv < 50 * (b + 1) + 10 * h)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("B,H", [(2, 4), (None, None)])
+def test_a_block_mask_of_torch(B, H):
+    mask_mod = prefix if B else (lambda b, h, q, kv: prefix(0, 0, q, kv))
+    mask = flex_attention.create_block_mask(mask_mod, B, H, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64)
+    q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64)
+    flex = flex_attention.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+    for given in (mask, block_mask(mask), cupy_flash.Mod(mask_mod=mask)):
+        torch.testing.assert_close(cupy_flash.attention(q, k, v, mask_mod=given), flex)
+
+
+def test_the_blocks_of_a_block_mask_hide_what_its_function_does_not():
+    """A BlockMask of key blocks alone has no function: its blocks are the mask."""
+    counts = torch.tensor([[[1, 2, 0, 1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[2, 0, 0, 0, 0], [4, 1, 0, 0, 0], [0] * 5, [3, 1, 2, 4, 0], [0] * 5]]], dtype=torch.int32)
+    mask = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64, seq_lengths=(LENGTH, LENGTH))
+    seen = torch.zeros(5, 5, dtype=torch.bool)
+    seen[0, 2] = seen[1, 4] = seen[1, 1] = seen[3, 3] = seen[4, 0] = True
+    dense = seen.repeat_interleave(64, 0).repeat_interleave(64, 1)[:LENGTH, :LENGTH]
+    q = torch.randn(1, LENGTH, 2, 8)
+    torch.testing.assert_close(
+        cupy_flash.attention(q, q, q, mask_mod=mask), cupy_flash.attention(q, q, q, mask=dense[None, None])
+    )

@@ -263,7 +263,7 @@ def _require_one_device(function: str, operands: dict[str, Any]) -> None:
 
 def _require_numbers(function: str, results: dict[str, Any]) -> None:
     """Raise what jax raises under jax_debug_nans, which sees only the operations of jax itself."""
-    if jax.config.jax_debug_nans:  # type: ignore[attr-defined]
+    if jax.config.jax_debug_nans:
         invalid = [name for name, x in results.items() if jnp.isnan(x).any()]
         if invalid:
             raise FloatingPointError(f"{function}: invalid value (nan) in {', '.join(invalid)}")

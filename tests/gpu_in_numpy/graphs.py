@@ -52,6 +52,7 @@ class Graphs:
         self.machine = machine
         self._captures: list[Capture] = []
         self._graphs: dict[int, list[Operation]] = {}
+        self._launched: dict[int, Operation] = {}  # the end of the latest launch of each executable graph
 
     def require_safe(self, call: str) -> None:
         """Refuse a call that may synchronise while a capture that is not relaxed goes on."""
@@ -122,11 +123,14 @@ class Graphs:
         self._nodes(graph)
 
     def graphLaunch(self, graph: int, stream: int) -> None:
-        """Queue a copy of every node; the stream's next operation waits for all of them."""
-        self.machine.streams.enqueue_graph(stream, self._nodes(graph))
+        """Queue a copy of every node. The stream's next operation waits for all of them, and so does the next launch of
+        the same executable graph, on whichever stream."""
+        nodes, earlier = self._nodes(graph), self._launched.get(graph)
+        self._launched[graph] = self.machine.streams.enqueue_graph(stream, nodes, [earlier] if earlier else [])
 
     def graphDestroy(self, graph: int) -> None:
         del self._graphs[graph]
 
     def graphExecDestroy(self, graph: int) -> None:
         del self._graphs[graph]
+        self._launched.pop(graph, None)

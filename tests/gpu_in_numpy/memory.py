@@ -88,9 +88,15 @@ class Heap:
 
     def malloc(self, size: int) -> int:
         self.machine.graphs.require_safe("cudaMalloc")
+        return self._allocate(size)
+
+    def _allocate(self, size: int) -> int:
         card = self.machine.devices.use()
         if card.memory.used + size > self.memGetInfo()[1]:
-            raise CudaError(OUT_OF_MEMORY, f"{size} bytes")
+            self.machine.streams.finish(card)  # stream-ordered frees may be queued
+        free, _ = self.memGetInfo()
+        if size > free:
+            raise CudaError(OUT_OF_MEMORY, f"{size} bytes, {free} are free")
         return card.memory.allocate(size)
 
     def free(self, address: int) -> None:
@@ -103,7 +109,7 @@ class Heap:
     def mallocAsync(self, size: int, stream: int) -> int:
         if self.machine.streams.at(stream).capture:
             raise CudaError(NOT_SUPPORTED, "a graph with nodes for memory is not in this stand-in")
-        return self.machine.devices.use().memory.allocate(size)
+        return self._allocate(size)
 
     def mallocFromPoolAsync(self, size: int, pool: int, stream: int) -> int:
         return self.mallocAsync(size, stream)
@@ -171,9 +177,14 @@ class Heap:
         if self.card_of(source) is None and not self.is_pinned(source):
             data = self._bytes(source, size).copy()
         else:
-            data = self._bytes(source, size)
-        written = self._bytes(target, size)
-        operation = self.machine.streams.enqueue(stream, f"copy of {size} bytes", lambda: np.copyto(written, data))
+            data = None
+            self._bytes(source, size)
+        self._bytes(target, size)
+
+        def run() -> None:  # either may have been freed since the call, which is a fault
+            np.copyto(self._bytes(target, size), self._bytes(source, size) if data is None else data)
+
+        operation = self.machine.streams.enqueue(stream, f"copy of {size} bytes", run)
         if self.card_of(target) is None and not self.is_pinned(target):
             if self.machine.streams.at(stream).capture:
                 raise CudaError(CAPTURE_UNSUPPORTED, "a copy to pageable memory synchronises, which a capture forbids")

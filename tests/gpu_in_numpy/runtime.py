@@ -112,7 +112,7 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
             values += (optional.value,) * min(optional.count, len(parameters) - len(required))
         try:
             value = answer(*values)
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C, without which the caller would get NULL and no error
             value = None if returns_object else 0
             if machine.trampolines is None:
                 machine.errors.append(f"{name} in {_caller()}: {error!r}")

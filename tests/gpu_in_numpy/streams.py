@@ -8,8 +8,10 @@ before the host waits for it, depends on a seed alone.
 from __future__ import annotations
 
 import random
+import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.backends.simulator import SimulationError
@@ -33,6 +35,32 @@ if TYPE_CHECKING:
 
 NULL, LEGACY, PER_THREAD = 0, 1, 2  # handles of the default streams
 NON_BLOCKING = 1  # cudaStreamNonBlocking
+DISABLE_TIMING = 2  # cudaEventDisableTiming
+INTERRUPTS = (signal.SIGINT, signal.SIGALRM)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt after the block instead of inside it: a kernel of a card goes on after Ctrl-C too. A
+    second interrupt is raised at once."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # handlers run in no other thread
+    numbers = [x for x in INTERRUPTS if is_main and signal.getsignal(x) is signal.default_int_handler]
+    for number in numbers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 class Operation:
@@ -76,6 +104,7 @@ class Streams:
         self.pending: list[Operation] = []
         self.executed: list[tuple[int, str]] = []  # (stream, name), in the order of execution
         self._streams: dict[object, Stream] = {}
+        self._destroyed: list[Stream] = []  # those whose work may still be pending
         self._events: dict[int, Event] = {}
         self.reseed(0)
 
@@ -127,24 +156,26 @@ class Streams:
             self.step()
         return operation
 
-    def enqueue_graph(self, handle: int, nodes: list[Operation]) -> None:
-        """Queue a copy of each node of a graph; the next operation of the stream runs after all of them."""
+    def enqueue_graph(self, handle: int, nodes: list[Operation], after: list[Operation]) -> Operation:
+        """Queue a copy of each node of a graph after the work `after`; returns the operation that runs after all of
+        them, and that the next operation of the stream waits for."""
         stream = self.at(handle)
         if stream.capture is not None:
             raise CudaError(NOT_SUPPORTED, "a graph launch during a capture is not in this stand-in")
-        before, copies = self._before(stream), {}
+        before, copies = [*after, *self._before(stream)], {}
         for node in nodes:
-            after = [copies[x] for x in node.after] or before
-            copies[node] = Operation(stream, node.name, node.run, after)
+            copies[node] = Operation(stream, node.name, node.run, [copies[x] for x in node.after] or before)
             self.pending.append(copies[node])
-        self.enqueue(handle, "graph", lambda: None, copies.values())
+        return self.enqueue(handle, "graph", lambda: None, [*after, *copies.values()])
 
     def _before(self, stream: Stream) -> list[Operation]:
         """The operations that the next one of a stream runs after. The legacy default stream and the streams of its
         device that are not created as non-blocking wait for each other."""
         others: list[Stream] = [stream]
         if stream.is_legacy:
-            others += [x for x in self._streams.values() if x.card is stream.card and not x.flags & NON_BLOCKING]
+            self._destroyed = [x for x in self._destroyed if x.last is not None and not x.last.done]
+            every = (*self._streams.values(), *self._destroyed)
+            others += [x for x in every if x.card is stream.card and not x.flags & NON_BLOCKING]
         elif not stream.flags & NON_BLOCKING:
             others += [x for x in self._streams.values() if x.card is stream.card and x.is_legacy]
         return [x.last for x in others if x.last is not None]
@@ -155,6 +186,10 @@ class Streams:
         for operation in ready:
             self._speeds.setdefault(operation.stream, 10 ** self.random.uniform(-2, 2))
         (chosen,) = self.random.choices(ready, [self._speeds[operation.stream] for operation in ready])
+        with interrupts_deferred():
+            self._execute(chosen)
+
+    def _execute(self, chosen: Operation) -> None:
         self.pending.remove(chosen)
         chosen.done = True
         self.executed.append((chosen.stream.handle, chosen.name))
@@ -163,8 +198,11 @@ class Streams:
         except Exception as error:  # reported by the next call that waits, as a card does
             status = ILLEGAL_ADDRESS if isinstance(error, (MemoryFault, CudaError)) else LAUNCH_FAILED
             self._lose(chosen, status, error)
+        except BaseException as error:  # a second Ctrl-C leaves the operation half done
+            self._lose(chosen, LAUNCH_FAILED, error)
+            raise
 
-    def _lose(self, failed: Operation, status: int, error: Exception) -> None:
+    def _lose(self, failed: Operation, status: int, error: BaseException) -> None:
         card = failed.stream.card
         card.lost = status
         kind = type(error).__name__ if isinstance(error, SimulationError) else repr(error)
@@ -210,8 +248,8 @@ class Streams:
         return 0
 
     def streamDestroy(self, handle: int) -> None:
-        """The work of the stream is still done."""
-        self.at(handle)
+        """The work of the stream is still done, in the order that the stream had."""
+        self._destroyed.append(self.at(handle))
         del self._streams[handle]
 
     def streamSynchronize(self, handle: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import cupy
+import gpu_in_numpy
 import numpy as np
 import pytest
 from engines import assert_right, assign, inputs, step
@@ -19,6 +20,7 @@ from gpu_in_numpy.errors import (
     CAPTURE_UNSUPPORTED,
 )
 
+machine = gpu_in_numpy.machine()
 runtime = cupy.cuda.runtime
 ADD = cupy.RawKernel('extern "C" __global__ void add(float* x, float y) { *x += y; }', "add")
 
@@ -102,6 +104,26 @@ def test_a_capture_of_two_streams_replays_in_order() -> None:
         graph.launch(first)
     first.synchronize()
     assert x.get().tolist() == [3, 18]
+
+
+def test_a_launch_waits_for_the_earlier_one_of_its_graph() -> None:
+    first, second, results = new_stream(), new_stream(), set()
+    x = cupy.zeros(1, np.float32)
+    cupy.cuda.Device().synchronize()
+    with first:
+        first.begin_capture()
+        x += 1
+        x *= 2
+        graph = first.end_capture()
+    for seed in range(20):
+        machine.reset(seed)
+        x.fill(0)
+        cupy.cuda.Device().synchronize()
+        graph.launch(first)
+        graph.launch(second)
+        cupy.cuda.Device().synchronize()
+        results.add(float(x.get()[0]))
+    assert results == {6}
 
 
 def test_a_stream_that_does_not_come_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ class Capture:
     """Operations of one stream and of those that joined it by an event, in the order of the calls."""
 
     def __init__(self, origin: Stream, mode: int) -> None:
-        self.origin, self.mode = origin, mode
+        self.origin, self.mode, self.thread = origin, mode, threading.get_ident()
         self.is_valid = True
         self.nodes: list[Operation] = []
         self.last: dict[Stream, Operation | None] = {origin: None}
@@ -55,9 +56,10 @@ class Graphs:
         self._launched: dict[int, Operation] = {}  # the end of the latest launch of each executable graph
 
     def require_safe(self, call: str) -> None:
-        """Refuse a call that may synchronise while a capture that is not relaxed goes on."""
+        """Refuse a call that may synchronise while a capture that is not relaxed goes on; one whose mode is
+        thread-local forbids it to its own thread."""
         for capture in self._captures:
-            if capture.mode != RELAXED:
+            if capture.mode == GLOBAL or (capture.mode == THREAD_LOCAL and capture.thread == threading.get_ident()):
                 capture.is_valid = False
                 raise CudaError(CAPTURE_UNSUPPORTED, f"{call} during a capture that is not relaxed")
 

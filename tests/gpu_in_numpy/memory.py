@@ -101,6 +101,8 @@ class Heap:
 
     def free(self, address: int) -> None:
         """Free after everything that the device has been given: cudaFree synchronises."""
+        if address:
+            self.machine.graphs.require_safe("cudaFree")
         if address and (card := self.card_of(address)) is not None:
             if card.lost is None:
                 self.machine.streams.finish(card)
@@ -141,6 +143,7 @@ class Heap:
         return self._pool_attributes.get((pool, attribute), 0 if attribute == _RELEASE_THRESHOLD else used)
 
     def hostAlloc(self, size: int, flags: int) -> int:
+        self.machine.graphs.require_safe("cudaHostAlloc")
         buffer = ctypes.create_string_buffer(max(size, 1))
         self.pinned[ctypes.addressof(buffer)] = buffer
         return ctypes.addressof(buffer)
@@ -188,7 +191,11 @@ class Heap:
         if self.card_of(target) is None and not self.is_pinned(target):
             if self.machine.streams.at(stream).capture:
                 raise CudaError(CAPTURE_UNSUPPORTED, "a copy to pageable memory synchronises, which a capture forbids")
-            self.machine.streams.finish_operation(operation)
+            try:
+                self.machine.streams.finish_operation(operation)
+            except BaseException:  # the caller may free the host memory
+                operation.run = lambda: None
+                raise
 
     def memcpy(self, target: int, source: int, size: int, kind: int) -> None:
         self.memcpyAsync(target, source, size, kind, LEGACY)

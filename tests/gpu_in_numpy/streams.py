@@ -18,8 +18,10 @@ from cupy_flash.backends.simulator import SimulationError
 from cupy_flash.backends.simulator.errors import MemoryFault
 
 from .errors import (
+    CAPTURE_IMPLICIT,
     CAPTURE_ISOLATION,
     CAPTURE_UNSUPPORTED,
+    CAPTURED_EVENT,
     ILLEGAL_ADDRESS,
     INVALID_HANDLE,
     LAUNCH_FAILED,
@@ -91,7 +93,8 @@ class Stream:
 class Event:
     """`operation` is the one recorded last, or a node of `capture` if it was recorded in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: Card, flags: int) -> None:
+        self.card, self.flags = card, flags
         self.operation: Operation | None = None
         self.capture: Capture | None = None
 
@@ -265,9 +268,13 @@ class Streams:
 
     def streamWaitEvent(self, handle: int, event: int, flags: int = 0) -> None:
         stream, awaited = self.at(handle), self._event(event)
+        if awaited.capture is not None and stream.is_legacy:
+            awaited.capture.is_valid = False
+            raise CudaError(CAPTURE_IMPLICIT, "the legacy default stream cannot take part in a capture")
         if awaited.capture is not None:
             awaited.capture.join(stream)
         elif stream.capture is not None and awaited.operation is not None:
+            stream.capture.is_valid = False
             raise CudaError(CAPTURE_ISOLATION, "a captured stream waits for an event recorded outside of the capture")
         self.enqueue(handle, "wait", lambda: None, [awaited.operation] if awaited.operation else [])
 
@@ -295,9 +302,8 @@ class Streams:
         return self.eventCreateWithFlags(0)
 
     def eventCreateWithFlags(self, flags: int) -> int:
-        self.machine.devices.use()
         handle = self.machine.handle()
-        self._events[handle] = Event()
+        self._events[handle] = Event(self.machine.devices.use(), flags)
         return handle
 
     def eventDestroy(self, handle: int) -> None:
@@ -305,20 +311,29 @@ class Streams:
         del self._events[handle]
 
     def eventRecord(self, handle: int, stream: int) -> None:
-        event = self._event(handle)
+        event, card = self._event(handle), self.at(stream).card
+        if event.card is not card:
+            raise CudaError(INVALID_HANDLE, f"an event of device {event.card.index} on a stream of {card.index}")
         event.capture = self.at(stream).capture
         event.operation = self.enqueue(stream, "event", lambda: None)
 
     def eventQuery(self, handle: int) -> int:
-        return self._progress(self._event(handle).operation)
+        event = self._event(handle)
+        self._require_not_captured(event, "cudaEventQuery")
+        return self._progress(event.operation)
 
     def eventSynchronize(self, handle: int) -> None:
         event = self._event(handle)
-        if event.capture is not None:
-            raise CudaError(CAPTURE_UNSUPPORTED, "cudaEventSynchronize of an event recorded in a capture")
+        self._require_not_captured(event, "cudaEventSynchronize")
         self.finish_operation(event.operation)
 
     def eventElapsedTime(self, start: int, end: int) -> float:
+        """0, as no time passes here, after the checks of a driver."""
+        for event in (self._event(start), self._event(end)):
+            if event.operation is None or event.capture is not None or event.flags & DISABLE_TIMING:
+                raise CudaError(INVALID_HANDLE, "the time of an event that is not recorded or takes no time")
+            if not event.operation.done:
+                raise CudaError(NOT_READY, "the time of an event whose work is pending")
         return 0.0
 
     def _progress(self, operation: Operation | None) -> int:
@@ -327,6 +342,11 @@ class Streams:
             return 0
         self.step()
         return 0 if operation.done else NOT_READY
+
+    def _require_not_captured(self, event: Event, call: str) -> None:
+        if event.capture is not None:
+            event.capture.is_valid = False
+            raise CudaError(CAPTURED_EVENT, f"{call} of an event recorded in a capture")
 
     def _require_no_capture(self, stream: Stream, call: str) -> None:
         if stream.capture is not None:

@@ -201,6 +201,23 @@ def test_wrong_handles_and_addresses(call: str, arguments: tuple[int, ...], stat
     assert raised.value.status == status
 
 
+def test_times_that_no_event_has_and_an_unknown_attribute() -> None:
+    untimed, timed, unrecorded = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(), cupy.cuda.Event()
+    untimed.record()
+    timed.record()
+    cupy.cuda.Device().synchronize()
+    refused = [
+        (INVALID_HANDLE, lambda: runtime.eventElapsedTime(timed.ptr, unrecorded.ptr)),
+        (INVALID_HANDLE, lambda: runtime.eventElapsedTime(untimed.ptr, timed.ptr)),
+        (INVALID_VALUE, lambda: runtime.deviceGetAttribute(9999, 0)),
+    ]
+    for status, call in refused:
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            call()
+        assert raised.value.status == status
+    assert cupy.cuda.get_elapsed_time(timed, timed) == 0
+
+
 def test_an_error_that_cython_hides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a C compiler a callback cannot raise: the plugin fails the test instead."""
     monkeypatch.setattr(machine, "trampolines", None)

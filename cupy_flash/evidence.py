@@ -7,7 +7,8 @@ A record is a readable JSON file, `check.<engine>.json` or `tune.<digest>.json`,
 
 A record holds its card, driver, the hash of the kernel texts of each engine that it is about, and a checksum. One of
 another card, driver or text, a damaged one, and one that others could have written is ignored, and `ignored` says why.
-Each record is a file of its own, published by an atomic rename: processes that tune at once lose nothing.
+Each record is a file of its own, published by an atomic rename, and a lock covers the merge of a tune's measurements
+with those stored before: processes and threads that tune at once lose nothing.
 
 Plans import this module, so that it imports what only reading and writing a record needs in its functions.
 """
@@ -15,9 +16,11 @@ Plans import this module, so that it imports what only reading and writing a rec
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +66,21 @@ class Tune(NamedTuple):
 
 
 Record = dict[str, Any]
+LOCK = "lock"  # the file in a card's folder that a process locks while it merges and stores
 ignored: dict[Path, str] = {}  # the records that this process has read and ignored, with the reason
+
+
+_storing = threading.Lock()  # flock excludes other processes, this the other threads of one
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    global _storing
+    _storing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def has_card(device: Device) -> bool:
@@ -101,8 +118,8 @@ def tune_of(key: Mapping[str, Any], device: Device) -> Tune | None:
 def tunes(device: Device) -> list[Tune]:
     """All valid measurements for this kind of card; of two with one bucket the user's own."""
     found: dict[str, Tune] = {}
-    for folder in _folders() if has_card(device) else ():
-        names = sorted(path.name for path in (folder / card_name(device)).glob("tune.*.json"))
+    for *_, root in _folders() if has_card(device) else ():
+        names = sorted(path.name for path in (root / card_name(device)).glob("tune.*.json"))
         for name in names:
             for path, record in _records(device, name):
                 tune = _tune(path, record)
@@ -139,22 +156,35 @@ def store_tune(
     complete: bool,
 ) -> Tune:
     """Store the measurements of a bucket of shapes, together with those that another process has stored meanwhile."""
+    folder, name = _prepared(device), tune_name(key)
     amounts = {each[:2]: each for each in measured}
-    before = tune_of(key, device)
-    if before is not None and before.default == default and before.path.parent == own_folder(device):
-        amounts = {each[:2]: each for each in before.measured} | amounts
-        complete = complete or before.complete
-    ordered = sorted(amounts.values(), key=lambda each: each.amount)
-    record = {
-        "key": dict(key),
-        "unit": unit,
-        "default": list(default),
-        "complete": complete,
-        "measured": [list(each) for each in ordered],
-        "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in ordered)},
-    }
-    path, date = _store(device, tune_name(key), record)
+    with _locked(folder):
+        before = tune_of(key, device)
+        if before is not None and before.default == default and before.path.parent == folder:
+            amounts = {each[:2]: each for each in before.measured} | amounts
+            complete = complete or before.complete
+        ordered = sorted(amounts.values(), key=lambda each: each.amount)
+        record = {
+            "key": dict(key),
+            "unit": unit,
+            "default": list(default),
+            "complete": complete,
+            "measured": [list(each) for each in ordered],
+            "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in ordered)},
+        }
+        path, date = _store(device, name, record)
     return Tune(dict(key), unit, tuple(ordered), default, complete, date, path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude every other thread and process that stores in this folder."""
+    with _storing, open(folder / LOCK, "ab") as file:
+        with suppress(ImportError, OSError):  # Windows has no fcntl, and some file systems have no locks
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tune_name(key: Mapping[str, Any]) -> str:
@@ -194,25 +224,26 @@ def text_of(engine: str) -> str:
     return text.hexdigest()
 
 
-def files() -> list[Path]:
-    """Every record of every card in the folders with evidence, valid or not."""
-    return [path for folder in _folders() for path in sorted(folder.glob("*/*.json"))]
+def stored() -> Iterator[tuple[Path, Record | str]]:
+    """Every file in the folders with evidence, of all cards: its record, or why it is ignored.
+
+    Whether a record is about this machine's driver and kernel texts is known to plans alone, which say it in explain().
+    """
+    for folders in _folders():
+        for path in sorted(folders[-1].glob("*/*.json")):
+            try:
+                yield path, _read(folders, path)
+            except (OSError, ValueError) as error:
+                yield path, str(error)
 
 
 def summary() -> list[str]:
-    """A line per folder with records: the verdicts of its checks, the number of tuned buckets, and what is ignored.
-
-    Whether a record is about this machine's driver is known to plans alone, which say it in explain().
-    """
+    """A line per folder with records: the verdicts of its checks, the number of tuned buckets, and what is ignored."""
     folders: dict[Path, list[str]] = {}
-    for path in files():
+    for path, record in stored():
         words = folders.setdefault(path.parent, [])
-        try:
-            record = _parsed(path.read_bytes())
-        except OSError:
-            record = None
-        if record is None:
-            words.append(f"{path.name} is damaged or of another version")
+        if isinstance(record, str):
+            words.append(f"{path.name} is ignored: {record}")
         elif any(text != text_of(engine) for engine, text in record["texts"].items()):
             words.append(f"{path.name} is about other kernel texts")
         elif "passed" in record:
@@ -241,50 +272,125 @@ def suggest(device: Device, engines: tuple[str, ...]) -> None:
         _log("no evidence about the engines on %s yet: %s finds out, once", device.card, CHECK_COMMAND)
 
 
-def _folders() -> Iterator[Path]:
-    """The folders with evidence, the user's own first."""
+def _folders() -> Iterator[tuple[Path, ...]]:
+    """Each folder with evidence, the user's own first, after the parents that decide who can write to it."""
     from . import cache
 
     with suppress(OSError):  # there is no home directory
-        yield cache.location() / FOLDER
+        yield cache.location(), cache.location() / FOLDER
     shared = environment.evidence_dir()
     if shared is not None:
-        yield Path(shared)
+        yield (Path(os.path.realpath(shared)),)
 
 
 def _records(device: Device, name: str) -> Iterator[tuple[Path, Record]]:
     """The valid records of this name about a device, the user's own first."""
-    from . import cache
-
-    for folder in _folders():
-        path = folder / card_name(device) / name
-        try:
-            cache.check_safe(path.parent)
-            content = cache.read_safe(path)
-        except FileNotFoundError:
+    for folders in _folders():
+        path = folders[-1] / card_name(device) / name
+        if not os.path.lexists(path):
             continue
-        except OSError as error:
+        try:
+            record = _read(folders, path)
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except (OSError, ValueError) as error:
             _ignore(path, str(error))
             continue
-        record = _parsed(content)
-        if record is None:
-            _ignore(path, "it is damaged, or of another version")
-        elif record["card"] != _card(device):
+        if record["card"] != _card(device):
             _ignore(path, f"it is about another card or driver: {record['card']}")
         else:
             yield path, record
 
 
-def _parsed(content: bytes) -> Record | None:
-    """The record of a file; None if its checksum is wrong. A right one means that `_store` has written every field."""
+def _read(folders: Iterable[Path], path: Path) -> Record:
+    """The record of a file in the folder of a card.
+
+    Raises OSError if it is no regular file or others could have written it, and ValueError if it is no record.
+    """
     import json
 
+    from . import cache
+
+    for folder in (*folders, path.parent):
+        cache.check_safe(folder)
+    content = cache.read_safe(path)
     try:
         record = json.loads(content)
-        checksum = record.pop("sha256")
+        is_whole = record.pop("sha256") == _digest(record) and record["format"] == FORMAT
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        return None
-    return record if checksum == _digest(record) and record["format"] == FORMAT else None
+        is_whole = False
+    if not is_whole:
+        raise ValueError("it is damaged, or of another version")
+    wrong = _wrong_fields(path.name, record)
+    if wrong:
+        raise ValueError(f"its fields {', '.join(wrong)} are missing or wrong")
+    return dict(record)
+
+
+def _wrong_fields(name: str, record: Record) -> list[str]:
+    """The fields that are missing or have another type or value than `_store` writes in a file of this name."""
+    texts: Any = record.get("texts")
+    kind = name.partition(".")[0]
+    engines = set(texts) if isinstance(texts, dict) else set()
+    valid = {
+        "card": isinstance(record.get("card"), dict),
+        "date": isinstance(record.get("date"), str),
+        "texts": bool(engines) and all(each.isidentifier() and isinstance(texts[each], str) for each in engines),
+    }
+    if kind == "check":
+        cases = record.get("cases")
+        valid["texts"] = valid["texts"] and name == f"check.{''.join(engines)}.json" and len(engines) == 1
+        valid["passed"] = isinstance(record.get("passed"), bool)
+        valid["reason"] = isinstance(record.get("reason"), str)
+        valid["cases"] = isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
+    else:
+        measured, default, key = (record.get(field) for field in ("measured", "default", "key"))
+        valid["key"] = isinstance(key, dict) and tune_name(key) == name
+        valid["unit"] = record.get("unit") in (SECONDS, INSTRUCTIONS)
+        valid["default"] = _are_texts(default)
+        valid["complete"] = isinstance(record.get("complete"), bool)
+        valid["measured"] = isinstance(measured, list) and all(_is_measured(each, engines) for each in measured)
+    return [field for field, is_valid in valid.items() if not is_valid]
+
+
+def _is_measured(value: Any, engines: set[str]) -> bool:
+    """Whether a value of JSON is [engine, tile, amount] of one of the engines, with a finite amount above 0."""
+    if not isinstance(value, list) or len(value) != 3 or not _are_texts(value[:2]) or value[0] not in engines:
+        return False
+    return type(value[2]) in (int, float) and 0 < value[2] < sys.float_info.max
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+
+
+def require_storable(device: Device) -> None:
+    """Raise OSError, with what to do, if records about a device cannot be stored: work of minutes would be lost."""
+    import tempfile
+
+    from . import cache
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=cache.PUBLISHING, dir=_prepared(device)):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"the results cannot be stored: {error}. Set CUPY_FLASH_CACHE_DIR to a folder on a disk with space that "
+            "you own and that others cannot write to"
+        ) from error
+
+
+def _prepared(device: Device) -> Path:
+    """This user's folder about a kind of card, created if missing; OSError if it is unsafe or cannot be written."""
+    from . import cache
+
+    cache.usable_folder()
+    folder = own_folder(device)
+    cache.make(folder)
+    for each in (folder.parent, folder):
+        cache.check_safe(each)
+    cache.writable_mode(folder)
+    return folder
 
 
 def _store(device: Device, name: str, record: Record) -> tuple[Path, str]:
@@ -299,10 +405,7 @@ def _store(device: Device, name: str, record: Record) -> tuple[Path, str]:
 
     record = {"format": FORMAT, "card": _card(device), "date": time.strftime("%Y-%m-%d %H:%M:%S"), **record}
     record["sha256"] = _digest(record)
-    cache.usable_folder()
-    folder = own_folder(device)
-    cache.make(folder)
-    cache.check_safe(folder)
+    folder = _prepared(device)
     mode = cache.writable_mode(folder)
     with tempfile.TemporaryDirectory(prefix=cache.PUBLISHING, dir=folder) as workplace:
         complete = Path(workplace) / name

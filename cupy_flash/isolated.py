@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from typing import Any
 
 Announce = Callable[[str, float], None]  # (name of the step that begins, its timeout in seconds)
 START, START_SECONDS = "the start of the worker process", 60.0
+WATCH_SECONDS = 1.0  # between two looks of a worker at its parent
 ENDING_SECONDS = 30.0  # the driver may take long to clean up a killed process
 
 
@@ -105,15 +107,16 @@ class Worker:
             raise RuntimeError("a worker process that can be replaced needs the process groups of POSIX systems")
         self.pipe, worker_pipe = Pipe()
         file = worker_pipe.fileno()
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file})"
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file}, {os.getpid()})"
         # A session of its own is a process group, which `end` kills as a whole.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=(file,), start_new_session=True)
         worker_pipe.close()  # so that recv raises EOFError when the worker exits
         self.pipe.send(self.work)
 
 
-def serve(file: int) -> None:
-    """In the worker process: answer requests until the other end of the pipe is closed."""
+def serve(file: int, parent: int) -> None:
+    """In the worker process: answer requests until the other end of the pipe is closed or the parent has ended."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(file)
     work: Callable[..., Any] = pipe.recv()
     while True:
@@ -128,20 +131,40 @@ def serve(file: int) -> None:
         pipe.send(answer)
 
 
+def _end_with(parent: int) -> None:
+    """Kill the worker's process group once its parent has ended: a kernel that hangs would run on for ever."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def one_line(error: Exception) -> str:
-    """Return an exception's type and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """Return an exception's type and its message in one line.
+
+    That is every reason of an error about arguments, and the first line of others, such as a compiler's log.
+    """
+    lines = [line.strip().removeprefix("- ") for line in f"{type(error).__name__}: {error}".splitlines()]
+    return (
+        " ".join((lines[0], "; ".join(filter(None, lines[1:])))).strip()
+        if isinstance(error, (TypeError, ValueError))
+        else lines[0][:300]
+    )
 
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that workers, which have their own process groups, are ended, too."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that workers, which have their own process groups, are ended, too."""
 
     def raise_exit(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, raise_exit)
+    numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    changed = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as by nohup
+    for number in changed:
+        signal.signal(number, raise_exit)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in changed.items():
+            signal.signal(number, handler)

@@ -97,7 +97,17 @@ def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
             requirements.require_type(False, str(error))
         except ValueError as error:
             requirements.require(False, str(error))
+    _place_empty(arrays)
     return arrays
+
+
+def _place_empty(arrays: dict[str, Array]) -> None:
+    """Put arrays without memory, from which the CUDA array interface tells no device, on the GPU of the others."""
+    unplaced = [x for x in arrays.values() if x.framework == "cuda_array_interface" and x.pointer == 0]
+    if unplaced:
+        devices = {x.device for x in arrays.values() if x.device != "cpu" and x.pointer != 0}
+        for array in unplaced:
+            array.device = min(devices, default=array.device)
 
 
 # Checks of facts

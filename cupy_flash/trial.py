@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import named_dtype
 from .features import ARRAY, FEATURES, NUMBER, is_given
-from .problem import DTYPES, FP8, Packed, Problem
+from .pose import PLAIN_OPTIONS
+from .problem import DTYPES, FP8, Options, Packed, Problem
+from .requirements import Requirements, check_options
 
 # The options that a Trial names by their presence: numbers without a field of their own, and arrays.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
+STATED = ("causal", "layout", "deterministic")  # the other options of a Trial that are not arrays have its values
 NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 SEED = 20
 
@@ -58,22 +61,40 @@ class Trial:
         wrong = (
             [] if self.dtype in (*DTYPES, FP8) else [f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}, {FP8}"]
         )
-        sizes = ("head_dim", "batch", "q_len", "kv_len", "heads", "kv_heads")
-        numbers = {name: getattr(self, name) for name in sizes} | {"head_dim_v": self.head_dim_v or self.head_dim}
-        for name, size in numbers.items():
-            if type(size) is not int or size < 1:
-                wrong.append(f"{name} must be a whole number of at least 1, not {size!r}")
+        sizes = ("head_dim", "head_dim_v", "batch", "q_len", "kv_len", "heads", "kv_heads")
+        for name in sizes if self.head_dim_v is not None else (sizes[0], *sizes[2:]):
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size < 2**31:
+                wrong.append(f"{name} must be a whole number of at least 1 and less than 2**31, not {size!r}")
         if not wrong and self.heads % self.kv_heads:
             wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        unknown = [name for name in self.options if name not in OPTIONS]
-        if unknown:
-            wrong.append(f"options {', '.join(map(repr, unknown))} are not of {', '.join(OPTIONS)}")
+        names: Any = self.options
+        if isinstance(names, tuple):
+            unknown = [name for name in names if name not in OPTIONS]
+            if unknown:
+                wrong.append(f"options {', '.join(map(repr, unknown))} are not of {', '.join(OPTIONS)}")
+        else:
+            wrong.append(f"options must be a list of names, not {names!r}")
+        for name in ("packed", "backward"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be True or False, not {getattr(self, name)!r}")
+        requirements, plain = Requirements("a call"), Options()
+        options = {name: getattr(self if name in STATED else plain, name) for name in PLAIN_OPTIONS}
+        options["window"] = self.window
+        check_options(requirements, options, None, self.packed is True, np.float32)
+        wrong += requirements.unmet
         if wrong:
             raise ValueError("; ".join(wrong))
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Trial:
+    def of(cls, record: Any) -> Trial:
         """The Trial of a JSON record; ValueError or TypeError for another record."""
+        if not isinstance(record, Mapping):
+            raise TypeError(f"a call is a mapping of names to values, not {record!r}")
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in record if name not in names]
+        if unknown:
+            raise ValueError(f"{', '.join(map(repr, unknown))} are not of {', '.join(names)}")
         pairs: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
         }
@@ -109,7 +130,9 @@ class Trial:
         import json
 
         line = json.dumps(self.record | {"backward": self.backward}) + "\n"
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Without O_NONBLOCK a FIFO that nobody reads would stop the call.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(file, flags, 0o644)
         try:
             os.write(descriptor, line.encode())
         finally:

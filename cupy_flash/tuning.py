@@ -140,9 +140,17 @@ def tune(
     Raises:
         RuntimeError: there is no GPU, or the worker process did not start.
         OSError: `like` cannot be read, or the measurements cannot be stored.
-        ValueError: a record states no call, or there is none.
+        TypeError, ValueError: a record states no call, or there is none; an unknown backend; minutes is no number
+            above 0.
     """
-    trials = [Trial.of({"backward": False, **shape}) for shape in shapes] + (
+    given: Any = shapes
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(f"shapes must be a list of calls, each a mapping of names to values, not {given!r}")
+    records: list[Any] = list(given)
+    for shape in records:
+        if not isinstance(shape, Mapping):
+            raise TypeError(f"a call is a mapping of names to values, not {shape!r}")
+    trials = [Trial.of({"backward": False, **shape}) for shape in records] + (
         [] if like is None else recorded(Path(like))
     )
     return run_tune(trials, backend, minutes, report or (lambda line: None), work)
@@ -161,6 +169,10 @@ def run_tune(
     backend = valid_backend(backend)
     if not trials:
         raise ValueError("there is no call to measure: give shapes, or a file of recorded calls")
+    if minutes is not None and (isinstance(minutes, bool) or not isinstance(minutes, (int, float))):
+        raise TypeError(f"minutes must be a number above 0 or None, not {minutes!r}")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"minutes must be a number above 0 or None, not {minutes!r}")
     limit = SECONDS if backend == "cuda" else SIMULATED_SECONDS
     begin = clock()
     until = math.inf if minutes is None else begin + 60 * minutes
@@ -168,6 +180,7 @@ def run_tune(
     results: list[Result] = []
     with Worker(work) as worker:
         on = device_of(worker, backend)
+        evidence.require_storable(on)
         for number, trial in enumerate(trials):
             if clock() >= until:
                 break
@@ -243,11 +256,11 @@ class _Run:
 def recorded(file: Path) -> list[Trial]:
     """The calls that a run with CUPY_FLASH_RECORD has written; ValueError for a line that states none."""
     trials = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                trials.append(Trial.of(json.loads(line)))
-            except (TypeError, ValueError) as error:
+                trials.append(Trial.of(json.loads(line.decode())))
+            except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{file}:{number} states no call: {error}") from None
     return list(dict.fromkeys(trials))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +68,11 @@ _recorded: set[Problem] = set()
 
 
 def _record(problem: Problem, file: str) -> None:
-    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket."""
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
+
+    A file that cannot be written ends the recording with a warning: the call itself goes on.
+    """
+    global _RECORD
     from ..trial import Trial
 
     bucket = last_of_bucket(problem)
@@ -74,7 +80,16 @@ def _record(problem: Problem, file: str) -> None:
         _recorded.add(bucket)
         trial = Trial.of_problem(problem)
         if trial is not None:
-            trial.append_to(file)
+            try:
+                _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
+                trial.append_to(_RECORD)
+            except OSError as error:
+                _RECORD = None
+                warnings.warn(
+                    f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:

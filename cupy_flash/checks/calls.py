@@ -106,7 +106,12 @@ def find_device(task: Task, announce: Announce) -> Device:
     """The device that a backend, "cuda" or "simulator:ARCH", runs on; RuntimeError without a GPU."""
     announce("the query of the device", COMPILE_SECONDS)
     backend, _, arch = task.backend.partition(":")
-    return ahead.device_for(None) if backend == "cuda" else device.named(arch)
+    if backend != "cuda":
+        return device.named(arch)
+    try:
+        return ahead.device_for(None)
+    except RuntimeError as error:  # its advice is that of compile()
+        raise RuntimeError(f"there is no GPU that CuPy can use ({error.__cause__})") from None
 
 
 def run_micro_kernel(task: Task, announce: Announce) -> str | None:

@@ -92,7 +92,7 @@ def check(
     Raises:
         RuntimeError: there is no GPU, or the worker process did not start.
         OSError: the verdicts cannot be stored.
-        ValueError: an unknown backend or engine.
+        TypeError, ValueError: an unknown backend or engine.
     """
     return run_check(backend, engine, quick, report or (lambda line: None), calls.work)
 
@@ -115,6 +115,7 @@ def run_check(
     with Worker(work) as worker:
         on = device_of(worker, backend)
         refused = {name: reason for name in known if (reason := _refusal(name, on))}
+        evidence.require_storable(on)
         names = [name for name in known if name not in refused and engine in (None, name)]
         tasks = [task for name in names for task in _tasks(name, on, backend, quick, limit)]
         if not simulated and not quick:
@@ -133,6 +134,9 @@ def valid_backend(backend: str) -> str:
     """The backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
     from ..backends import SIMULATED
 
+    given: Any = backend
+    if not isinstance(given, str):
+        raise TypeError(f'backend must be "cuda" or "simulator:ARCH", not {given!r}')
     if backend == "simulator":
         return f"simulator:{SIMULATED}"
     if backend != "cuda" and not backend.startswith("simulator:"):
@@ -145,7 +149,7 @@ def device_of(worker: Worker, backend: str) -> Device:
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
     except Lost as lost:
-        hint = '; backend="simulator:sm_80" runs anywhere, slowly' if backend == "cuda" else ""
+        hint = "; --backend simulator:sm_80 runs anywhere, slowly" if backend == "cuda" else ""
         raise RuntimeError(f"backend {backend} cannot run here: {lost.reason}{hint}") from None
     return found
 

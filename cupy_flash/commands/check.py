@@ -47,7 +47,11 @@ def run(backend: str, engine: str | None, quick: bool, **arguments: Any) -> int:
     """Run the check, print its table or JSON, and return 0 if all engines have passed."""
     from ..checks.verdicts import check
 
-    with ended_by_signal():
-        verdicts = check(backend=backend, engine=engine, quick=quick, report=progress)
+    try:
+        with ended_by_signal():
+            verdicts = check(backend=backend, engine=engine, quick=quick, report=progress)
+    except KeyboardInterrupt:
+        progress("interrupted; no verdict is stored")
+        return 130
     print(json.dumps(verdicts.as_json(), indent=1) if arguments["json"] else verdicts)
     return 0 if verdicts.passed else 1

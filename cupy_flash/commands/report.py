@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -31,28 +32,20 @@ def run(out: Path | None) -> int:
     printed = io.StringIO()
     with redirect_stdout(printed):
         info.run()
-    records = {str(path): _content(path) for path in evidence.files()}
-    report = {"info": printed.getvalue().splitlines(), "failed": _failed(records), "evidence": records}
+    records: dict[str, Any] = {}
+    ignored: dict[str, Any] = {}
+    for file, record in evidence.stored():
+        (ignored if isinstance(record, str) else records)[str(file)] = record
+    failed = _failed(records.values())
+    report = {"info": printed.getvalue().splitlines(), "failed": failed, "evidence": records, "ignored": ignored}
     path = out or Path(f"cupy_flash-report-{time.strftime('%Y%m%d-%H%M%S')}.json")
-    with path.open("x", encoding="utf-8") as file:
-        json.dump(report, file, indent=1)
-    print(f"{path}: {len(records)} records, {len(report['failed'])} failed cases")
+    with path.open("x", encoding="utf-8") as opened:
+        json.dump(report, opened, indent=1)
+    print(f"{path}: {len(records)} records, {len(ignored)} ignored files, {len(failed)} failed cases")
     return 0
 
 
-def _content(path: Path) -> Any:
-    """A record as JSON; the text of one that is damaged, or why it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return str(error)
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _failed(records: dict[str, Any]) -> list[Any]:
+def _failed(records: Iterable[Any]) -> list[Any]:
     """The cases of checks that have not passed."""
-    checks = [record for record in records.values() if isinstance(record, dict)]
-    return [case for check in checks for case in check.get("cases", ()) if case.get("verdict") != "passed"]
+    cases = [case for record in records for case in record.get("cases", ())]
+    return [case for case in cases if case.get("verdict") != "passed"]

@@ -64,8 +64,12 @@ def run(like: Path | None, backend: str, minutes: float | None, **arguments: Any
     from ..tuning import tune
 
     shapes = [] if like is not None else list(calls(**arguments))
-    with ended_by_signal():
-        results = tune(shapes, like=like, backend=backend, minutes=minutes, report=progress)
+    try:
+        with ended_by_signal():
+            results = tune(shapes, like=like, backend=backend, minutes=minutes, report=progress)
+    except KeyboardInterrupt:
+        progress("interrupted; run it again to resume")
+        return 130
     print(json.dumps(results.as_json(), indent=1) if arguments["json"] else results)
     if results.complete:
         return 0

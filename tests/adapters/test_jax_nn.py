@@ -80,3 +80,35 @@ def test_a_query_without_keys_gives_zero():
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="implementation must be one of"):
         dot_product_attention(Q, KEY, V, implementation="flash")
+
+
+@pytest.mark.parametrize("queries", [T, S], ids=["rectangle", "square"])
+@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("window", [(-1, 2), (3, -1), -1], ids=str)
+def test_a_negative_side_of_a_window_is_a_band_as_of_jax(window, causal, queries):
+    q = normal(5, B, queries, N, D)
+    left, right = window if isinstance(window, tuple) else (window, window)
+    distance = jnp.arange(S) - jnp.arange(queries)[:, None]
+    seen = (distance >= -left) & (distance <= (min(right, 0) if causal else right))
+    options = dict(is_causal=causal, local_window_size=window)
+    expected = jax.nn.dot_product_attention(q, KEY, V, **options)
+    expected = jnp.where(seen.any(1)[:, None, None], expected, 0)
+    np.testing.assert_allclose(dot_product_attention(q, KEY, V, **options), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [(None, 3), (1, 2, 3), 2.5], ids=str)
+@pytest.mark.parametrize("queries", [T, S], ids=["rectangle", "square"])
+def test_a_window_of_other_than_whole_numbers_is_refused(window, queries):
+    with pytest.raises(TypeError, match="local_window_size must be None, a whole number or"):
+        dot_product_attention(normal(5, B, queries, N, D), KEY, V, local_window_size=window)
+
+
+def test_a_bias_of_integers_is_added_as_by_jax():
+    bias = jnp.arange(T * S).reshape(T, S) % 3
+    results = [f(Q, KEY, V, bias=bias[None, None]) for f in (dot_product_attention, jax.nn.dot_product_attention)]
+    np.testing.assert_allclose(*results, rtol=2e-5, atol=2e-5)
+
+
+def test_errors_name_the_arguments_of_jax():
+    with pytest.raises(ValueError, match="dot_product_attention: .*\n.*query and key must have one head dimension"):
+        dot_product_attention(Q, KEY[..., :3], V)

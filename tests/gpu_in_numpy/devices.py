@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 from cupy_flash.device import GPUS
 
-from .errors import INVALID_CONTEXT, INVALID_DEVICE, CudaError
+from .errors import INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, CudaError
 from .memory import DeviceMemory
 
 DRIVER_VERSION = 13020  # CUDA 13.2
+DEVICE_ATTRIBUTES = 150  # values above this one are no attributes
 SHARED_BYTES = 48 << 10  # of a block without an attribute that allows more
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
@@ -110,6 +111,8 @@ class Devices:
         return DRIVER_VERSION
 
     def deviceGetAttribute(self, attribute: int, device: int) -> int:
+        if not 1 <= attribute <= DEVICE_ATTRIBUTES:
+            raise CudaError(INVALID_VALUE, f"{attribute} is no attribute of a device")
         return self.at(device).attributes().get(attribute, 0)
 
     def deviceCanAccessPeer(self, device: int, peer: int) -> int:

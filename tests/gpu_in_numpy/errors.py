@@ -22,6 +22,7 @@ CAPTURE_UNMATCHED = 903
 CAPTURE_UNJOINED = 904
 CAPTURE_ISOLATION = 905
 CAPTURE_IMPLICIT = 906
+CAPTURED_EVENT = 907
 INVALID_CLUSTER_SIZE = 912
 
 NAMES = {code: name for name, code in list(globals().items()) if isinstance(code, int)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ class Capture:
     """Operations of one stream and of those that joined it by an event, in the order of the calls."""
 
     def __init__(self, origin: Stream, mode: int) -> None:
-        self.origin, self.mode = origin, mode
+        self.origin, self.mode, self.thread = origin, mode, threading.get_ident()
         self.is_valid = True
         self.nodes: list[Operation] = []
         self.last: dict[Stream, Operation | None] = {origin: None}
@@ -52,11 +53,13 @@ class Graphs:
         self.machine = machine
         self._captures: list[Capture] = []
         self._graphs: dict[int, list[Operation]] = {}
+        self._launched: dict[int, Operation] = {}  # the end of the latest launch of each executable graph
 
     def require_safe(self, call: str) -> None:
-        """Refuse a call that may synchronise while a capture that is not relaxed goes on."""
+        """Refuse a call that may synchronise while a capture that is not relaxed goes on; one whose mode is
+        thread-local forbids it to its own thread."""
         for capture in self._captures:
-            if capture.mode != RELAXED:
+            if capture.mode == GLOBAL or (capture.mode == THREAD_LOCAL and capture.thread == threading.get_ident()):
                 capture.is_valid = False
                 raise CudaError(CAPTURE_UNSUPPORTED, f"{call} during a capture that is not relaxed")
 
@@ -122,11 +125,14 @@ class Graphs:
         self._nodes(graph)
 
     def graphLaunch(self, graph: int, stream: int) -> None:
-        """Queue a copy of every node; the stream's next operation waits for all of them."""
-        self.machine.streams.enqueue_graph(stream, self._nodes(graph))
+        """Queue a copy of every node. The stream's next operation waits for all of them, and so does the next launch of
+        the same executable graph, on whichever stream."""
+        nodes, earlier = self._nodes(graph), self._launched.get(graph)
+        self._launched[graph] = self.machine.streams.enqueue_graph(stream, nodes, [earlier] if earlier else [])
 
     def graphDestroy(self, graph: int) -> None:
         del self._graphs[graph]
 
     def graphExecDestroy(self, graph: int) -> None:
         del self._graphs[graph]
+        self._launched.pop(graph, None)

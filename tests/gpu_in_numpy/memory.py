@@ -88,13 +88,21 @@ class Heap:
 
     def malloc(self, size: int) -> int:
         self.machine.graphs.require_safe("cudaMalloc")
+        return self._allocate(size)
+
+    def _allocate(self, size: int) -> int:
         card = self.machine.devices.use()
         if card.memory.used + size > self.memGetInfo()[1]:
-            raise CudaError(OUT_OF_MEMORY, f"{size} bytes")
+            self.machine.streams.finish(card)  # stream-ordered frees may be queued
+        free, _ = self.memGetInfo()
+        if size > free:
+            raise CudaError(OUT_OF_MEMORY, f"{size} bytes, {free} are free")
         return card.memory.allocate(size)
 
     def free(self, address: int) -> None:
         """Free after everything that the device has been given: cudaFree synchronises."""
+        if address:
+            self.machine.graphs.require_safe("cudaFree")
         if address and (card := self.card_of(address)) is not None:
             if card.lost is None:
                 self.machine.streams.finish(card)
@@ -103,7 +111,7 @@ class Heap:
     def mallocAsync(self, size: int, stream: int) -> int:
         if self.machine.streams.at(stream).capture:
             raise CudaError(NOT_SUPPORTED, "a graph with nodes for memory is not in this stand-in")
-        return self.machine.devices.use().memory.allocate(size)
+        return self._allocate(size)
 
     def mallocFromPoolAsync(self, size: int, pool: int, stream: int) -> int:
         return self.mallocAsync(size, stream)
@@ -135,6 +143,7 @@ class Heap:
         return self._pool_attributes.get((pool, attribute), 0 if attribute == _RELEASE_THRESHOLD else used)
 
     def hostAlloc(self, size: int, flags: int) -> int:
+        self.machine.graphs.require_safe("cudaHostAlloc")
         buffer = ctypes.create_string_buffer(max(size, 1))
         self.pinned[ctypes.addressof(buffer)] = buffer
         return ctypes.addressof(buffer)
@@ -171,13 +180,22 @@ class Heap:
         if self.card_of(source) is None and not self.is_pinned(source):
             data = self._bytes(source, size).copy()
         else:
-            data = self._bytes(source, size)
-        written = self._bytes(target, size)
-        operation = self.machine.streams.enqueue(stream, f"copy of {size} bytes", lambda: np.copyto(written, data))
+            data = None
+            self._bytes(source, size)
+        self._bytes(target, size)
+
+        def run() -> None:  # either may have been freed since the call, which is a fault
+            np.copyto(self._bytes(target, size), self._bytes(source, size) if data is None else data)
+
+        operation = self.machine.streams.enqueue(stream, f"copy of {size} bytes", run)
         if self.card_of(target) is None and not self.is_pinned(target):
             if self.machine.streams.at(stream).capture:
                 raise CudaError(CAPTURE_UNSUPPORTED, "a copy to pageable memory synchronises, which a capture forbids")
-            self.machine.streams.finish_operation(operation)
+            try:
+                self.machine.streams.finish_operation(operation)
+            except BaseException:  # the caller may free the host memory
+                operation.run = lambda: None
+                raise
 
     def memcpy(self, target: int, source: int, size: int, kind: int) -> None:
         self.memcpyAsync(target, source, size, kind, LEGACY)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MAGIC = b"\x7fELF of a GPU in NumPy: "
 PARAMETER_BYTES = 32764  # since CUDA 12.1, from sm_70 on
 MAX_THREADS, STATIC_SHARED, MAX_DYNAMIC_SHARED = 0, 1, 8  # CUfunction_attribute
+FUNCTION_ATTRIBUTES = 16  # values below this one are attributes
 
 
 def cubin(arch: str, ptx: bytes) -> bytes:
@@ -45,10 +46,11 @@ def cubin(arch: str, ptx: bytes) -> bytes:
 
 
 class Kernel:
-    """A kernel loaded on a device; `dynamic_shared` is the most that a launch may ask for."""
+    """A kernel loaded on a device by the module of handle `owner`; `dynamic_shared` is the most that a launch may ask
+    for."""
 
-    def __init__(self, card: Card, module: Module, name: str) -> None:
-        self.card, self.module, self.name = card, module, name
+    def __init__(self, card: Card, owner: int, module: Module, name: str) -> None:
+        self.card, self.owner, self.module, self.name = card, owner, module, name
         self.function: Function = module.kernels[name]
         variables = (*self.function.variables.values(), *module.variables.values())
         self.static_shared = sum(variable.size for variable in variables if variable.space == "shared")
@@ -114,13 +116,16 @@ class Modules:
         if module not in self._modules:
             raise CudaError(INVALID_HANDLE, f"{module} is no module")
         del self._modules[module]
+        self._kernels = {handle: kernel for handle, kernel in self._kernels.items() if kernel.owner != module}
 
     def cuModuleGetFunction(self, function, module: int, name: bytes) -> None:
+        if module not in self._modules:
+            raise CudaError(INVALID_HANDLE, f"{module} is no module")
         card, text = self._modules[module]
         if name.decode() not in text.kernels:
             raise CudaError(NOT_FOUND, f"{name.decode()} among {sorted(text.kernels)}")
         function[0] = self.machine.handle()
-        self._kernels[function[0]] = Kernel(card, text, name.decode())
+        self._kernels[function[0]] = Kernel(card, module, text, name.decode())
 
     def cuModuleGetGlobal(self, address, size, module: int, name: bytes) -> None:
         raise CudaError(NOT_FOUND, name.decode())
@@ -132,6 +137,8 @@ class Modules:
             STATIC_SHARED: kernel.static_shared,
             MAX_DYNAMIC_SHARED: kernel.dynamic_shared,
         }
+        if not 0 <= attribute < FUNCTION_ATTRIBUTES:
+            raise CudaError(INVALID_VALUE, f"{attribute} is no attribute of a function")
         value[0] = known.get(attribute, 0)
 
     def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None:

@@ -65,7 +65,7 @@ class Trampolines:
         self._library.raise_later.argtypes = [ctypes.py_object, ctypes.py_object]
         self._library.raise_later.restype = None
 
-    def raise_later(self, error: Exception) -> None:
+    def raise_later(self, error: BaseException) -> None:
         """Raise an exception when the callback that runs in this thread has returned."""
         self._library.raise_later(type(error), error)
 

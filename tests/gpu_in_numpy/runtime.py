@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import raising
 from .errors import CudaError
+from .streams import interrupts_deferred
 
 if TYPE_CHECKING:
     from . import Machine
@@ -69,7 +70,7 @@ def _checked(
 
     @functools.wraps(answer)
     def call(*arguments: Any, **options: Any) -> Any:
-        with machine.lock:
+        with interrupts_deferred(), machine.lock:  # as no call of a driver ends at Ctrl-C
             try:
                 machine.require_no_fault(name)
                 return answer(*arguments, **options)
@@ -112,7 +113,7 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
             values += (optional.value,) * min(optional.count, len(parameters) - len(required))
         try:
             value = answer(*values)
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C, without which the caller would get NULL and no error
             value = None if returns_object else 0
             if machine.trampolines is None:
                 machine.errors.append(f"{name} in {_caller()}: {error!r}")

@@ -8,16 +8,20 @@ before the host waits for it, depends on a seed alone.
 from __future__ import annotations
 
 import random
+import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.backends.simulator import SimulationError
 from cupy_flash.backends.simulator.errors import MemoryFault
 
 from .errors import (
+    CAPTURE_IMPLICIT,
     CAPTURE_ISOLATION,
     CAPTURE_UNSUPPORTED,
+    CAPTURED_EVENT,
     ILLEGAL_ADDRESS,
     INVALID_HANDLE,
     LAUNCH_FAILED,
@@ -33,6 +37,32 @@ if TYPE_CHECKING:
 
 NULL, LEGACY, PER_THREAD = 0, 1, 2  # handles of the default streams
 NON_BLOCKING = 1  # cudaStreamNonBlocking
+DISABLE_TIMING = 2  # cudaEventDisableTiming
+INTERRUPTS = (signal.SIGINT, signal.SIGALRM)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt after the block instead of inside it: a kernel of a card goes on after Ctrl-C too. A
+    second interrupt is raised at once."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # handlers run in no other thread
+    numbers = [x for x in INTERRUPTS if is_main and signal.getsignal(x) is signal.default_int_handler]
+    for number in numbers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 class Operation:
@@ -63,7 +93,8 @@ class Stream:
 class Event:
     """`operation` is the one recorded last, or a node of `capture` if it was recorded in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, card: Card, flags: int) -> None:
+        self.card, self.flags = card, flags
         self.operation: Operation | None = None
         self.capture: Capture | None = None
 
@@ -76,6 +107,7 @@ class Streams:
         self.pending: list[Operation] = []
         self.executed: list[tuple[int, str]] = []  # (stream, name), in the order of execution
         self._streams: dict[object, Stream] = {}
+        self._destroyed: list[Stream] = []  # those whose work may still be pending
         self._events: dict[int, Event] = {}
         self.reseed(0)
 
@@ -127,24 +159,26 @@ class Streams:
             self.step()
         return operation
 
-    def enqueue_graph(self, handle: int, nodes: list[Operation]) -> None:
-        """Queue a copy of each node of a graph; the next operation of the stream runs after all of them."""
+    def enqueue_graph(self, handle: int, nodes: list[Operation], after: list[Operation]) -> Operation:
+        """Queue a copy of each node of a graph after the work `after`; returns the operation that runs after all of
+        them, and that the next operation of the stream waits for."""
         stream = self.at(handle)
         if stream.capture is not None:
             raise CudaError(NOT_SUPPORTED, "a graph launch during a capture is not in this stand-in")
-        before, copies = self._before(stream), {}
+        before, copies = [*after, *self._before(stream)], {}
         for node in nodes:
-            after = [copies[x] for x in node.after] or before
-            copies[node] = Operation(stream, node.name, node.run, after)
+            copies[node] = Operation(stream, node.name, node.run, [copies[x] for x in node.after] or before)
             self.pending.append(copies[node])
-        self.enqueue(handle, "graph", lambda: None, copies.values())
+        return self.enqueue(handle, "graph", lambda: None, [*after, *copies.values()])
 
     def _before(self, stream: Stream) -> list[Operation]:
         """The operations that the next one of a stream runs after. The legacy default stream and the streams of its
         device that are not created as non-blocking wait for each other."""
         others: list[Stream] = [stream]
         if stream.is_legacy:
-            others += [x for x in self._streams.values() if x.card is stream.card and not x.flags & NON_BLOCKING]
+            self._destroyed = [x for x in self._destroyed if x.last is not None and not x.last.done]
+            every = (*self._streams.values(), *self._destroyed)
+            others += [x for x in every if x.card is stream.card and not x.flags & NON_BLOCKING]
         elif not stream.flags & NON_BLOCKING:
             others += [x for x in self._streams.values() if x.card is stream.card and x.is_legacy]
         return [x.last for x in others if x.last is not None]
@@ -155,6 +189,10 @@ class Streams:
         for operation in ready:
             self._speeds.setdefault(operation.stream, 10 ** self.random.uniform(-2, 2))
         (chosen,) = self.random.choices(ready, [self._speeds[operation.stream] for operation in ready])
+        with interrupts_deferred():
+            self._execute(chosen)
+
+    def _execute(self, chosen: Operation) -> None:
         self.pending.remove(chosen)
         chosen.done = True
         self.executed.append((chosen.stream.handle, chosen.name))
@@ -163,8 +201,11 @@ class Streams:
         except Exception as error:  # reported by the next call that waits, as a card does
             status = ILLEGAL_ADDRESS if isinstance(error, (MemoryFault, CudaError)) else LAUNCH_FAILED
             self._lose(chosen, status, error)
+        except BaseException as error:  # a second Ctrl-C leaves the operation half done
+            self._lose(chosen, LAUNCH_FAILED, error)
+            raise
 
-    def _lose(self, failed: Operation, status: int, error: Exception) -> None:
+    def _lose(self, failed: Operation, status: int, error: BaseException) -> None:
         card = failed.stream.card
         card.lost = status
         kind = type(error).__name__ if isinstance(error, SimulationError) else repr(error)
@@ -210,8 +251,8 @@ class Streams:
         return 0
 
     def streamDestroy(self, handle: int) -> None:
-        """The work of the stream is still done."""
-        self.at(handle)
+        """The work of the stream is still done, in the order that the stream had."""
+        self._destroyed.append(self.at(handle))
         del self._streams[handle]
 
     def streamSynchronize(self, handle: int) -> None:
@@ -227,9 +268,13 @@ class Streams:
 
     def streamWaitEvent(self, handle: int, event: int, flags: int = 0) -> None:
         stream, awaited = self.at(handle), self._event(event)
+        if awaited.capture is not None and stream.is_legacy:
+            awaited.capture.is_valid = False
+            raise CudaError(CAPTURE_IMPLICIT, "the legacy default stream cannot take part in a capture")
         if awaited.capture is not None:
             awaited.capture.join(stream)
         elif stream.capture is not None and awaited.operation is not None:
+            stream.capture.is_valid = False
             raise CudaError(CAPTURE_ISOLATION, "a captured stream waits for an event recorded outside of the capture")
         self.enqueue(handle, "wait", lambda: None, [awaited.operation] if awaited.operation else [])
 
@@ -257,9 +302,8 @@ class Streams:
         return self.eventCreateWithFlags(0)
 
     def eventCreateWithFlags(self, flags: int) -> int:
-        self.machine.devices.use()
         handle = self.machine.handle()
-        self._events[handle] = Event()
+        self._events[handle] = Event(self.machine.devices.use(), flags)
         return handle
 
     def eventDestroy(self, handle: int) -> None:
@@ -267,20 +311,29 @@ class Streams:
         del self._events[handle]
 
     def eventRecord(self, handle: int, stream: int) -> None:
-        event = self._event(handle)
+        event, card = self._event(handle), self.at(stream).card
+        if event.card is not card:
+            raise CudaError(INVALID_HANDLE, f"an event of device {event.card.index} on a stream of {card.index}")
         event.capture = self.at(stream).capture
         event.operation = self.enqueue(stream, "event", lambda: None)
 
     def eventQuery(self, handle: int) -> int:
-        return self._progress(self._event(handle).operation)
+        event = self._event(handle)
+        self._require_not_captured(event, "cudaEventQuery")
+        return self._progress(event.operation)
 
     def eventSynchronize(self, handle: int) -> None:
         event = self._event(handle)
-        if event.capture is not None:
-            raise CudaError(CAPTURE_UNSUPPORTED, "cudaEventSynchronize of an event recorded in a capture")
+        self._require_not_captured(event, "cudaEventSynchronize")
         self.finish_operation(event.operation)
 
     def eventElapsedTime(self, start: int, end: int) -> float:
+        """0, as no time passes here, after the checks of a driver."""
+        for event in (self._event(start), self._event(end)):
+            if event.operation is None or event.capture is not None or event.flags & DISABLE_TIMING:
+                raise CudaError(INVALID_HANDLE, "the time of an event that is not recorded or takes no time")
+            if not event.operation.done:
+                raise CudaError(NOT_READY, "the time of an event whose work is pending")
         return 0.0
 
     def _progress(self, operation: Operation | None) -> int:
@@ -289,6 +342,11 @@ class Streams:
             return 0
         self.step()
         return 0 if operation.done else NOT_READY
+
+    def _require_not_captured(self, event: Event, call: str) -> None:
+        if event.capture is not None:
+            event.capture.is_valid = False
+            raise CudaError(CAPTURED_EVENT, f"{call} of an event recorded in a capture")
 
     def _require_no_capture(self, stream: Stream, call: str) -> None:
         if stream.capture is not None:

@@ -177,6 +177,31 @@ def test_an_engine_that_does_not_serve_the_card_has_not_passed(capsys):
     assert "wgmma             -      -  sm_80 lacks the instructions of sm_90a" in capsys.readouterr().out
 
 
+def test_verdicts_that_cannot_be_stored_cost_no_minutes(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))
+    report = []
+    with pytest.raises(OSError, match="the results cannot be stored: .* can be written by other users"):
+        run_check("simulator", "simt", False, report.append, calls.work)
+    assert report == []
+
+
+@pytest.mark.parametrize("backend", [None, 5])
+def test_a_backend_that_is_no_text(backend):
+    with pytest.raises(TypeError, match=f'backend must be "cuda" or "simulator:ARCH", not {backend}'):
+        cupy_flash.check(backend=backend)
+
+
+def test_without_a_gpu_the_error_names_the_simulator(monkeypatch):
+    def none(arch):
+        raise RuntimeError('name one, as in arch="sm_90a"') from ImportError("No module named 'cupy'")
+
+    monkeypatch.setattr(calls.ahead, "device_for", none)
+    with pytest.raises(RuntimeError, match="there is no GPU that CuPy can use") as caught:
+        calls.find_device(calls.Task("device", "cuda"), lambda step, seconds: None)
+    assert "arch=" not in str(caught.value)
+
+
 def test_an_unknown_engine():
     with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, not 'cpu'"):
         cupy_flash.check(backend="simulator", engine="cpu")

@@ -195,7 +195,27 @@ def stale(path):
     rewritten(path, lambda record: record.update(texts=dict.fromkeys(record["texts"], "0" * 64)))
 
 
+def field(name, value):
+    return lambda path: rewritten(path, lambda record: record.update({name: value}))
+
+
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def linked(path):
+    path.rename(path.with_suffix(".away"))
+    path.symlink_to(path.with_suffix(".away"))
+
+
 BAD = {
+    "fifo": (fifo, "is not a regular file"),
+    "link": (linked, "is not a regular file"),
+    "no-card": (field("card", None), "its fields card are missing or wrong"),
+    "no-date": (field("date", 5), "its fields date are missing or wrong"),
+    "no-texts": (field("texts", {}), "its fields texts"),
+    "a-number-as-text": (field("texts", 5), "its fields texts"),
     "truncated": (truncate, "it is damaged"),
     "changed": (flip, "it is damaged"),
     "no-json": (lambda path: path.write_text("{"), "it is damaged"),
@@ -223,6 +243,60 @@ def test_a_record_that_does_not_count(kind, bad):
     assert chosen.engine == "mma" and repr(chosen.tile) == repr(predicted(HALF, HOPPER).tile)
     (line,) = (line for line in chosen.explain().splitlines() if line.startswith("ignored"))
     assert str(paths[kind]) in line and why in line
+
+
+AMOUNTS = ("1.0", float("nan"), float("inf"), 0, -1.0, 10**400, True, None)
+FIELDS = {
+    **{f"amount-{n}": ("tune", "measured", [["simt", "Tile()", amount]]) for n, amount in enumerate(AMOUNTS)},
+    "measured": ("tune", "measured", 5),
+    "measured-pair": ("tune", "measured", [["simt", "Tile()"]]),
+    "key": ("tune", "key", {"another": "bucket"}),
+    "default": ("tune", "default", "simt"),
+    "complete": ("tune", "complete", None),
+    "unit": ("tune", "unit", ["s"]),
+    "passed": ("check", "passed", "yes"),
+    "reason": ("check", "reason", None),
+    "cases": ("check", "cases", 5),
+    "cases-of-numbers": ("check", "cases", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("bad", FIELDS)
+def test_a_record_with_a_wrong_field_does_not_count(bad, tmp_path, capsys):
+    """Its checksum is right; plans, info and report ignore it and say which field is wrong."""
+    kind, name, value = FIELDS[bad]
+    path = passed(AMPERE, "simt") if kind == "check" else measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
+    field(name, value)(path)
+    forget_plans()
+    why = f"its fields {name} are missing or wrong"
+    assert f"ignored    {path}: {why}" in plan(SINGLE, AMPERE).explain()
+    assert evidence.tunes(AMPERE) == [] and why in evidence.summary()[0]
+    assert main(["report", "--out", str(tmp_path / "report.json")]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
+
+
+def test_only_files_that_exist_are_ignored(folder):
+    passed(HOPPER, "mma").unlink()
+    (folder / "evidence").chmod(0o777)
+    forget_plans()
+    assert "ignored" not in plan(HALF, HOPPER).explain()
+
+
+@pytest.mark.parametrize("where", ["the cache folder", "the shared folder"])
+def test_a_parent_that_others_can_write_to(where, folder, tmp_path, monkeypatch):
+    path = passed(HOPPER, "wgmma")
+    parent = folder
+    if where == "the shared folder":
+        parent = tmp_path / "shared"
+        (folder / "evidence").rename(parent)
+        monkeypatch.setenv("CUPY_FLASH_EVIDENCE_DIR", str(parent))
+        path = parent / path.relative_to(folder / "evidence")
+    forget_plans()
+    assert evidence.check_of("wgmma", HOPPER).path == path
+    parent.chmod(0o777)
+    forget_plans()
+    assert evidence.check_of("wgmma", HOPPER) is None
+    assert f"{parent} can be written by other users" in evidence.ignored[path]
 
 
 def test_a_measurement_without_the_default_does_not_count():
@@ -293,6 +367,33 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     assert not list(folder.rglob("publishing-*"))
 
 
+ONE_BUCKET = """
+import sys
+from threading import Thread
+from cupy_flash import evidence
+from cupy_flash.device import named
+from cupy_flash.evidence import Measured
+def store(numbers):
+    for number in numbers:
+        tiles = [Measured("simt", "default", 1.0), Measured("simt", f"{sys.argv[1]} {number}", 1.0)]
+        evidence.store_tune(named("sm_80"), {"bucket": 1}, "s", tiles, ("simt", "default"), True)
+threads = [Thread(target=store, args=(range(first, 12, 3),)) for first in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_processes_and_threads_that_tune_one_bucket_lose_nothing():
+    command = [sys.executable, "-c", ONE_BUCKET]
+    root = Path(cupy_flash.__file__).parents[1]
+    writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    (tune,) = evidence.tunes(AMPERE)
+    assert len(tune.measured) == 25 and evidence.ignored == {}
+
+
 def test_a_reader_sees_a_whole_record():
     """A new record takes the place of the old one, which whoever reads it meanwhile reads to its end."""
     path = passed(HOPPER, "mma")
@@ -326,7 +427,7 @@ def test_info_lists_the_evidence(capsys):
     info.run()
     text = capsys.readouterr().out
     for words in ("wgmma passed 2", "mma failed 2", "1 buckets tuned", "check.simt.json is about other kernel texts",
-                  "is damaged or of another version"):  # fmt: skip
+                  "is ignored: it is damaged, or of another version"):  # fmt: skip
         assert words in text, words
 
 
@@ -336,9 +437,9 @@ def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
     truncate(passed(HOPPER, "simt"))
     out = tmp_path / "report.json"
     assert main(["report", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: 2 records, 1 failed cases\n"
+    assert capsys.readouterr().out == f"{out}: 1 records, 1 ignored files, 1 failed cases\n"
     report = json.loads(out.read_text())
-    assert report["failed"] == [failed] and len(report["evidence"]) == 2
+    assert report["failed"] == [failed] and len(report["evidence"]) == len(report["ignored"]) == 1
     assert any(line.startswith("cupy_flash ") for line in report["info"])
     assert main(["report", "--out", str(out)]) == 1  # the file exists
     assert "File exists" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from patience import FOREVER, give_workers_time, hang
 
-from cupy_flash.isolated import Lost, OutOfTime, Worker
+from cupy_flash.isolated import Lost, OutOfTime, Worker, one_line
+from cupy_flash.problem import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,9 +93,7 @@ def test_processes_that_a_worker_starts_end_with_it(how):
         time.sleep(0.05)
 
 
-def test_a_run_that_is_ended_ends_its_worker():
-    """`timeout` sends its signal only to the run, not to its worker."""
-    program = """
+RUN = """
 import math
 import pytest
 from cupy_flash.isolated import Worker, ended_by_signal
@@ -105,11 +104,24 @@ with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as w
     print(worker("goes well", until=math.inf), flush=True)
     worker("waits", until=math.inf)
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_run_that_is_ended_ends_its_worker(number):
+    """`timeout` sends its signal only to the run, not to its worker, and SIGKILL leaves the run no time for it."""
     folders = (ROOT, ROOT / "tests" / "helpers", Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    run = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen([sys.executable, "-c", RUN], env=environment, stdout=subprocess.PIPE, text=True)
     pid = int(run.stdout.readline())
-    run.terminate()
-    assert run.wait() == 128 + signal.SIGTERM
+    run.send_signal(number)
+    assert run.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    while number == signal.SIGKILL and is_alive(pid):
+        time.sleep(0.05)
     assert not is_alive(pid)
     run.stdout.close()
+
+
+def test_every_reason_of_an_error_is_kept():
+    error = UnsupportedError("no engine serves this:\n  simt: one reason\n  mma: another")
+    assert one_line(error) == "UnsupportedError: no engine serves this: simt: one reason; mma: another"
+    assert one_line(RuntimeError("first\nsecond")) == "RuntimeError: first"

@@ -315,6 +315,100 @@ def test_a_file_that_holds_no_calls(tmp_path, capsys):
     assert "there is no call to measure" in capsys.readouterr().err
 
 
+LINES = {
+    "5": "a call is a mapping of names to values, not 5",
+    '{"window": [[1], 2]}': "window must be None or (left, right) of whole numbers",
+    '{"window": [-5, 0]}': "a side of window must be None or -1",
+    '{"layout": "thd"}': 'layout must be "bshd" or "bhsd", not \'thd\'',
+    '{"causal": "left"}': "causal must be False, True",
+    '{"deterministic": 1}': "deterministic must be True or False, not 1",
+    '{"backward": "no"}': "backward must be True or False, not 'no'",
+    '{"head_dim_v": 0}': "head_dim_v must be a whole number",
+    '{"q_len": 100000000000000000000}': "q_len must be a whole number of at least 1 and less than 2**31",
+    '{"options": "mask"}': "options must be a list of names",
+    '{"length": 5}': "'length' are not of dtype, head_dim",
+    "[" * 100000: "recursion",
+    b"\xff\xfe": "utf-",
+}
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_line_that_states_no_call(line, tmp_path):
+    file = tmp_path / "calls.json"
+    file.write_bytes(b"{}\n" + (line if isinstance(line, bytes) else line.encode()))
+    with pytest.raises(ValueError, match="states no call") as caught:
+        recorded(file)
+    assert str(caught.value).startswith(f"{file}:2 states no call: ") and LINES[line] in str(caught.value)
+
+
+UNWRITABLE = """
+import os, sys
+import numpy as np
+import cupy_flash
+q = np.ones((1, 4, 1, 8), np.float32)
+cupy_flash.attention(q, q, q)
+os.chdir("/")
+cupy_flash.attention(np.ones((1, 400, 1, 8), np.float32), *[q] * 2)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "relative"])
+def test_a_record_file_that_cannot_be_written(kind, tmp_path):
+    """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
+    file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]
+    if kind == "fifo":
+        os.mkfifo(file)
+    root = str(Path(cupy_flash.__file__).parents[1])
+    environment = os.environ | {"CUPY_FLASH_RECORD": str(file), "PYTHONPATH": root}
+    command = [sys.executable, "-c", UNWRITABLE]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "went on\n"
+    assert ran.stderr.count("RuntimeWarning: CUPY_FLASH_RECORD=") == (0 if kind == "relative" else 1)
+    if kind == "relative":
+        assert len(recorded(tmp_path / file)) == 2
+
+
+# ---- arguments and interruptions
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "words"),
+    [
+        ([5], {}, TypeError, "a call is a mapping of names to values, not 5"),
+        ("abc", {}, TypeError, "shapes must be a list of calls"),
+        (5, {}, TypeError, "shapes must be a list of calls"),
+        ({"q_len": 5}, {}, TypeError, "shapes must be a list of calls"),
+        ([{}], {"minutes": -1}, ValueError, "minutes must be a number above 0 or None, not -1"),
+        ([{}], {"minutes": float("nan")}, ValueError, "minutes must be a number above 0"),
+        ([{}], {"minutes": "x"}, TypeError, "minutes must be a number above 0 or None, not 'x'"),
+        ([{}], {"backend": None}, TypeError, 'backend must be "cuda" or "simulator:ARCH", not None'),
+        ([{}], {"backend": 5}, TypeError, 'backend must be "cuda" or "simulator:ARCH", not 5'),
+    ],
+)
+def test_wrong_arguments(shapes, options, error, words):
+    with pytest.raises(error, match=words.replace("(", "[(]")):
+        cupy_flash.tune(shapes, **options)
+
+
+def test_an_interrupted_command_says_that_it_resumes(monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "work", Card(amounts=[KeyboardInterrupt()] * 3))
+    arguments = ["--dtype", "float32", "--head-dim", "16", "--heads", "1", "--batch", "1", "--seqlens", "24"]
+    assert main(["tune", "--backend", "simulator", *arguments]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; run it again to resume"
+
+
+def test_a_tune_that_cannot_store_measures_nothing(monkeypatch):
+    def fail(device):
+        raise PermissionError("the folder is closed")
+
+    card = Card()
+    monkeypatch.setattr(evidence, "_prepared", fail)
+    with pytest.raises(OSError, match="the results cannot be stored: the folder is closed. Set CUPY_FLASH_CACHE_DIR"):
+        run(card)
+    assert card.calls == []
+
+
 # ---- the command
 
 

@@ -201,10 +201,9 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
     settings = CacheOptions.of(function, options)
     given = given | {name: getattr(settings, name) for name in ARRAY_NAMES if name not in given}
     lengths = settings.cache_seqlens
+    bounds = given.get("cu_seqlens" if step == APPEND else "cu_seqlens_q")
     if isinstance(lengths, (jax.Array, np.ndarray)):
-        bounds = given.get("cu_seqlens" if step == APPEND else "cu_seqlens_q")
-        batch = rows.shape[0] if bounds is None else bounds.shape[0] - 1
-        given["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,)) if lengths.ndim == 0 else lengths
+        given["cache_seqlens"] = jnp.broadcast_to(lengths, _batch(rows, bounds)) if lengths.ndim == 0 else lengths
         settings.cache_seqlens = None
     operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     if "slots" in operands:
@@ -215,17 +214,25 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
     call = CacheCall(step, static, tuple(operands))
     recorder = primitive.Recorder("traced")  # facts alone are checked here, and contents where they are
     call.pose({name: recorder.array(x.shape, x.dtype) for name, x in operands.items()})
+    if static.cache_seqlens is not None:  # an operand once it is checked, or each position would be compiled anew
+        operands["cache_seqlens"] = jnp.full(_batch(rows, bounds), static.cache_seqlens, jnp.int32)
+        call = CacheCall(step, static._replace(cache_seqlens=None), tuple(operands))
     traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
     run = _transformable(call.text) if traced else _program(call.text)
     return dict(zip(call.result_names, run(*operands.values()), strict=True))
 
 
-@functools.cache
+def _batch(rows: Any, bounds: Any) -> tuple[int]:
+    """The shape of the lengths of a call: one for each sequence."""
+    return np.shape(rows)[:1] if bounds is None else (np.shape(bounds)[0] - 1,)
+
+
+@functools.lru_cache(maxsize=1024)
 def _program(text: str) -> Any:
     return jax.jit(_transformable(text), donate_argnums=tuple(calls.parse(text).aliases))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _transformable(text: str) -> Any:
     """A call that vmap runs instance by instance."""
 

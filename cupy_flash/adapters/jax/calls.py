@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import numbers
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +143,9 @@ STEPS: dict[str, tuple[Any, Any]] = {FORWARD: (Call, Static), BACKWARD: (Call, S
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of NumPy or jax as Python's."""
+    """A number, of NumPy, jax or as a fraction, as Python's."""
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
     return value.item() if hasattr(value, "item") else str(value)
 
 

@@ -21,6 +21,10 @@ PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands withou
 def batched(bind: Any, arrays: Any, mapped: list[bool], count: int, call: Call) -> Any:
     """The results of `count` instances by calls of `bind`, instances first; `mapped` arrays have them first, too."""
     names = {name for name, is_mapped in zip(call.names, mapped, strict=True) if is_mapped}
+    if count == 0:
+        instance = zip(call.names, mapped, arrays, strict=True)
+        like = {name: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype) for name, is_mapped, x in instance}
+        return tuple(jnp.zeros((0, *shape), dtype) for shape, dtype in call.results(like).values())
     letter = _axis(call, names)
     if letter is None:
         return _one_by_one(bind, arrays, mapped)

@@ -2,7 +2,8 @@
 
 It describes the buffers of the call frame as arrays, states the problem and runs it as any other call: on a CPU on
 XLA's thread, on a GPU by launches on XLA's stream. Results and workspaces are buffers of the frame. No exception
-crosses into XLA: it becomes an error with the exception's text, which the caller gets as JaxRuntimeError.
+crosses into XLA: it becomes an error with the exception's text, which the caller gets as JaxRuntimeError. Ctrl-C is
+raised again once XLA has returned.
 
 Kernels are loaded in the initialize stage, so that XLA may capture the launches into a CUDA graph.
 """
@@ -158,17 +159,26 @@ def _handler(platform: str) -> Any:
 
     @ffi.Function
     def handler(address: int) -> int | None:
-        frame = ffi.CallFrame.from_address(address)
-        try:
-            if not _describe(frame, platform):
-                handle(frame, platform)
-        except BaseException as error:  # none may cross into XLA
-            return _error(frame, error)
-        return None
+        error, interrupted = _served(ffi.CallFrame.from_address(address), platform)
+        # The capsule's destructor, which sends SIGINT to this process, runs when this frame is gone: were it sent by a
+        # statement, the exception would be raised here again, and ctypes would drop it.
+        signal = _new_capsule(_INTERRUPT, None, _INTERRUPT) if interrupted else None  # noqa: F841
+        return error
 
     return handler
 
 
+def _served(frame: Any, platform: str) -> tuple[int | None, bool]:
+    """Serve a call; returns its error, and whether it was interrupted from the keyboard."""
+    try:
+        if not _describe(frame, platform):
+            handle(frame, platform)
+    except BaseException as error:  # none may cross into XLA
+        return _error(frame, error), isinstance(error, KeyboardInterrupt)
+    return None, False
+
+
+_INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p)
 HANDLERS = {platform: _handler(platform) for platform in PLATFORMS}  # alive for as long as XLA may call them
 
 

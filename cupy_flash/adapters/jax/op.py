@@ -64,7 +64,8 @@ def attention(
         v: likewise.
         **options: those of `cupy_flash.attention`. Options that are no arrays must have values while jax traces, except
             on a CPU the numbers scale, softcap and dropout, which have no gradient. The seed of dropout is an int,
-            under jit the same in every call, or an array of one integer of any width.
+            under jit the same in every call, or an array of one integer of any width, to which 2**64 is added if it is
+            negative.
 
     Returns:
         out, or (out, lse), as `cupy_flash.attention`.
@@ -75,7 +76,7 @@ def attention(
             JaxRuntimeError (or a ValueError) with the same text.
         UnsupportedError: as `cupy_flash.attention`.
     """
-    return _attend("attention", {"q": q, "k": k, "v": v}, options, {})
+    return attend("attention", {"q": q, "k": k, "v": v}, options)
 
 
 @overload
@@ -128,10 +129,10 @@ def attention_varlen(
         out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
     """
     operands = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _attend("attention_varlen", operands, options, {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k})
+    return attend("attention_varlen", operands, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
-def _attend(function: str, operands: dict[str, Any], options: Any, sizes: dict[str, Any]) -> Any:
+def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
     """out or (out, lse) of the operands, to which those among the options are added."""
     settings = Options.of(function, options)
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
@@ -143,24 +144,28 @@ def _attend(function: str, operands: dict[str, Any], options: Any, sizes: dict[s
         settings.score_mod, settings.mask_mod = mod.encoded, None
     for name, example in NUMBERS.items():
         if _is_traced(getattr(settings, name)):
+            _require_number(function, name, getattr(settings, name))
             operands[name] = _without_gradient(function, name, getattr(settings, name))
             setattr(settings, name, example)
     given = {name: getattr(settings, name, None) for name in Static._fields}
-    static = Static(**given | {"function": function} | sizes)
-    traced = [name for name, value in static._asdict().items() if _is_traced(value)]
+    given |= {"function": function} | sizes
+    traced = [name for name, value in given.items() if _is_traced(value)]
     if traced:
         raise TypeError(
             f"{function}: {', '.join(traced)} must have a value while jax traces, not be computed or differentiated in "
             "what it traces: make it a static argument of jax.jit"
         )
-    out, lse = _attention(static, _of_jax(operands))
+    static = Static(**jax.tree.map(_of_python, given))
+    out, lse = _attention(static, _operands(function, operands))
     return (out, lse) if settings.return_lse else out
 
 
 def seed_words(function: str, seed: Any) -> Any:
     """A seed array as uint32 (2,), its low and its high word: jax has no 64-bit integers unless they are enabled."""
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
-        raise TypeError(f"{function}: a seed array must be one integer, not {seed.dtype} {tuple(seed.shape)}")
+        is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        advice = ": of a key, pass jax.random.bits(key)" if is_key else ""
+        raise TypeError(f"{function}: a seed array must be one integer, not {seed.dtype} {tuple(seed.shape)}{advice}")
     if not _is_traced(seed):
         value = int(np.asarray(seed).item()) % 2**64
         return jnp.asarray(np.array([value % 2**32, value >> 32], np.uint32))
@@ -170,6 +175,14 @@ def seed_words(function: str, seed: Any) -> Any:
     else:
         high = jnp.where(seed < 0, jnp.uint32(2**32 - 1), jnp.uint32(0))
     return jnp.stack([seed.astype(jnp.uint32), high])
+
+
+def _require_number(function: str, name: str, value: Any) -> None:
+    """Raise for a traced option of which a compiled program could not read one real number."""
+    real = isinstance(value, jax.Array) and any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer))
+    if not real or value.shape != ():
+        what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, jax.Array) else repr(value)
+        raise TypeError(f"{function}: {name} must be a number, not {what}")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -228,10 +241,32 @@ def _run(step: str, static: Static, operands: dict[str, Any]) -> dict[str, Any]:
     """The results of a call by name, on the memory of its operands if they have one and it is that of one device."""
     call = Call(step, static, tuple(operands))
     if not any(_is_traced(x) or len(x.devices()) > 1 for x in operands.values()):
-        return {name: result.result() for name, result in call.run(operands, []).items()}
+        _require_one_device(static.function, operands)
+        results = {name: result.result() for name, result in call.run(operands, []).items()}
+        _require_numbers(static.function, results)
+        return results
     if step == FORWARD:
         primitive.check(call, operands)
     return _bind(call, operands)
+
+
+def _require_one_device(function: str, operands: dict[str, Any]) -> None:
+    """Raise if arrays are committed to different devices: those of jax on a CPU share their memory."""
+    devices: dict[Any, list[str]] = {}
+    for name, x in operands.items():
+        if x.committed:
+            devices.setdefault(x.device, []).append(name)
+    if len(devices) > 1:
+        where = "; ".join(f"{', '.join(names)} on {device}" for device, names in devices.items())
+        raise ValueError(f"{function}: all arrays must be on one device, not {where}")
+
+
+def _require_numbers(function: str, results: dict[str, Any]) -> None:
+    """Raise what jax raises under jax_debug_nans, which sees only the operations of jax itself."""
+    if jax.config.jax_debug_nans:
+        invalid = [name for name, x in results.items() if jnp.isnan(x).any()]
+        if invalid:
+            raise FloatingPointError(f"{function}: invalid value (nan) in {', '.join(invalid)}")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -243,6 +278,22 @@ def _bind(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
 @_bind.defjvp
 def _refuse_second(call: Call, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(f"{call.static.function}: jax gets one derivative of it, in reverse mode")
+
+
+def _operands(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Arrays and what jax makes arrays of, such as lists and numbers."""
+    operands = {}
+    for name, x in given.items():
+        try:
+            operands[name] = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{function}: {name} ({type(x).__name__}) is no array of jax: {error}") from error
+    return operands
+
+
+def _of_python(value: Any) -> Any:
+    """An option without its array: the same under jit, where jax would trace what is read from it."""
+    return np.asarray(value).tolist() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 
 def _of_jax(tree: Any) -> Any:

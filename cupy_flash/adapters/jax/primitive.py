@@ -60,12 +60,12 @@ def _varying(x: Any) -> frozenset[Any]:
     return axes
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _program(call: str) -> Any:
     return jax.jit(_transformable(call))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _transformable(call: str) -> Any:
     """A call that vmap folds and that keeps its shards."""
 
@@ -188,13 +188,15 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
     return [(x.shape, x.dtype) for x in recorder.arrays], [places[id(result)] for result in results.values()]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _compiled(call: str) -> Any:
     return jax.jit(functools.partial(local_p.bind, call=call))
 
 
 def _evaluate(*arrays: Any, call: str) -> Any:
-    return _compiled(call)(*arrays)
+    """The results for arrays with contents; compiled under jax.disable_jit too, or the primitive would call itself."""
+    with jax.disable_jit(False):
+        return _compiled(call)(*arrays)
 
 
 local_p.multiple_results = True

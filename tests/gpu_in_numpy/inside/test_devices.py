@@ -112,3 +112,34 @@ def test_a_kernel_and_a_stream_of_another_device_are_refused() -> None:
         with pytest.raises(cupy.cuda.driver.CUDADriverError, match="INVALID_HANDLE"):
             ADD((1,), (4,), (x,), stream=SimpleNamespace(ptr=stream.ptr))
     assert machine.refusals[-1].startswith(f"CUDA_ERROR_INVALID_HANDLE ({INVALID_HANDLE}): add of device 1")
+
+
+def test_an_event_is_recorded_on_its_own_device() -> None:
+    event = cupy.cuda.Event()
+    with cupy.cuda.Device(1):
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError) as raised:
+            event.record(cupy.cuda.Stream())
+        cupy.cuda.Stream().wait_event(event)
+    assert raised.value.status == INVALID_HANDLE
+
+
+def test_a_kernel_of_an_unloaded_module_is_not_launched() -> None:
+    kernel = cupy.RawModule(code='extern "C" __global__ void idle() { }').get_function("idle")
+    kernel((1,), (1,), ())
+    machine.modules.cuModuleUnload(machine.modules._kernels[kernel.kernel.ptr].owner)
+    with pytest.raises(cupy.cuda.driver.CUDADriverError) as raised:
+        kernel((1,), (1,), ())
+    assert raised.value.status == INVALID_HANDLE
+
+
+def test_an_empty_array_of_an_exporter_is_on_the_device_of_the_others() -> None:
+    """Its pointer is 0, from which nothing can tell the device."""
+
+    class Exporter:
+        def __init__(self, array: cupy.ndarray) -> None:
+            self.array, self.__cuda_array_interface__ = array, array.__cuda_array_interface__
+
+    with cupy.cuda.Device(1):
+        q, empty = cupy.ones((1, 4, 2, 16), np.float32), cupy.zeros((1, 0, 2, 16), np.float32)
+        out = cupy_flash.attention(Exporter(q), Exporter(empty), Exporter(empty))
+        assert out.device.id == 1 and not cupy.asnumpy(out).any()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import cupy
+import gpu_in_numpy
 import numpy as np
 import pytest
 from engines import assert_right, assign, inputs, step
@@ -17,8 +19,10 @@ from gpu_in_numpy.errors import (
     CAPTURE_UNJOINED,
     CAPTURE_UNMATCHED,
     CAPTURE_UNSUPPORTED,
+    CAPTURED_EVENT,
 )
 
+machine = gpu_in_numpy.machine()
 runtime = cupy.cuda.runtime
 ADD = cupy.RawKernel('extern "C" __global__ void add(float* x, float y) { *x += y; }', "add")
 
@@ -104,6 +108,26 @@ def test_a_capture_of_two_streams_replays_in_order() -> None:
     assert x.get().tolist() == [3, 18]
 
 
+def test_a_launch_waits_for_the_earlier_one_of_its_graph() -> None:
+    first, second, results = new_stream(), new_stream(), set()
+    x = cupy.zeros(1, np.float32)
+    cupy.cuda.Device().synchronize()
+    with first:
+        first.begin_capture()
+        x += 1
+        x *= 2
+        graph = first.end_capture()
+    for seed in range(20):
+        machine.reset(seed)
+        x.fill(0)
+        cupy.cuda.Device().synchronize()
+        graph.launch(first)
+        graph.launch(second)
+        cupy.cuda.Device().synchronize()
+        results.add(float(x.get()[0]))
+    assert results == {6}
+
+
 def test_a_stream_that_does_not_come_back() -> None:
     first, second, x = new_stream(), new_stream(), cupy.zeros(1, np.float32)
     first.begin_capture()
@@ -129,10 +153,47 @@ def test_an_event_from_outside_and_one_from_inside() -> None:
     stream.begin_capture()
     with fails(CAPTURE_ISOLATION):
         runtime.streamWaitEvent(stream.ptr, event.ptr)
+    with fails(CAPTURE_INVALIDATED):
+        runtime.streamEndCapture(stream.ptr)
+    for call in (runtime.eventSynchronize, runtime.eventQuery):
+        stream.begin_capture()
+        inside = stream.record()
+        with fails(CAPTURED_EVENT):
+            call(inside.ptr)
+        with fails(CAPTURE_INVALIDATED):
+            runtime.streamEndCapture(stream.ptr)
+
+
+def test_the_legacy_default_stream_takes_part_in_no_capture() -> None:
+    stream = new_stream()
+    stream.begin_capture()
     inside = stream.record()
-    with fails(CAPTURE_UNSUPPORTED):
-        runtime.eventSynchronize(inside.ptr)
-    stream.end_capture()
+    with fails(CAPTURE_IMPLICIT):
+        runtime.streamWaitEvent(1, inside.ptr)
+    with fails(CAPTURE_INVALIDATED):
+        runtime.streamEndCapture(stream.ptr)
+
+
+def test_what_a_thread_local_capture_forbids_is_allowed_in_another_thread() -> None:
+    stream, freed = new_stream(), []
+
+    def other_thread() -> None:
+        runtime.free(runtime.malloc(16))
+        freed.append(True)
+
+    for mode in (runtime.streamCaptureModeThreadLocal, runtime.streamCaptureModeGlobal):
+        runtime.streamBeginCapture(stream.ptr, mode)
+        for call in (lambda: runtime.free(1 << 47), lambda: runtime.hostAlloc(16, 0)):
+            with fails(CAPTURE_UNSUPPORTED):
+                call()
+        with fails(CAPTURE_INVALIDATED):
+            runtime.streamEndCapture(stream.ptr)
+    runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeThreadLocal)
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    runtime.streamEndCapture(stream.ptr)
+    assert freed == [True]
 
 
 def test_the_legacy_default_stream_and_a_blocking_stream_that_captures() -> None:

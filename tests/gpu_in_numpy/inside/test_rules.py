@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ import gpu_in_numpy
 import numpy as np
 import pytest
 from gpu_in_numpy import runtime as replaced
-from gpu_in_numpy.errors import INVALID_HANDLE, INVALID_VALUE
+from gpu_in_numpy.errors import ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY
 
 machine = gpu_in_numpy.machine()
 runtime = cupy.cuda.runtime
@@ -70,6 +71,14 @@ def test_the_legacy_default_stream_and_blocking_streams_wait_for_each_other() ->
     assert results_in_all_orders(lambda: written(blocking.ptr, 2)) == {1, 2}
 
 
+def test_a_blocking_stream_keeps_its_order_after_it_is_destroyed() -> None:
+    def work() -> int:
+        handle = runtime.streamCreate()
+        return written(handle, 0, lambda: runtime.streamDestroy(handle))
+
+    assert results_in_all_orders(work) == {2}
+
+
 def test_each_thread_has_a_default_stream_of_its_own() -> None:
     def work() -> int:
         def other_thread() -> None:
@@ -108,6 +117,44 @@ def test_a_copy_to_pageable_memory_is_done_at_its_return() -> None:
     stream = cupy.cuda.Stream()
     runtime.memcpyAsync(y.ctypes.data, x.data.ptr, 4, runtime.memcpyDeviceToHost, stream.ptr)
     assert y.tolist() == [7] * 4
+
+
+def test_a_copy_into_memory_that_is_freed_before_it_runs() -> None:
+    """It is as much a fault as a kernel's access is, in the orders in which the free comes first."""
+    first, second, source = new_stream(), new_stream(), cupy.ones(4, np.uint8)
+
+    def work() -> int | None:
+        runtime.deviceSynchronize()
+        address = runtime.mallocAsync(4, second.ptr)
+        runtime.memcpyAsync(address, source.data.ptr, 4, runtime.memcpyDeviceToDevice, first.ptr)
+        if machine.streams.pending:
+            runtime.freeAsync(address, second.ptr)
+        machine.streams.finish()
+        return machine.devices.cards[0].lost
+
+    assert results_in_all_orders(work) == {None, ILLEGAL_ADDRESS}
+
+
+def test_stream_ordered_allocations_end_with_the_memory() -> None:
+    for allocate in (runtime.malloc, lambda size: runtime.mallocAsync(size, 0)):
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            allocate(runtime.memGetInfo()[0] + 1)
+        assert raised.value.status == OUT_OF_MEMORY
+
+
+def test_an_interrupt_comes_when_the_operation_is_done() -> None:
+    """The kernel of a card goes on after Ctrl-C; the wait raises, and nothing is lost or done twice."""
+    x, y = cupy.zeros(4, np.float32), np.empty(4, np.float32)
+    cupy.cuda.Device().synchronize()
+    machine.streams._eagerness = 0.0
+    stream = new_stream()
+    runtime.launchHostFunc(stream.ptr, lambda number: signal.raise_signal(number), signal.SIGINT)
+    with stream:
+        x += 1
+        with pytest.raises(KeyboardInterrupt):
+            x.get(out=y)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert x.get().tolist() == [1] * 4 and not machine.streams.pending and not machine.errors
 
 
 def test_fresh_and_freed_memory_is_poisoned() -> None:
@@ -152,6 +199,23 @@ def test_wrong_handles_and_addresses(call: str, arguments: tuple[int, ...], stat
     with pytest.raises(runtime.CUDARuntimeError) as raised:
         getattr(runtime, call)(*arguments)
     assert raised.value.status == status
+
+
+def test_times_that_no_event_has_and_an_unknown_attribute() -> None:
+    untimed, timed, unrecorded = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(), cupy.cuda.Event()
+    untimed.record()
+    timed.record()
+    cupy.cuda.Device().synchronize()
+    refused = [
+        (INVALID_HANDLE, lambda: runtime.eventElapsedTime(timed.ptr, unrecorded.ptr)),
+        (INVALID_HANDLE, lambda: runtime.eventElapsedTime(untimed.ptr, timed.ptr)),
+        (INVALID_VALUE, lambda: runtime.deviceGetAttribute(9999, 0)),
+    ]
+    for status, call in refused:
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            call()
+        assert raised.value.status == status
+    assert cupy.cuda.get_elapsed_time(timed, timed) == 0
 
 
 def test_an_error_that_cython_hides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

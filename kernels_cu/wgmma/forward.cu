@@ -19,8 +19,9 @@ struct Maps {
 
 // PV of a tile is N / 2 wgmmas. A warpgroup is stalled while the queue of the tensor cores is full, so only the first
 // ones are issued behind QK of the next tile, and the others once its row max is known, when the first have run: the
-// softmax starts as soon as S is ready. Few wgmmas fit the queue.
-constexpr int EARLY_PV = EXPONENTIALS_FIRST && !PINGPONG && N / 2 > 5 ? 4 : N / 2;
+// softmax starts as soon as S is ready. Few wgmmas fit the queue. A tile that waits for PV before the softmax issues
+// all.
+constexpr int EARLY_PV = EXPONENTIALS_FIRST && !SCORE_MODIFIED && !PINGPONG && N / 2 > 5 ? 4 : N / 2;
 
 using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;

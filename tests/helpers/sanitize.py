@@ -75,6 +75,8 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
             yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None
     if engine != "wgmma":
         yield "mods", replace(MODS, dtype=DTYPES[engine]), {}, None
+    if engine == "wgmma":  # whose blocks draw tiles from a counter only if they are unequal
+        yield "drawn tiles", replace(CASES["causal-sink"], dtype=DTYPES[engine]), {}, best_having("persistent")
     for having in OTHER_TILES if engine == "wgmma" else ():
         yield having, replace(FULL, dtype=DTYPES[engine]), {}, best_having(having)
 

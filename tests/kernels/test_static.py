@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import sass, static
+from bench import sass, static, static_mods
 from bench.__main__ import main
 from bench.results import ROOT
 from bench.tables import block
@@ -163,6 +163,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(static, "PROBLEMS", {"tiny": dict(dtype="float32", head_dim=8, backward=False)})
     monkeypatch.setattr(static, "compile_all", lambda *_: [static._compile_launch("tiny", launch, "sm_75")])
     monkeypatch.setattr(static, "count_steps", lambda *_: [])
+    monkeypatch.setattr(static_mods, "count", lambda *_: [])
     launch = ahead.launches(device.named("sm_75", "cuda"), **static.PROBLEMS["tiny"])[0]
     assert main(["static", "--out", str(tmp_path)]) == 0
     section = json.loads((tmp_path / "static.json").read_text())["static"]

@@ -198,7 +198,7 @@ PLANTED = {
     "rows released by one lane for all": (
         "keys", "__syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives", "", errors.Race,
     ),
-    "rows do not wait for a place": ("keys", "rings.rows.acquire();", "", (errors.Race, errors.Deadlock)),
+    "rows do not wait for a place": ("keys", "rings.rows.acquire();\n      if", "if", (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
                              AssertionError),
     "scores not waited for": (

@@ -192,4 +192,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     *change, error = plant
     with planted(monkeypatch, change), pytest.raises(error):
-        check(SPARSE, run(SPARSE, deterministic=True), only=("dq", "dk", "dv"))
+        # In a fixed order a record of another head waits for a turn that never comes, which no check ends.
+        deterministic = plant is not PLANTED_BACKWARD["another head"]
+        check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

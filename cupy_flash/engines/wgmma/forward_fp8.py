@@ -129,6 +129,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PINGPONG": False,
+        "O_BUFFER": False,
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,

@@ -175,7 +175,9 @@ PLANTED = {
         "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_proxy_async();\n  if",
         errors.Race,
     ),
-    "stores not waited for": ("if constexpr (!O_BUFFER) bulk_wait_group_read<0>();", "", (errors.PendingCopy, errors.Race)),
+    "stores not waited for": (
+        "if constexpr (!O_BUFFER) bulk_wait_group_read<0>();", "", (errors.PendingCopy, errors.Race),
+    ),
     "stores not ended": ("bulk_commit_group();", "", (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
         "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",

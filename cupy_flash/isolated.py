@@ -113,7 +113,7 @@ class Worker:
 
 
 def serve(file: int) -> None:
-    """In the worker process: answer requests until the other end of the pipe is closed."""
+    """Answer requests, in the worker process, until the other end of the pipe is closed."""
     pipe = Connection(file)
     work: Callable[..., Any] = pipe.recv()
     while True:

@@ -360,7 +360,7 @@ def test_layouts_and_steps_backwards():
     ],
 )
 def test_rows_that_see_nothing_pass_no_gradient(case, dq):
-    """Even if dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
+    """The gradients stay finite although dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))

@@ -42,9 +42,9 @@ QUEUE = 4  # wgmma instructions that may wait for the tensor cores
 WITHOUT_RESULT = ("BRA", "BAR", "WARPGROUP", "STS", "STSM", "RED", "REDG")
 TWO_RESULTS = ("FSETP", "ISETP", "UISETP", "PLOP3", "VOTE", "R2UR")
 PRODUCTS = ("HGMMA", "QGMMA")
-SHARED_BYTES = 128  # of an SM and clock
-WARPS = 4  # of a warpgroup
-WAVEFRONTS = {"LDS": 1, "STS": 1, "LDSM": 4, "STSM": 4}  # of shared memory for a warp
+SHARED_BYTES = 128  # bytes per clock and SM
+WARPS = 4  # warps of a warpgroup
+WAVEFRONTS = {"LDS": 1, "STS": 1, "LDSM": 4, "STSM": 4}  # shared-memory wavefronts of a warp
 REGISTER = re.compile(r"\b(U?R\d+|U?P\d)\b")
 
 
@@ -115,7 +115,7 @@ class _Warp:
         self.readable: dict[str, int] = {}
         self.groups: deque[list[int]] = deque()  # [unfinished wgmma, committed] of each group, oldest first
         self.arrived = False  # at the named barrier of its current instruction
-        self.starts: list[int] = []  # of its iterations
+        self.starts: list[int] = []  # clock at which each iteration starts
 
 
 def clocks_of_iteration(loop: Sequence[str], warpgroups: int, *, stagger: int = 0, iterations: int = 12) -> float:

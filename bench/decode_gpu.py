@@ -36,7 +36,7 @@ extern "C" __global__ void read_all(const uint4* x, long long count, uint4* out)
 
 
 class Regime(NamedTuple):
-    """A step of a decode in float16, D 128, with the least and the wished share of the bandwidth, or microseconds."""
+    """A decode step in float16. The marks `first` and `goal` are shares of the bandwidth, or microseconds."""
 
     batch: int
     heads: int
@@ -45,7 +45,7 @@ class Regime(NamedTuple):
     first: float
     goal: float
     q_len: int = 1
-    lognormal: bool = False  # lengths, of which `keys` is the mean
+    lognormal: bool = False  # lognormal lengths with mean `keys`
     latency: bool = False  # marks are microseconds of a captured graph
     dim: int = 128
 
@@ -105,7 +105,7 @@ def _bytes(regime: Regime) -> int:
 
 
 def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
-    """A call for each way, on CuPy arrays; the first reads as many bytes as the others."""
+    """{name: call} on CuPy arrays: a read-only stream of as many bytes, then calls on caches of every form."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
 
     q = normal(regime.batch, regime.q_len, regime.heads, regime.dim)
     few = normal(2, 1, capacity, regime.kv_heads, regime.dim)
-    # The values of a sequence are those of all others; its memory is its own.
+    # All sequences have equal values, each in memory of its own.
     k, v = (cupy.repeat(x, regime.batch, axis=0) for x in few)
     on_gpu = cupy.asarray(lengths)
 
@@ -125,7 +125,7 @@ def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
         return cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=on_gpu, **options)
 
     def paged(page: int) -> Callable[[], Any]:
-        # The pages of the caches in their memory, called for in another order: each is read once.
+        # The memory of the contiguous caches as pages, which the table names in random order: each is read once.
         pool_k, pool_v = (x.reshape(-1, page, regime.kv_heads, regime.dim) for x in (k, v))
         table = cupy.asarray(rng.permutation(len(pool_k)).reshape(regime.batch, -1).astype(np.int32))
         return lambda: cupy_flash.attention_with_kv_cache(q, pool_k, pool_v, cache_seqlens=on_gpu, block_table=table)

@@ -34,8 +34,8 @@ class Case:
 class Ceilings:
     """Peak rates of this machine, measured in the same process."""
 
-    flops_per_second: float  # of a large matmul
-    bytes_per_second: float  # of a large copy, reads plus writes
+    flops_per_second: float  # rate of a large matmul
+    bytes_per_second: float  # rate of a large copy, reads plus writes
 
 
 def forward_flops(case: Case) -> float:

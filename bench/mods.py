@@ -115,7 +115,7 @@ def _alternate(calls: dict[str, Callable[[], Any]], rounds: int, device: str) ->
 
 
 def ratio(samples: Seconds, other: str) -> float | None:
-    """How much longer the mod takes than another call: the median of ratios in one round; None if it was not run."""
+    """The mod's time over another call's: the median of the ratios within a round; None if it was not run."""
     return float(np.median(np.divide(samples[OURS], samples[other]))) if other in samples else None
 
 

@@ -67,14 +67,14 @@ class Prediction(NamedTuple):
     kernel: str
     tile: tuple[int, int, int]
     goal: float | None  # TFLOP/s over torch.matmul, as R_mm
-    r_mm: tuple[float, float]  # without overlap of warpgroups, and with
+    r_mm: tuple[float, float]  # R_mm without overlap of warpgroups, and with
     binding: tuple[str, str]  # what takes longest in a step, without and with
-    tensor_clocks: float  # of a step
+    tensor_clocks: float  # tensor-core clocks of a step
     shared: float  # clocks of shared memory over those of the tensor cores
     mufu: float
     waits: list[sass.Wait]
     exps: int
-    instructions: tuple[int, int]  # of the steady path and of the longest
+    instructions: tuple[int, int]  # of the steady path, and of the longest one
 
 
 def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:

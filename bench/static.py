@@ -60,7 +60,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 256": dict(dtype="float16", head_dim=256, engine="mma"),
     "fp16 D 64 all options": dict(dtype="float16", head_dim=64, engine="mma") | EVERY_OPTION,
     "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
-    # KV caches, contiguous and paged, with every tile of rows.
+    # Decodes on KV caches, contiguous and paged, with every number of rows of a tile.
     "KV cache fp16 D 64": dict(dtype="float16", head_dim=64, cache=True),
     "KV cache fp16 D 128": dict(dtype="float16", head_dim=128, cache=True),
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
@@ -86,7 +86,7 @@ SCARCE = (
     "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128", "Hopper fp16 D 256",
     "Hopper fp16 D 128 all options",
 )  # fmt: skip
-STEP_LENGTH, STEP_HEADS = 4096, 64  # of the problem whose tile steps are counted
+STEP_LENGTH, STEP_HEADS = 4096, 64  # the problem whose tile steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 TILE_CONSTANTS = (
     "THREADS",

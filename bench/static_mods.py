@@ -21,8 +21,8 @@ from . import sass
 from .report import Table
 from .run import Progress
 
-LENGTH, HEADS = 4096, 64  # of the problem whose tiles are counted
-ENGINES = {"mma": "sm_80", "wgmma": "sm_90a"}  # engine -> architecture for which it is counted
+LENGTH, HEADS = 4096, 64  # the problem whose tiles are counted
+ENGINES = {"mma": "sm_80", "wgmma": "sm_90a"}  # engine -> architecture for which its kernels are compiled
 MAINLOOPS = ("forward", "backward", "backward_q", "backward_kv")
 
 slopes, table = np.ones(1, np.float32), np.ones((1, 257), np.float32)
@@ -35,8 +35,8 @@ MODS: dict[str, dict[str, Any]] = {
     "document": dict(mask_mod=lambda b, h, q, kv: ids[b, q] == ids[b, kv]),
     "NATTEN": dict(mask_mod=lambda b, h, q, kv: (abs(q // 64 - kv // 64) <= 6) & (abs(q % 64 - kv % 64) <= 6)),
 }
-# Marks of the instructions of a thread for one score, all but products, over those without the mod: (forward,
-# backward). A mask_mod's are those of a tile that it sees in full.
+# Marks (forward, backward): instructions per thread and score that a mod may add, without matrix products. The marks of
+# a mask_mod hold for tiles that it sees in full.
 FULL_TILE = 1.0, 1.0
 MARKS: dict[str, dict[str, tuple[float, float]]] = {
     "mma": {"ALiBi": (4, 6), "softcap": (9, 14), "table": (6, 8)},
@@ -46,14 +46,14 @@ MARKS: dict[str, dict[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Added:
-    """What a mod adds to the mainloop of one kernel, in SASS instructions of a thread for one score."""
+    """The SASS instructions per thread and score that a mod adds to the mainloop of one kernel."""
 
     mod: str
     kernel: str
     tile: tuple[int, int, int]
     plain: float
-    added: float  # on the steady path
-    longest: float  # all on the longest path, with the mod: a tile that the mask cuts
+    added: float  # instructions on the steady path
+    longest: float  # all instructions of the longest path, with the mod: a tile that the mask cuts
     mark: float
     spills: int
 
@@ -92,7 +92,7 @@ def _problem(engine: str, backward: bool, **mods: Any) -> Problem:
 
 
 def _instructions(launch: Launch, arch: str) -> tuple[float, float, int]:
-    """(Steady, longest, spilled bytes): instructions of the mainloop for one score, all but products."""
+    """(steady, longest, spilled bytes): mainloop instructions per score, without matrix products."""
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     result = nvrtc.compile(text, launch.kernel, arch)
     assert launch.tile is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .arguments import DType, PaddedOptions, Presence
 
-CAPACITY = 2**20  # of a cache: blocks share its keys, so that there are partial results to merge
+CAPACITY = 2**20  # capacity of a cache that several blocks share, so that merge is compiled, too
 
 
 def device_for(arch: str | None) -> Device:

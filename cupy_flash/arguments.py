@@ -28,11 +28,13 @@ ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  #
 MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any] | Mod | None"  # (b, h, q_idx, kv_idx)
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 Sharding: TypeAlias = Literal["zigzag", "contiguous", "striped"]
-Lengths: TypeAlias = int | tuple[int, int] | None  # of a whole sharded sequence: S, or (Sq, Sk)
+Lengths: TypeAlias = int | tuple[int, int] | None  # lengths of a whole sharded sequence: S, or (Sq, Sk)
 Boundaries: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"  # in host memory
 Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
 DType: TypeAlias = "npt.DTypeLike | torch.dtype"
-Presence: TypeAlias = "bool | npt.DTypeLike | torch.dtype"  # of an array that is not there yet: True, or its dtype
+Presence: TypeAlias = (
+    "bool | npt.DTypeLike | torch.dtype"  # stands for an array that does not exist yet: True, or its dtype
+)
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ class Cache(NamedTuple):
     """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. Lengths are no facts."""
 
     layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
-    dtype: np.dtype  # of the caches: that of q, or float8_e4m3fn
+    dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
     blocks: int  # pages, or rows of a contiguous cache
     page: int | None  # keys per page; None: contiguous
     appended: int | None  # rows of k per sequence, tokens of a packed batch; None: nothing is appended
     slots: bool
     rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
     split_size: int | None
-    rotary_dtypes: tuple[str, str] | None = None  # of its tables, cos and sin
+    rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
 
     def __str__(self) -> str:
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]

@@ -60,7 +60,7 @@ class Feature(NamedTuple):
 
     # Columns of numbers
     range: str = ""
-    example: float = 0.0  # the command compile uses it where no value is given: kernels are the same for all
+    example: float = 0.0  # value with which the command compile plans: kernels are the same for all values
 
     # In a Problem and in the kernels
     fact: str = ""  # the field of Problem: a number, a shape (broadcast), or whether it is given; default: the name

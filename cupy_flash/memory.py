@@ -361,7 +361,7 @@ def coefficients(model: Transformer, training: Training) -> Coefficients:
 class Memory:
     """Bytes on one GPU, without operators' temporary memory and allocator overhead."""
 
-    parameters: int  # in fp32
+    parameters: int  # number of parameters, in fp32
     working: int  # copies that the matmuls read; with FSDP also unsharded gradients before the reduce-scatter
     gradients: int
     optimizer: int

@@ -45,9 +45,9 @@ class Plan(NamedTuple):
     engine: str
     block_q: int
     block_kv: int
-    threads: int  # of the CPU; of one block on a GPU
+    threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
-    tile: Any  # of the engine's own type
+    tile: Any  # a record of the engine's own type
     cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has
@@ -344,7 +344,7 @@ def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
 
 
 def _pairs(problem: Problem) -> int:
-    """How many (query, key) pairs are seen, of one sequence and head."""
+    """The number of visible (query, key) pairs of one sequence and head."""
     return problem.mask.band(problem.q_len, problem.kv_len).pairs
 
 

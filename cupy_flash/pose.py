@@ -174,7 +174,7 @@ class Facts(NamedTuple):
 
     options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
     window: Any
-    backend: Any  # that of the options, else the environment's
+    backend: Any  # the option `backend`, else the environment's
     longest: tuple[Any, ...]  # max_seqlen_q, max_seqlen_k of a packed batch
     bias_gradient: bool
     mods: str  # the text; "" without

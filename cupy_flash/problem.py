@@ -86,7 +86,7 @@ class Saved(NamedTuple):
     lse: Any
     dlse: Any = None
     bias_gradient: bool = True
-    captured_gradient: tuple[bool, ...] | None = None  # of each captured array; None: of every floating one
+    captured_gradient: tuple[bool, ...] | None = None  # one per captured array; None: all floating ones
 
 
 _Tangents: Any = record(*(f"t{name}" for name in DIFFERENTIATED), "tcaptured", optional=len(DIFFERENTIATED) + 1)
@@ -114,7 +114,7 @@ class Shard(NamedTuple):
     first_head: int = 0
     heads: int | None = None  # query heads of the whole; None: all are here
     first_batch: int = 0
-    lengths: tuple[int, int] | None = None  # of the longest whole sequence, with `starts`: (queries, keys)
+    lengths: tuple[int, int] | None = None  # (queries, keys) of the longest whole sequence, with `starts`
 
 
 WHOLE = Shard()
@@ -190,7 +190,7 @@ class _Call:
     framework: str
     layout: str  # "bshd", "bhsd"; "thd" for a packed batch
     batch: int
-    q_len: int  # of a packed batch: the longest sequence
+    q_len: int  # in a packed batch the longest sequence's
     kv_len: int
     heads: int
     kv_heads: int
@@ -210,7 +210,7 @@ class _Call:
     deterministic: bool
     backend: str | None  # as requested; None follows the arrays
     engine: str | None
-    cache: Cache | None  # of attention_with_kv_cache and append_to_kv_cache
+    cache: Cache | None  # only in attention_with_kv_cache and append_to_kv_cache
 
 
 FACTS = tuple(
@@ -320,7 +320,7 @@ class Operands(_Operands):
     cu_seqlens_k: Array | None
     starts: Array | None
     seed: Array | int | None
-    captured: tuple[Array, ...]  # by the mods, in the order of their slots
+    captured: tuple[Array, ...]  # arrays that the mods capture, in the order of their slots
     numbers: tuple[int | float, ...]  # run-time arguments of the mods
     dout: Array | None
     out: Array | None
@@ -332,7 +332,7 @@ class Operands(_Operands):
     tbias: Array | None
     tsink: Array | None
     tcaptured: tuple[Array | None, ...] | None  # in the order of captured
-    tout: Array | None  # of a double backward: what the JVP of the same direction returns
+    tout: Array | None  # in a double backward: the JVP's tangent of out in the same direction
     tlse: Array | None
     cache: CacheOperands | None
 

@@ -607,12 +607,12 @@ def _backward(
 
 
 class _Jvp(NamedTuple):
-    """A forward and what moves in a direction, all (B, Hq, Sq, Sk) or a row of it."""
+    """A forward and its tangents in a direction, all (B, Hq, Sq, Sk) or a row of it."""
 
     forward: Forward
-    tproducts: Array  # of scale * q.k
-    tmodified: Array  # of the scores that score_mod gets
-    tscores: Array  # of the scores that the softmax sees, 0 where P is 0
+    tproducts: Array  # tangent of scale * q.k
+    tmodified: Array  # tangent of the scores that score_mod gets
+    tscores: Array  # tangent of the scores that the softmax sees, 0 where P is 0
     tsink: Array
     tk: Array
     tv: Array

@@ -52,7 +52,7 @@ class Trial:
     layout: str = "bshd"
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
-    options: tuple[str, ...] = ()  # of OPTIONS
+    options: tuple[str, ...] = ()  # names in OPTIONS
     packed: bool = False
     deterministic: bool = False
     backward: bool = True

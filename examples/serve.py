@@ -52,7 +52,7 @@ class Request:
     """A prompt and what has been generated after it; `cached` of its tokens have their keys in `pages`."""
 
     tokens: list[int]
-    length: int  # of prompt and result
+    length: int  # tokens of prompt and result
     cached: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Server:
         # (layers, K or V, pages, keys of a page, heads, dim)
         self.cache = torch.zeros(len(model.blocks), 2, arguments.pages, arguments.page, heads, dim)
         self.free = list(range(arguments.pages))
-        self.columns = -(-model.context // arguments.page)  # of a block table: a capacity of the whole context
+        self.columns = -(-model.context // arguments.page)  # columns of a block table, enough for the whole context
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.most_pages = 0

@@ -27,7 +27,7 @@ __device__ inline int position_of(const Params& p, const Sequence& sequence, int
   return p.positions ? p.positions[(PACKED ? sequence.q_start : sequence.batch * p.positions_row) + i] : first + i;
 }
 
-// The block and the row in it where an appended row goes; the block is -1 if it is dropped.
+// The place of an appended row in the cache: block, and row in the block. The block is -1 if the row is dropped.
 struct Place {
   int block;
   int row;

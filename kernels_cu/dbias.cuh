@@ -47,8 +47,8 @@ struct BiasTile {
     return tiles;
   }
 
-  // Reduces dS [BLOCK_Q][stride] over the rows and columns that the gradient broadcasts over, and stores it; adds it to
-  // the sums of a captured array, of which there may be several reads.
+  // Reduces dS [BLOCK_Q][stride] over the rows and columns that the gradient broadcasts over, and stores it. For a
+  // captured array it is added to the array's sums instead, because several reads of the array may contribute.
   __device__ void store(const real* dS, int stride) const {
     int rows = all_rows ? 1 : min(BLOCK_Q, gradient.rows - queries.begin);
     int columns = all_columns ? 1 : min(BLOCK_KV, gradient.columns - keys.begin);

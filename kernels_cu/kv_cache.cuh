@@ -1,5 +1,5 @@
-// Where the keys of a sequence are in a KV cache: in one row of a contiguous cache, or in the pages of a block table.
-// Blocks that do not exist, as a wrong table may name, are never accessed: their keys read as zeros.
+// Locates the keys of a sequence in a KV cache: in one row of a contiguous cache, or in the pages of a block table. A
+// wrong table may name blocks that do not exist: they are never accessed, and their keys read as zeros.
 #pragma once
 #include "params.cuh"
 
@@ -7,10 +7,10 @@ template <typename T>
 struct TileRows;  // sequence.cuh
 
 struct Blocks {
-  const int* table;  // of this sequence; of a contiguous cache: null
+  const int* table;  // block table of this sequence; contiguous: null
   int own;           // contiguous: the block of this sequence
-  int count;         // of all sequences
-  int page_log2;     // keys of a page
+  int count;         // blocks of the cache
+  int page_log2;     // log2 of the keys of a page
 
   __device__ Blocks(const Params& p, int b) : table(nullptr), own(b), count(p.cache_blocks), page_log2(p.page_log2) {
     bool past_the_end = PACKED && b == p.batch;
@@ -18,7 +18,7 @@ struct Blocks {
     if (!PAGED && !past_the_end && p.cache_batch_idx) own = p.cache_batch_idx[b];
   }
   __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }
-  // Of a contiguous cache: whether there is one for the sequence, and its row.
+  // Contiguous: whether the sequence has a valid row of the cache (always true of pages), and that row, else 0.
   __device__ bool exists() const { return PAGED || has(own); }
   __device__ int row() const { return has(own) ? own : 0; }
 
@@ -27,19 +27,19 @@ struct Blocks {
   __device__ int row_in_block(int key) const { return PAGED ? key & ((1 << page_log2) - 1) : key; }
 };
 
-// The rows of a tile of BLOCK_KV keys that lies on several pages. A tile begins at a multiple of BLOCK_KV, so a page of
-// more keys has all of them.
+// Addresses of the rows of a tile of BLOCK_KV keys on one or more pages. Tiles begin at multiples of BLOCK_KV, so pages
+// of at least BLOCK_KV keys hold whole tiles.
 template <typename T>
 struct PagedTileRows {
   static constexpr bool EQUIDISTANT = false;
 
   Blocks blocks;
-  T* data;         // of the head
-  long long page;  // strides
+  T* data;         // the head's row 0 of page 0
+  long long page;  // stride of a page
   long long stride;
   int first;
   int aligned;
-  const int* pages;  // of the tile, in shared memory
+  const int* pages;  // page numbers of the tile, in shared memory
 
   __device__ int page_of(int row) const { return pages[row >> blocks.page_log2]; }
   __device__ bool has(int key) const { return blocks.has(page_of(key - first)); }

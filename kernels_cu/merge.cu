@@ -1,5 +1,5 @@
-// Merges the partial results of units that several blocks, or pieces, have computed: one warp per row, in the order of
-// keys. Units of one part are written by decode. grid (units of a sequence, sequences)
+// Merges the partial results of every unit that decode has computed in several parts: one warp per row, summed in the
+// order of the keys. decode writes units of one part itself. grid (units of a sequence, sequences)
 #include "partials.cuh"
 #include "split_kv.cuh"
 

@@ -76,7 +76,7 @@ struct Params {
 #if KV_CACHE
   Operand k_new;  // rows to append; null: none
   Operand v_new;
-  Operand q_unrotated;  // with rotary tables: q is the workspace with its rotated rows
+  Operand q_unrotated;  // with rotary tables: the caller's q, and q is the workspace with its rotated rows
   int* cache_seqlens;   // keys of each sequence before the append, with slots all keys; null: cache_length
   int* cache_batch_idx;
   int* cache_leftpad;
@@ -88,17 +88,17 @@ struct Params {
   float* part_out;  // workspaces: partial results, (places, BLOCK_Q, columns) and (places, BLOCK_Q)
   float* part_lse;
   long long table_row;      // strides
-  long long positions_row;  // of one sequence; a packed batch has none
+  long long positions_row;  // stride of a sequence; unused in a packed batch
   long long cos_row;
   long long sin_row;
-  int places;          // for partial results
-  int cache_length;    // of every sequence
+  int places;          // number of partial results
+  int cache_length;    // keys of every sequence if cache_seqlens is null
   int cache_capacity;  // keys of a sequence
   int cache_blocks;    // pages, or rows of a contiguous cache
   int cache_rows;      // keys of a block
   int page_log2;
   int appended;     // rows of k of each sequence of a padded batch
-  int rotary_rows;  // of the tables
+  int rotary_rows;  // rows of the rotary tables
   int mask_keys;    // the last keys of a sequence, to which the mask applies
 #endif
 #if MODS
@@ -109,7 +109,7 @@ struct Params {
 // The argument of partials.cu: results over disjoint sets of keys, a and a stack b, and the merged result.
 struct Partials {
   Operand out_a;
-  Operand out_b;  // the first of the stack
+  Operand out_b;  // the first array of the stack
   Operand out;
   Operand lse_a;
   Operand lse_b;

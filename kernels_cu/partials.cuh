@@ -3,15 +3,15 @@
 #include "ptx.cuh"
 
 struct PartialSums {
-  static constexpr int COLUMNS = (HEAD_DIM_V + WARP - 1) / WARP;  // of one lane, WARP apart
+  static constexpr int COLUMNS = (HEAD_DIM_V + WARP - 1) / WARP;  // columns of one lane, WARP apart
 
-  real largest;  // lse of all parts
+  real largest;  // largest lse of the parts
   real O[COLUMNS];
   real sum = 0;
 
   __device__ PartialSums(real largest) : largest(largest) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) O[n] = -0.0f;  // the number that changes no other when added to it
+    for (int n = 0; n < COLUMNS; ++n) O[n] = -0.0f;  // x + -0.0f is x for every x, also for -0.0f
   }
   // A row without keys in one part takes the results of the others; without keys in all parts it stays 0 and -inf.
   __device__ bool empty() const { return largest == -infinity(); }

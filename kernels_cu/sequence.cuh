@@ -21,10 +21,10 @@ struct TileRows {
   T* data;  // position 0 of the sequence
   long long stride;
   int first;    // position of the tile's row 0
-  int aligned;  // of the operand
+  int aligned;  // Operand::aligned
 
   __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
-  __device__ bool has(int position) const { return true; }  // as PagedTileRows may not
+  __device__ bool has(int position) const { return true; }  // PagedTileRows may lack a position
 };
 
 // The rows of one head of a tensor; `tile` finds those from position `first`.

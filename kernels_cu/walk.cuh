@@ -9,21 +9,21 @@
 
 enum class Order { FIRST_TO_LAST, LAST_TO_FIRST };
 
-// Iterator over the visited tiles of SIZE positions of one axis. Under a mask_mod, classify(start) is what it may be
-// for a tile; a warp classifies 32 candidates at a time, one a lane, and skips those of which no pair is seen. So all
-// lanes of a warp must come to next() together.
+// Iterator over the visited tiles of SIZE positions of one axis. Under a mask_mod, classify(start) says whether the
+// mask may be true, and whether it may be false, for a pair of the tile. A warp classifies 32 candidates at a time, one
+// per lane, and skips those without a visible pair, so all lanes of a warp must call next() together.
 template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
   static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
 
   Range unmasked;  // positions that need no mask but the mask_mod
   Range visible;   // positions to load: no pair of the block with another position is visible
-  int first;       // of the first tile
-  int start;       // of the current tile
+  int first;       // start of the first tile
+  int start;       // start of the current tile
   Classify classify;
-  unsigned int may_see = 0;   // of the current tile in bit 0, and of the next candidates
-  unsigned int may_hide = 0;  // likewise
-  int candidates = 0;         // that are left in them
+  unsigned int may_see = 0;   // bit n: the tile n steps ahead may have a visible pair
+  unsigned int may_hide = 0;  // bit n: it may have a hidden pair
+  int candidates = 0;         // number of valid bits
 
   __device__ Walk(Range unmasked, Range visible, Classify classify)
       : unmasked(unmasked), visible(visible), first(visible.begin / SIZE * SIZE), start(first), classify(classify) {
@@ -42,7 +42,7 @@ struct Walk {
     start += n * STEP;
     if constexpr (MASK_MOD) may_see >>= n, may_hide >>= n, candidates -= n;
   }
-  // Moves to the first tile from the current one on of which the mask_mod may see a pair.
+  // Moves to the first tile, from the current one on, in which the mask_mod may see a pair.
   __device__ void skip_hidden() {
     if constexpr (MASK_MOD) {
       while (inside(start)) {

@@ -403,7 +403,7 @@ class _QueryRows:
         self.call.scale(S)
         saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
         if not self.folded:
-            hidden = np.isneginf(S) if self.undefined else False  # by a bias or score_mod; -inf - NaN is NaN
+            hidden = np.isneginf(S) if self.undefined else False  # hidden by a bias or score_mod; -inf - NaN is NaN
             S -= self.lse[rows, None]
             np.copyto(S, -np.inf, where=hidden)
         self.call.hide(S, self.band, tile)

@@ -274,7 +274,7 @@ class _Direction:
         dO, lse, mu, delta, eps = (x[queries] if x.ndim == 2 else x[queries, None] for x in statistics)
         S, tS, saved = self.scores(rows, keys, tile, save=True)
         assert tS is not None
-        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # by a bias or score_mod; -inf - NaN is NaN
+        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod; -inf - NaN is NaN
         S -= lse
         np.copyto(S, -np.inf, where=hidden)
         call.hide(S, sequence.band, tile)

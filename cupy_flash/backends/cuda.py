@@ -97,7 +97,7 @@ def _wait(stream: Any, others: set[int | None]) -> None:
         cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
 
 
-_loaded: dict[tuple[Hashable, int], Any] = {}  # by text_key and device
+_loaded: dict[tuple[Hashable, int], Any] = {}  # (text_key, device) -> loaded kernel
 _loading = threading.Lock()
 
 

@@ -164,7 +164,7 @@ class _BlasLimit:
             disown(force=True)
 
     def _reset(self) -> None:
-        """In a forked child, which has none of the other threads, drop their users and lock and restore the limits."""
+        """Drop the users and lock of the parent's threads, which a forked child lacks, and restore the limits."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

@@ -1,1 +1,1 @@
-"""What `cupy_flash check` runs: micro-kernels of instructions, and a covering set of calls of every engine."""
+"""The cases of `cupy_flash check`: micro-kernels of instructions, and a covering set of calls of every engine."""

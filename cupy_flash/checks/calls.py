@@ -85,7 +85,7 @@ class Task(NamedTuple):
     backend: str
     engine: str = ""
     trial: Trial | None = None
-    number: int = 0  # of a micro-kernel
+    number: int = 0  # index of a micro-kernel
     tile: str = ""  # the repr of the one that a tune measures
     seconds: float = 20.0  # limit of a run
 
@@ -98,7 +98,7 @@ class Task(NamedTuple):
 
 
 def work(task: Task, announce: Announce) -> Any:
-    """In a worker process: what is wrong with a case, None if nothing; for "device" the device."""
+    """Run one case in the worker process; return its error or None, and for "device" the device."""
     return KINDS[task.kind](task, announce)
 
 

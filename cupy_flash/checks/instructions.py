@@ -322,7 +322,7 @@ MMA_FORMS = {
 
 
 def mma_body(form: str) -> str:
-    """Body for one warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 of helpers/micro.py."""
+    """Body for one warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 (see micro_kernels.py)."""
     shape, type_, a_words, b_words = MMA_FORMS[form]
     lines, registers = [], {}
     for pointer, (name, count, first, suffix) in enumerate(

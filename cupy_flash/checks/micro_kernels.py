@@ -166,7 +166,7 @@ def simulate(kernel: Kernel) -> Array:
 
 
 def difference(actual: Array, expected: Array, relative: float | None = None) -> str | None:
-    """How many numbers differ and where the first does; None if all agree.
+    """The count of different numbers and the first of them, as text; None if all agree.
 
     They agree bitwise (any NaN equals any NaN), or with `relative` to within this fraction of the larger.
     """
@@ -212,7 +212,7 @@ def kernels() -> list[Kernel]:
 
 
 def work(number: int | None, announce: Announce) -> Any:
-    """In a worker process: the output of the kernel with this number, or with None the GPU's compute capability."""
+    """Run in the worker process: return the output of the kernel with this number, for None the compute capability."""
     import cupy
 
     if number is None:

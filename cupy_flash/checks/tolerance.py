@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> str | None:
-    """What is wrong with `actual`, of `dtype`; None if it agrees with the fp64 (or longdouble) reference.
+    """The error of `actual`, of `dtype`, as text; None if it agrees with the fp64 (or longdouble) reference.
 
     The low-precision run sets the tolerance. Arrays are anything np.asarray accepts, all of one shape.
     """
@@ -50,7 +50,7 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
 
 
 def special_values(actual: Array, expected: Array) -> str | None:
-    """Where NaN, +inf or -inf is in other places than expected; None if nowhere."""
+    """The first special value (NaN, +inf, -inf) whose places are not as expected, as text; None if all agree."""
     for name, is_special in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = np.argwhere(is_special(actual) != is_special(expected))
         if len(wrong):

@@ -42,7 +42,7 @@ class Verdicts(NamedTuple):
 
     @property
     def engines(self) -> dict[str, str | None]:
-        """By engine the first case that has not passed, with its reason; None if all have."""
+        """{engine: its first case that has not passed, with the reason; None if all have}."""
         reasons: dict[str, str | None] = {}
         for row in self.rows:
             reasons.setdefault(row.engine, None)

@@ -345,7 +345,7 @@ class _Call(NamedTuple):
     schedule: Schedule
     layout: str  # "thd" for a packed batch
     batch: int  # batch entries with the same positions; 1 for a packed batch
-    lengths: tuple[int, int]  # of the longest whole sequence
+    lengths: tuple[int, int]  # (queries, keys) of the longest whole sequence
     options: Options
 
     @property

@@ -128,9 +128,9 @@ def chunks(lengths: tuple[int, ...], rank: int, ranks: int, sharding: str) -> tu
 class Schedule(NamedTuple):
     """One rank's part in a ring: at step s it has the keys of rank (rank - s) mod ranks."""
 
-    queries: tuple[Chunk, ...]  # of this rank
+    queries: tuple[Chunk, ...]  # chunks of this rank
     keys: tuple[tuple[Chunk, ...], ...]  # present at each step
-    pairs: tuple[tuple[Pair, ...], ...]  # to compute at each step
+    pairs: tuple[tuple[Pair, ...], ...]  # pairs to compute at each step
     stride: int  # positions between neighbouring rows of a shard
 
 

@@ -15,10 +15,10 @@ MEASURED: str | None = "bench/results/decode.json"
 # Bytes of K and V of a chunk, all heads, in the accumulation dtype: they stay in the L2 cache between the two products.
 # 4096 keys, 32/8 heads, D 128, float32: chunks of 64 keys take 5.9 ms, 128 6.5, 256 6.7, 512 8.6 (one core).
 CHUNK_BYTES = 2**19
-ROWS = 128  # of a tile: pairs of a query and a head of its group
-FIXED_ROWS = 16  # with split_size: a query is in the same row of an equal tile, whatever there is beside it
+ROWS = 128  # rows of a tile: pairs of a query and a head of its GQA group
+FIXED_ROWS = 16  # rows of a tile with split_size: fixed, so that a query's bits do not depend on the others
 SHORTEST = 64  # keys of a chunk
-FEW = 8  # queries of a sequence without a cache; of more, the tiles of the other engine are faster
+FEW = 8  # most queries of a sequence without a cache: beyond, the engine cpu is faster
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:

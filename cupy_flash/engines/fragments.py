@@ -13,7 +13,7 @@ from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, se
 # A scale in these bounds is multiplied with log2(e) into the exponents; any other takes a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
 RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
-ROWS = 64  # of a block of the row kernels
+ROWS = 64  # rows of a block of the row kernels
 SQUARE = 16  # dq_sums.cuh: dQ is summed in squares of 16 x 16
 
 CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)

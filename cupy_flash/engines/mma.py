@@ -316,7 +316,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
     issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
-    clocks = (  # of one step of one block, per resource
+    clocks = (  # of one mainloop step of one block, by resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,

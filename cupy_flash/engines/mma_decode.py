@@ -33,22 +33,22 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
 LARGEST = 256  # head dimension
-ROWS = 16, 32, 64  # of a tile
-KEYS = 64, 32  # of a tile, 16 for each warp: the first that fits shared memory
-ROW_THREADS = 128  # of the kernels of rows, append and merge
+ROWS = 16, 32, 64  # rows of a tile
+KEYS = 64, 32  # keys of a tile, 16 per warp: the first value that fits shared memory
+ROW_THREADS = 128  # threads of a block of append and merge
 ACCUMULATORS = 128  # registers per thread that may hold O
-ACCUMULATORS_IN_OPTIONS = 150  # that may hold O and S, if scores are modified or masked
-ACCUMULATORS_ON_TURING = 96  # whose mma has half the K extent
+ACCUMULATORS_IN_OPTIONS = 150  # registers per thread that may hold O and S, if scores are modified or masked
+ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has half the K extent
 LIVE = 136  # registers per thread up to which Q stays in them beside O and S
-OTHER_REGISTERS = 100  # of a thread, beside those that hold O, S and Q
-SHORTEST_RUN = 4  # split_kv.cuh
-ROWS_OF_APPEND = 4  # of a block of append.cu
-BLOCKS_OF_APPEND = 128  # for the rows of a sequence
+OTHER_REGISTERS = 100  # registers per thread beside those that hold O, S and Q
+SHORTEST_RUN = 4  # as in split_kv.cuh
+ROWS_OF_APPEND = 4  # rows of a block of append.cu
+BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
 
 # Cost model, per SM and clock. Not measured on a GPU by this project yet.
 MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
 MEMORY_BYTES_OF_OTHERS = 12
-PART_TILES = 2  # tiles that take as long as the start and the end of a part
+PART_TILES = 2  # the prologue and epilogue of a part take as long as so many tiles
 LAUNCHES = 6e-6  # seconds of two launches in a stream
 
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
     rows: int  # pairs of a query and a head
     stages: int
     q_in_registers: bool
-    blocks: int  # that share the line of work: as many as the device runs at once
+    blocks: int  # the most blocks of the grid: as many as the device runs at once
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -131,7 +131,7 @@ def alike(tile: Tile) -> object:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Predicted seconds where every sequence is as long as the capacity: steps of the block with most work."""
+    """Predicted seconds if every sequence is as long as the capacity: the time of the block with the most steps."""
     k, v = _padded(problem)
     keys = tile.block_kv
     elements = tile.rows * keys
@@ -218,7 +218,7 @@ def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
-    """The places on the line of work, of `keys` keys each, if every sequence is as long as the capacity."""
+    """The number of places (split_kv.cuh) of `keys` keys if every sequence is as long as the capacity."""
     return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
 
 
@@ -238,7 +238,7 @@ def _places(problem: Problem, tile: Tile) -> int:
 
 
 def _grid(problem: Problem, tile: Tile) -> int:
-    """Blocks of the decode, at most as many as the line has runs at the capacity."""
+    """Blocks of decode: at most one for every run (split_kv.cuh) at the capacity of the cache."""
     assert problem.cache is not None
     split = problem.cache.split_size
     runs = -(-most_places(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))

@@ -99,7 +99,7 @@ def dtype_refusals(problem: Problem) -> list[str]:
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-CAPTURED_BLOCKS = 128  # of the kernels that loop over captured arrays
+CAPTURED_BLOCKS = 128  # grid of the kernels that loop over captured arrays
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:

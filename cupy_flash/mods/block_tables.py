@@ -10,7 +10,7 @@ from typing import Any
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
-NONE, PARTIAL, ALL = 0, 1, 2  # pairs of a block that are seen
+NONE, PARTIAL, ALL = 0, 1, 2  # classes of a block, by how many of its pairs are visible
 
 
 def is_block_mask(x: Any) -> bool:

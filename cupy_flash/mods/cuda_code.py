@@ -216,7 +216,7 @@ class _Writer:
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
         self.fixed, self.measure = fixed, measure
         self.slope = None if by is None else by.slope
-        # (an element that is read, the derivative by it), of the reads to whose elements any score may add
+        # (element, derivative of the score by it) for each read whose elements several blocks may add to
         self.reads = [(read.element, read.factor) for read in reads if not read.is_owned]
         self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
         for load, d in self.reads:
@@ -306,7 +306,7 @@ class _Writer:
         return [*lines, "  }"]
 
     def _gradients(self) -> list[str]:
-        """What scores and rows do for the gradients of captured arrays, and what is done before and after."""
+        """The device functions of captured gradients: per score and row, and those that clear and round the sums."""
         lines = self._measurements() if self.measure else self._additions()
         lines.append("  static __device__ void clear_sums(const Params& p, int thread, int threads) {")
         slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
@@ -325,7 +325,7 @@ class _Writer:
         return f"FixedPoint(p, p.captured.largest{slot})"
 
     def _measurements(self) -> list[str]:
-        """Of every row the sum of the magnitudes of its contributions to a slot, of which the largest is kept."""
+        """Code that finds the largest row sum of |contribution| to each slot, the scale of its fixed-point sums."""
         lines = [f"  struct RowSums {{{''.join(f' real x{slot};' for slot in self.fixed)} }};"]
         lines.append(f"{ADD_GRADIENTS} {{")
         lines += self._body(SCORE, [d for _, d in self.reads])
@@ -353,7 +353,7 @@ class _Writer:
         return [*lines, "  }"]
 
     def _gradient(self) -> list[str]:
-        """Where the sums of `target` go, as the gradient of a bias that broadcasts over the inputs it does not read."""
+        """The function that describes the sums of `target` as the gradient of a bias, broadcast over unread inputs."""
         function = "  static __device__ DenseGradient gradient(const Params& p) {"
         if self.target is None:
             return ["  using Sum = real;", function, "    return {};", "  }"]
@@ -529,7 +529,7 @@ def _integer(value: int, kind: str) -> str:
 
 
 class _Bounds(TileDomain):
-    """The domain of what is known of any call: positions and numbers below `largest`, elements of their dtype."""
+    """The domain of every call: positions and numbers lie below `largest`, elements have any value of their dtype."""
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))

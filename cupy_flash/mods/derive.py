@@ -21,7 +21,7 @@ UNBOUNDED = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt
 class Derivative(NamedTuple):
     """Derivatives of one expression; those that are not listed are 0."""
 
-    slope: Node  # by the score
+    slope: Node  # the derivative by the score
     loads: tuple[tuple[Node, Node], ...]  # (an element that is read from a floating array, the derivative by it)
 
 
@@ -60,7 +60,7 @@ def added_slots(reads: tuple[Read, ...]) -> tuple[int, ...]:
 
 
 def _axes(load: Node) -> tuple[str, ...] | None:
-    """The inputs of a read at distinct ones, among them q or kv: without these one block would own all scores."""
+    """The indices of a read that are distinct inputs, q or kv among them, else None: one block would own all."""
     names = tuple(index.op for index in load.args)
     plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
     return names if plain and {"q", "kv"} & set(names) else None

@@ -355,7 +355,7 @@ class Program(NamedTuple):
 
     score: Node | None  # real
     mask: Node | None  # bool, True = attend
-    arrays: tuple[Element, ...] = ()  # by slot
+    arrays: tuple[Element, ...] = ()  # captured arrays, indexed by slot
     numbers: tuple[str, ...] = ()  # the kinds of arguments, by index
 
     @property

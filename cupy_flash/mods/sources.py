@@ -22,7 +22,7 @@ class Sources:
     def __init__(self) -> None:
         self.reproducible = True  # False: the trace read something that no expression reaches
         self._steps: list[tuple[str, str]] = []  # (local, its expression), or ("", a condition)
-        self._locals: dict[str, str] = {}  # by their expression
+        self._locals: dict[str, str] = {}  # expression -> name of the local
         self._constants: dict[str, Any] = {}
         self._conditions: set[str] = set()
 

@@ -62,7 +62,7 @@ class Mod:
     __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
 
     program: Program
-    text: str  # of the program
+    text: str  # text of the program
     encoded: str  # the text and a line of numbers, which `decoded` reads
     arrays: tuple[Any, ...]
     numbers: tuple[Any, ...]
@@ -223,7 +223,7 @@ def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
     """Untraceable if the function cannot be called with the inputs by position."""
     try:
         parameters = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, or hidden by the class: the call tells
+    except (TypeError, ValueError):  # a builtin's, or hidden by its class: the call itself raises
         return
     try:
         parameters.bind(*inputs)
@@ -300,7 +300,7 @@ class _Rebuilder:
         self.trace, self.sources = trace, trace.sources
         self._rebuilt: dict[
             int, tuple[Any, Any, str]
-        ] = {}  # by id: the original, which stays alive, its stand-in, local
+        ] = {}  # id -> (the original, which stays alive, its stand-in, local)
 
     def rebuild(self, x: Any, source: str, depth: int = 0) -> Any:
         """x with stand-ins for all that leads to arrays and numbers; `source` is the expression that reaches x."""

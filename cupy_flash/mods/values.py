@@ -18,7 +18,7 @@ from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
 from .sources import Sources
 
-LONGEST_ROW = 1024  # of a captured array, which is computed element by element
+LONGEST_ROW = 1024  # elements of a captured row that is computed element by element
 MOST_ARRAYS = 32
 SMALL = (-1, 0, 1, 2)  # these numbers stay in the text, where they simplify
 

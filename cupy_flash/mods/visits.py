@@ -11,7 +11,7 @@ from ..score import Positions
 from .tiles import CUT, EMPTY, FULL, TileClasses
 
 GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
-MOST_GRAINS = 256  # of one axis, for an estimate
+MOST_GRAINS = 256  # grains of one axis in an estimate
 AT_ONCE = 2**18  # classes computed at a time: their intervals take dozens of arrays
 
 

@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       }
     }
 
-    cp_async_wait_group<0>();  // of K and V, if there was no query
+    cp_async_wait_group<0>();  // K and V may be in flight if no query was visited
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
     store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });

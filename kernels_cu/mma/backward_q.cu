@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
-    Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // that see any key
+    Range queries = {band.q_begin(0), band.q_end(sequence.kv_len)};  // queries that see any key
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
     auto loaded = kv_tiles;  // the tile to load next
     Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, KT_lane);
     }
 
-    cp_async_wait_group<0>();  // of Q and dO, if there was no key
+    cp_async_wait_group<0>();  // Q and dO may be in flight if no key was visited
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
     __syncthreads();

@@ -1,7 +1,7 @@
-// Attention on a KV cache: a block computes a run of places on the line of work (split_kv.cuh). Rows are (query, head
-// of the GQA group) pairs, so that each key is read once for all heads that share it; every warp has 16 keys of each
-// tile, for all rows and columns, and the results of the warps are merged at the end of a part. The arithmetic of a row
-// does not depend on the number of rows of its tile. grid (blocks)
+// Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several units (see
+// split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
+// it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
+// the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
 #include "../split_kv.cuh"
 #include "gemm.cuh"
 #include "load.cuh"
@@ -15,25 +15,25 @@ constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int O_ROW = PART_COLUMNS + 8;  // floats: the rows of two fragments lie in different banks
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
 
-// A part of a unit: keys [first, last) of the rows of a tile.
+// The part of a unit that one block computes in one mainloop: a range of keys for the rows of one tile.
 struct Part {
   Sequence sequence;
   Band band;
   int kv_head;
   int first_row;
   Range keys;
-  bool whole;  // it is all keys of the unit
-  int place;   // of the partial result, if not
+  bool whole;  // the part has all keys of the unit: nothing to merge
+  int place;   // index of the partial result, unless whole
 
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
   __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
 };
 
-// The rows of a tile of Q.
+// Addresses of the rows of a tile of Q under GQA packing.
 struct PackedRows {
   static constexpr bool EQUIDISTANT = false;
 
-  const element* data;  // of query 0 and the group's first head
+  const element* data;  // query 0 of the group's first head
   const Operand& x;
   int group;
   int first;
@@ -61,7 +61,7 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || (keys(j) && j >= part.sequence.leftpad);
           if constexpr (DENSE_MASK) {
-            int masked = j - (part.sequence.kv_len - p.mask_keys);  // the mask is that of the last keys
+            int masked = j - (part.sequence.kv_len - p.mask_keys);  // the mask covers the last p.mask_keys keys
             if (seen && masked >= 0)
               seen = DenseMask::sees(p, part.sequence.batch, head, min(i, part.sequence.q_len - 1), masked);
           }
@@ -72,8 +72,8 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
     }
 }
 
-// Lazy rescaling by row: a row's reference moves by its own scores alone, so that no bit of its result depends on the
-// rows beside it.
+// Lazy rescaling per row, not per warp: a row's reference depends on its own scores alone, so that the other rows of
+// the tile change no bit of its result.
 __device__ void update_rows(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
                             const float (&S)[M][N][4], float scale_log2) {
   float factors[M][2];
@@ -95,7 +95,7 @@ __device__ void update_rows(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2
   if (__any_sync(0xFFFFFFFF, any)) rescale(O, factors);
 }
 
-// Writes the result of a part from those of the warps, which are merged in their order.
+// Merges the results of the warps, in the order of the warps, and stores the result of the part.
 __device__ void store_part(const Params& p, const Part& part, const float* O_smem,
                            const float (*softmax_smem)[BLOCK_Q][2], float scale_log2) {
   constexpr int CHUNKS = PART_COLUMNS / 4;
@@ -124,7 +124,7 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor;
     if (!part.whole) {
       long long at = (long long)part.place * BLOCK_Q + row;
-      if (SPLIT_SIZE && part.place >= p.places) continue;  // more than the bounds of a right call allow
+      if (SPLIT_SIZE && part.place >= p.places) continue;  // lengths beyond those that the workspace is for
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;
       continue;
@@ -141,8 +141,8 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
 
 using Slots = Pipeline<STAGES, K_BYTES + V_BYTES>;
 
-// Loads of the tiles of K and V of a part. The pages of a tile are looked up a tile before they are used, by one thread
-// each, and are in shared memory meanwhile.
+// Loads the tiles of K and V of a part. One thread per page looks up the pages of a tile, one tile ahead of its load,
+// and passes them on through shared memory.
 struct KeyLoads {
   const Blocks& blocks;
   Range keys;
@@ -152,7 +152,7 @@ struct KeyLoads {
   Loader<BLOCK_KV, HEAD_DIM> K_loader;
   Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
   int (&pages_smem)[2][BLOCK_KV];
-  int lookups;  // pages of a tile
+  int lookups;  // number of pages of a tile
 
   __device__ KeyLoads(const Params& p, const Part& part, int (&pages_smem)[2][BLOCK_KV])
       : blocks(part.sequence.blocks),
@@ -165,7 +165,7 @@ struct KeyLoads {
         pages_smem(pages_smem),
         lookups(max(BLOCK_KV >> blocks.page_log2, 1)) {}
 
-  // This thread's page of the tile at `start`. Pages without a key that is needed are not looked up.
+  // Looks up this thread's page of the tile at `start`; returns -1, without a look-up, if no key of the page is needed.
   __device__ int look_up(int start) const {
     if (!PAGED || threadIdx.x >= lookups) return -1;
     int key = start + ((int)threadIdx.x << blocks.page_log2);
@@ -220,7 +220,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
   unmasked = {max(unmasked.begin, part.sequence.leftpad), min(unmasked.end, part.keys.end)};
 
-  __syncthreads();  // all warps have left the shared memory of the part before
+  __syncthreads();  // all warps have finished with the shared memory of the previous part
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
@@ -231,7 +231,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   }
   int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
   loads.store_page(ahead, loads.look_up(ahead));
-  cp_async_wait_group<STAGES - 1>();  // of Q
+  cp_async_wait_group<STAGES - 1>();  // Q has arrived
   __syncthreads();
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
   if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
@@ -281,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
 
-  // The line has to be summed before a block knows its run; then again for the sequence in which the run begins.
+  // Two passes over the sequences: the first sums the line, which determines the run of this block; the second finds
+  // the sequence in which the run begins.
   int run, place, b = 0, start = 0;
   {
     Line line(p, [](int, int, int) {});
@@ -314,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
                 keys,
                 count == places.each,
                 part_of(place, blockIdx.x, begin == 0)};
-      // Of these keys, the tiles that only rows of other tiles see are skipped, which changes no bit.
+      // Skip the keys that no row of this tile sees, though other tiles of the unit's sequence do. This changes no bit.
       part.keys.begin = max(keys.begin, band.kv_begin(part.query(p, 0)));
       part.keys.end = min(keys.end, band.kv_end(min(part.query(p, BLOCK_Q - 1) + 1, sequence.q_len)));
       if (part.keys.begin >= part.keys.end) part.keys = {0, 0};

@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
-    cp_async_wait_group<0>();  // of Q, if there was no key
+    cp_async_wait_group<0>();  // Q may be in flight if no key was visited
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();

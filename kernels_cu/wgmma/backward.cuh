@@ -22,7 +22,7 @@ __device__ constexpr int fragments_of_share(int dim, int shares) {
   return fragments_of(shares == 1 ? dim : round_up(dim, PANEL * shares) / shares);
 }
 
-constexpr int QUERIES = BLOCK_Q / SHARES;  // of S^T, per consumer
+constexpr int QUERIES = BLOCK_Q / SHARES;  // columns of S^T per consumer
 constexpr int N = QUERIES / 8;             // score fragments, by columns
 // A consumer computes dQ of 64 queries; consumers with the same queries split its columns.
 constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
@@ -30,8 +30,8 @@ constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
 constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
 constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
 constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES);     // fragments of dK, by columns
-constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // of dV
-constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // of dQ
+constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // fragments of dV
+constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // fragments of dQ
 
 // Registers per thread: the producer keeps more to classify tiles by a mask_mod.
 constexpr int PRODUCER_REGISTERS = MASK_MOD ? 56 : 40, CONSUMER_REGISTERS = MASK_MOD ? 224 : 232;
@@ -347,8 +347,8 @@ __device__ void add_dQ_in_turn(const Params& p, const Sequence& sequence, const 
   if constexpr (DQ_IN_ORDER) turns.pass(row, consumer.dQ_share, before);
 }
 
-// Passes the turns of the tiles that the mask_mod hides, to which this block adds nothing but later blocks may. Called
-// by a warp of its own, because a turn comes only after the blocks before.
+// Deterministic dQ: passes this block's turn at the tiles of queries that the mask_mod hides from it, because later
+// blocks wait for that turn. A warp of its own runs this, because each turn waits for the blocks before.
 __device__ void pass_turns(const Params& p, const Sequence& sequence, const Band& band, int kv_head) {
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     QTiles q_tiles(p, band, kv_head, kv_start);

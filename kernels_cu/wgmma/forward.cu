@@ -117,7 +117,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
                         const TileScheduler& tile_smem) {
   float scale_log2 = log2_scale_of(p);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
-  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
+  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // first row of this warp
   if (warpgroup == CONSUMERS / WARPGROUP - 1) pingpong_signal(warpgroup);
 
   do {
@@ -136,7 +136,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // S becomes probabilities; returns whether O must be rescaled by O_scale. `issue` runs once the row max is known.
+    // Turns S into P; returns whether O must be rescaled by O_scale. `issue` runs once the row max is known.
     auto attend = [&](auto issue) {
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);

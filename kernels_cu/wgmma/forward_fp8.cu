@@ -66,7 +66,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
   score.scale = descales.scale(p);
   float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
-  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // of this warp in the tile
+  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // first row of this warp
 
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;

@@ -12,9 +12,9 @@ constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));
 
 // A tile of queries of one head of one sequence. Also the tile record that the producer passes to the consumers.
 struct TileScheduler {
-  int tile;  // below 0: none
+  int tile;  // negative: no tile is left
   int head;
-  int number;  // PERSISTENT: of the tile in the order of work
+  int number;  // PERSISTENT: index of the tile in scheduling order
   Sequence sequence;
 
   // The first tile of this block.
@@ -35,8 +35,8 @@ struct TileScheduler {
       tile = -1;
   }
 
-  // Moves to the next number, which DRAWS_TILES draws. Under a mask_mod a whole warp has the scheduler, of which one
-  // lane draws.
+  // Moves to the next number. DRAWS_TILES takes it from a counter in global memory; under a mask_mod a whole warp runs
+  // the scheduler, and one lane takes the number for all.
   __device__ void advance(const Params& p) {
     if constexpr (!DRAWS_TILES) {
       number += gridDim.x;

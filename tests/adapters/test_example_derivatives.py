@@ -23,7 +23,7 @@ def load(name):
 
 @pytest.mark.parametrize("name", ["meanflow", "gradient_penalty"])
 def test_both_attentions_train_alike(name, monkeypatch):
-    """Two runs by rounding: math attention with its scores in another order of sums measures the distance."""
+    """The losses differ by rounding alone: math attention with another summation order sets the tolerance."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
     example = load(name)

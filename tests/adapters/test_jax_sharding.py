@@ -108,7 +108,7 @@ def test_eager_call_and_gradient_of_sharded_arrays():
 
 
 def test_more_devices_than_key_value_heads():
-    """A query head and the keys of its group meet, wherever the heads were."""
+    """A device gets the keys of its query heads' groups, however the heads were sharded before."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     q = jax.device_put(QKV["q"], NamedSharding(mesh, PartitionSpec(None, None, "x")))
     k, v = (jax.device_put(QKV[name], NamedSharding(mesh, WHOLE)) for name in "kv")

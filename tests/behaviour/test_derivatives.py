@@ -58,7 +58,7 @@ EVERYTHING = Case(q_len=41, kv_len=37, causal=True, softcap=2.0, bias="1hqk", si
 
 @pytest.mark.parametrize("moving", [(), *[(name,) for name in ALL], ("tq", "tk"), ("tk", "tv", "tsink")], ids=str)
 def test_any_direction(moving):
-    """What does not move is the same as a tangent of zeros."""
+    """An absent tangent gives the results of a tangent of zeros."""
     check(EVERYTHING, moving=moving)
 
 

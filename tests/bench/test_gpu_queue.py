@@ -13,7 +13,7 @@ def rows(text):
 
 
 def problems(text):
-    """What is wrong with the table, a line each."""
+    """The errors of the table, one line each."""
     wrong = []
     for cells in rows(text):
         tests = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", cells[-1])

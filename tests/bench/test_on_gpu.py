@@ -286,7 +286,7 @@ def measure_patiently(measure_one, regime, lost, announce):
 
 
 def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
-    """In a real worker process, which finds no GPU here."""
+    """A sweep survives a worker process without a GPU."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(gpu, "measure_with_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)
@@ -342,7 +342,7 @@ def test_clock_and_power_of_the_samples():
 
 
 def test_sanitized_calls_start_every_kernel():
-    """And every kind of wgmma tile; the fp8 calls are rows of its tests."""
+    """The calls also start every kind of wgmma tile; the fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):

@@ -356,7 +356,7 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
 
 @check
 def ranks_that_record_a_gradient_alone_are_refused(world):
-    """The backward of those ranks would wait for the others'."""
+    """Their backward would wait for that of the other ranks, which never runs."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     sink = torch.zeros(4, requires_grad=odd)
     alone = q.clone().requires_grad_(odd)

@@ -1,4 +1,4 @@
-"""What belongs to CuPy: its allocators, memory that is not its own, views, odd addresses, compile and explain."""
+"""CuPy arrays: allocators, foreign memory, views, misaligned addresses, compile and explain."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def moved(x: cupy.ndarray, elements: int) -> cupy.ndarray:
 @pytest.mark.parametrize("elements", [1, 2, 4])
 @on_every_engine
 def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: int) -> None:
-    """Only the first of each is aligned in another way. wgmma refuses q, k and v that TMA cannot read."""
+    """Arrays start a few elements past an aligned address: wgmma refuses such a q, but not such a dout."""
     arrays = inputs("cupy", engine)
     q, *others = arrays
     if engine == "wgmma":

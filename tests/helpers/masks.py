@@ -177,7 +177,7 @@ def permuted():
 
 
 class Tokens(NamedTuple):
-    """What random expressions read."""
+    """The operands of random expressions."""
 
     q: Any
     kv: Any

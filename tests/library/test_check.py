@@ -44,7 +44,7 @@ def small(tmp_path, monkeypatch):
 
 
 def planted(task, announce, good, bad):
-    """In a worker process: the work of a check, with a replaced text in every kernel that has it."""
+    """The work of a check in a worker process, with `good` replaced by `bad` in every kernel that has it."""
     changed = []
 
     def assemble_planted(*arguments):
@@ -132,7 +132,7 @@ def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
 
 @pytest.mark.exhaustive
 def test_an_engine_of_kv_caches(monkeypatch):
-    """Contiguous and in pages; the planted bug loses a factor of its softmax."""
+    """A check covers mma_decode, contiguous and paged; the planted bug drops a factor of the softmax."""
     monkeypatch.setitem(CASES, "mma_decode", [DECODE])
     assert run_check("simulator", "mma_decode", False, lambda line: None, calls.work).passed
     assert evidence.check_of("mma_decode", named("sm_80")).passed

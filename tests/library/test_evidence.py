@@ -118,7 +118,7 @@ def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
 
 
 def test_a_measured_tile_that_is_not_legal_is_passed_over():
-    """Of the measured tiles the fastest that fits counts; a bucket shares measurements, not alignment."""
+    """The fastest measured tile that is legal is chosen: calls of a bucket share measurements, not alignment."""
     legal = slowest(SINGLE, AMPERE, "simt")
     measured(SINGLE, AMPERE, ("simt", "Tile(block_q=7, block_kv=7, threads=7)"), ("gone", "Tile()"), legal)
     assert repr(plan(SINGLE, AMPERE).tile) == legal[1]
@@ -395,7 +395,7 @@ def test_processes_and_threads_that_tune_one_bucket_lose_nothing():
 
 
 def test_a_reader_sees_a_whole_record():
-    """A new record takes the place of the old one, which whoever reads it meanwhile reads to its end."""
+    """A new record replaces the old one atomically: a reader that has opened the old one reads it to its end."""
     path = passed(HOPPER, "mma")
     old = path.read_bytes()
     with path.open("rb") as reader:
@@ -446,7 +446,7 @@ def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
 
 
 def test_explain_of_arrays(capsys):
-    """The public function, which a caller reads."""
+    """The public explain() states the evidence for a tile."""
     name = slowest(SINGLE, AMPERE, "simt")
     measured(SINGLE._replace(q_len=20, kv_len=20, batch=1, heads=1, kv_heads=1), AMPERE, name)
     x = np.zeros((1, 20, 1, 64), np.float32)

@@ -150,7 +150,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
     ("name", "tasks"), [("softcap", 4), ("dense", 4), ("relative", 2), ("row-bias", 1), ("learned-twice", 1)]
 )
 def test_heads_that_add_to_one_element_run_in_turn(name, tasks):
-    """Of 2 sequences with 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
+    """2 sequences with 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
     case = Case(score_mod=name)
     call, result = case.call(), run(case)
     plan, operands = posed(case, Saved(call.dout, result.out, result.lse))

@@ -1,4 +1,4 @@
-"""The kernels of a KV cache on the simulator: the formula, the line of work, pages, wrong contents, and the bits."""
+"""The kernels of a KV cache on the simulator: the formula, split-KV, pages, wrong contents, and the bits."""
 
 import functools
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_every_page_size(page, split_size):
 @pytest.mark.parametrize("blocks", [3, *map(exhaustive, (1, 7, 40))])
 @pytest.mark.parametrize("rows", [16, exhaustive(32), exhaustive(64)])
 def test_any_number_of_blocks(blocks, rows):
-    """Units that begin and end inside runs: the formula, and each row once."""
+    """Units may begin and end inside a block's run: results match the formula, and each row is written once."""
     case = CacheCase(
         lengths=(300, 0, 64, 1, 700), capacity=700, q_len=5, heads=8, kv_heads=2, dtype="float16", sink=True
     )
@@ -136,7 +136,7 @@ def pieces(options, **changes):
 
 @pytest.mark.parametrize("options", in_tiers(PIECES, ("window-alibi-sink",)))
 def test_the_batch_changes_no_bit(options):
-    """Alone, permuted, beside other sequences, and with another number of blocks."""
+    """A sequence has the same bits alone, permuted, beside others, and with another number of blocks."""
     call = pieces(options).call()
     whole = run_kernels(call)
     for rows, blocks in (([1], None), ([3, 1, 0, 2], 5), ([0, 0, 3], None)):
@@ -199,7 +199,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", in_tiers(WRONG, ("length-past-the-capacity", "page-past-the-pool", "bounds", "slot")))
 def test_wrong_contents_spoil_their_own_sequence_alone(wrong):
-    """No access outside of the arrays, which the simulator would report, and the other sequence's result."""
+    """No access is out of bounds, and the other sequence's result is right."""
     options, name, at, value = wrong
     case = CacheCase(**dict(lengths=(20, 33), capacity=40, q_len=2, appended=2, dtype="float16") | options)
     call = case.call()
@@ -277,7 +277,7 @@ def test_offsets_of_64_bits(tmp_path):
 
 @pytest.mark.parametrize(("page", "dim"), [(16, 64), *(exhaustive(*x) for x in ((None, 128), (1, 128), (16, 128)))])
 def test_every_key_is_read_once(page, dim, watch):
-    """Bytes read, tables included, over those of K and V; no bank conflicts."""
+    """The bytes read, tables included, are hardly more than K and V; there are no bank conflicts."""
     case = CacheCase(lengths=(1024, 800), capacity=1024, page=page, heads=8, kv_heads=1, head_dim=dim, head_dim_v=dim,
                      dtype="float16")  # fmt: skip
     run_kernels(case.call(), blocks=3, start=watch.start)
@@ -401,7 +401,13 @@ BUGS = {
         LONG,
         SimulationError,
     ),
-    "no-wait-for-q": ("mma/decode.cu", "cp_async_wait_group<STAGES - 1>();  // of Q", "", LONG, SimulationError),
+    "no-wait-for-q": (
+        "mma/decode.cu",
+        "cp_async_wait_group<STAGES - 1>();  // Q has arrived",
+        "",
+        LONG,
+        SimulationError,
+    ),
     "no-wait-before-o": (
         "mma/decode.cu",
         "cp_async_wait_group<0>();\n  __syncthreads();\n  float* O_smem",
@@ -499,7 +505,7 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_compile_covers_calls_of_any_length(arch):
-    """What compile(cache=True) loads, a capture needs: pages or not, any batch, lengths and queries."""
+    """compile(cache=True) covers all kernels that a capture needs: pages or not, any batch, lengths and queries."""
     on = device.named(arch, "cuda")
     built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, sink=True)}
     for page, q_len, batch, capacity in product((None, 16), (1, 4, 5, 9, 40), (1, 70), (16, 300, 70_000)):

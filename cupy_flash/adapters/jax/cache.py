@@ -1,7 +1,7 @@
 """KV caches of jax arrays, under jit and eager: reading, and appending to donated buffers.
 
 jax arrays are immutable, so an append returns the new caches. Their buffers are those of the operands: XLA copies a
-cache only if the program goes on to use the old one. Calls run on a CPU, as no engine for GPUs serves a cache yet.
+cache only if the program goes on to use the old one. On a GPU, mma_decode has run in the simulator alone.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ calls.STEPS |= dict.fromkeys((APPEND, CACHED), (CacheCall, CacheStatic))
 
 
 def _as_int64(slots: Any) -> Any:
-    """Slots as the core takes them, of the words of `_words`."""
+    """The slots that `_words` has split, as an int64 array; any others unchanged."""
     if slots is None or slots.dtype != np.uint32:
         return slots
     if slots.device == "cpu":
@@ -120,7 +120,7 @@ def _as_int64(slots: Any) -> Any:
 
 
 def _words(slots: Any) -> Any:
-    """int32 slots as the words of int64, uint32 (n, 2): jax has no 64-bit integers unless they are enabled."""
+    """Slots as uint32 (n, 2), the halves of int64: jax has no 64-bit integers unless they are enabled."""
     return jnp.stack([slots, slots >> 31], -1).view(jnp.uint32) if slots.dtype == jnp.int32 else slots
 
 

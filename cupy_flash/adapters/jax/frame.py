@@ -17,7 +17,7 @@ import jax
 
 from ...arrays import named_dtype
 
-MAJOR = 0  # of the interface, XLA_FFI_API_MAJOR; minor versions only add members
+MAJOR = 0  # XLA_FFI_API_MAJOR; minor versions of the interface only add members
 HEADER = "xla/ffi/api/c_api.h"
 
 METADATA = 1  # XLA_FFI_Extension_Metadata
@@ -214,7 +214,7 @@ STRUCTS = (
     Extension, Version, Metadata, MetadataExtension, Buffer, Args, Rets, ByteSpan, Attrs, Api, CallFrame,
     ErrorCreateArgs, StreamGetArgs, DeviceOrdinalGetArgs,
 )  # fmt: skip
-Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # of a handler, and of the functions of Api
+Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # the C type of a handler, and of the functions of Api
 
 
 @functools.cache

@@ -167,7 +167,7 @@ class Recorder:
         self.arrays: list[Array] = []
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array that nobody reads, at an aligned address without memory."""
+        """An array that is never read, at an aligned address without memory."""
         return Array(256, tuple(shape), contiguous_strides(tuple(shape)), np.dtype(dtype), self.device, "xla", self)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
 SERVED = tuple(feature.name for feature in features.ARRAYS if feature.ranks)
-ONCE = tuple(feature.name for feature in features.ARRAYS if feature.once)  # in the call of a query's own keys alone
+ONCE = tuple(
+    feature.name for feature in features.ARRAYS if feature.once
+)  # operands that count once per query, so only with its own keys
 UNSERVED = tuple(feature.name for feature in (*features.ARRAYS, *features.MODS) if not feature.ranks)
 
 
@@ -137,7 +139,7 @@ class _Ring(NamedTuple):
     axis_name: Any
     devices: int
     sharding: str
-    axis: int  # of the sequence
+    axis: int  # the sequence axis of q, k and v
     static: Static
 
     def pieces(self, x: Any) -> list[Any]:
@@ -202,7 +204,7 @@ class _Ring(NamedTuple):
         return jnp.split(x, pieces, -1 if name in ("lse", "dlse") else self.axis)[piece]
 
     def pass_on(self, arrays: Any, shift: int) -> Any:
-        """Each device's arrays at the device that is `shift` places further."""
+        """Send each device's arrays to the device `shift` places further along the ring."""
         moves = [(device, (device + shift) % self.devices) for device in range(self.devices)]
         return [jax.lax.ppermute(x, self.axis_name, moves) for x in arrays]
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .axes import axes_of, sizes_of
 from .calls import Call, parse
 
-Axes = tuple[str, ...]  # of a mesh
+Axes = tuple[str, ...]  # names of mesh axes
 
 
 def sharded(bind: Any, arrays: Any, call: str) -> Any:
@@ -97,7 +97,7 @@ class _Split(NamedTuple):
 
     mesh: Any
     layout: str
-    sizes: dict[str, int]  # of the whole, by letter
+    sizes: dict[str, int]  # sizes of the unsharded axes, by letter
     batch: Axes
     heads: Axes
 

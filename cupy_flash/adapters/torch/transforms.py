@@ -75,17 +75,17 @@ def _is_transformed() -> bool:
 
 
 class Settings:
-    """What a call has beside tensors. Not a tuple, in whose leaves torch.func would look for tensors."""
+    """The arguments of a call that are not tensors. A class, because torch.func would search a tuple for tensors."""
 
     def __init__(self, others: tuple[Any, ...], mods: str) -> None:
         self.others, self.mods = others, mods
 
     def operator_arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of an operator that takes mods, up to these, for the tensors of a call and the captured."""
+        """The leading arguments of an operator with mods; `tensors` are those of TENSORS, then the captured arrays."""
         return (*tensors[: len(TENSORS)], *self.others, list(tensors[len(TENSORS) :]), self.mods)
 
 
-# The tensors of a call that have derivatives, by their places.
+# Indices in TENSORS of the tensors that have derivatives.
 PLACES = tuple(TENSORS.index(name) for name in DIFFERENTIATED)
 COUNT = len(TENSORS)
 
@@ -290,17 +290,17 @@ class DoubleBackward(_Function):
 
 
 def _elements(gradients: Any) -> tuple[Any, ...]:
-    """Gradients, None for a tensor of no elements by which an operator returns one that there is not."""
+    """The gradients, with None in place of the empty tensors that an operator returns for absent ones."""
     return tuple(None if x.dim() == 1 and x.numel() == 0 else x for x in gradients)
 
 
 def _halves(others: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(direction, tensors): as many captured arrays have a place in both."""
+    """Split into (direction, tensors); both end with the captured arrays, which are as many in each."""
     captured = (len(others) - len(DIFFERENTIATED) - COUNT) // 2
     return others[: len(DIFFERENTIATED) + captured], others[len(DIFFERENTIATED) + captured :]
 
 
 def _sum(parts: tuple[Any, ...]) -> Any:
-    """The sum of what is there."""
+    """The sum of the parts that are not None; None without any."""
     present = [x for x in parts if x is not None]
     return sum(present[1:], present[0]) if present else None

@@ -8,7 +8,7 @@ from ...arrays import Array
 from ...problem import FP8, Operands, Problem
 from ...spans import Spans, appended_places, positions_of_keys
 
-LARGEST_FP8 = 448.0  # of float8_e4m3fn, to which larger numbers saturate
+LARGEST_FP8 = 448.0  # largest float8_e4m3fn, to which larger numbers saturate
 
 
 def append(problem: Problem, operands: Operands, spans: Spans) -> None:

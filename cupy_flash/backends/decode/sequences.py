@@ -25,7 +25,7 @@ class Sequence(NamedTuple):
     out: np.ndarray  # (Sq, Hq, Dv)
     lse: np.ndarray  # (Hq, Sq)
     keys: Keys
-    position: int  # of query 0, as causal, window and ALiBi count
+    position: int  # position of query 0 for causal, window and ALiBi
     mask: np.ndarray | None  # bool (Hq, Sq, s)
     mask_start: int  # the key of its first column
 

@@ -47,7 +47,7 @@ EXPONENTIALS_FIRST = True
 # Cost model beyond hopper.py's. With these two the cost of a step is in proportion to that of bench.cycles within 2 %,
 # for 128 queries and 64 to 144 keys at D 128: shared memory takes time before it is the bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
-SHARED_WEIGHT = 0.5  # of the time that shared memory works
+SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
 TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
 # Clocks beyond them: of the start of a block, and of the load of Q in a persistent grid, which waits until O has left
 # unless O has a buffer.

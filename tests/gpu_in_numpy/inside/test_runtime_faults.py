@@ -22,7 +22,7 @@ runtime = cupy.cuda.runtime
 
 @contextmanager
 def fails(call: str, status: int, after: int = 0) -> Iterator[None]:
-    """Assert that the block raises CuPy's error of this status, which the call has after so many that succeed."""
+    """Assert that the block raises CuPy's error of this status when the call fails after `after` successes."""
     machine.fail(call, status, after)
     with pytest.raises(runtime.CUDARuntimeError) as raised:
         yield
@@ -60,7 +60,7 @@ class Interface:
 
 @pytest.mark.parametrize("call", ["eventCreateWithFlags", "eventRecord", "streamWaitEvent"])
 def test_a_wait_for_an_inputs_stream_that_fails(call: str) -> None:
-    """No kernel runs before its inputs are ready: the call ends with the error, and its memory is free again."""
+    """The call raises before any kernel runs, and its memory is freed."""
     producer, pool = new_stream(), cupy.cuda.MemoryPool()
     *given, dout = inputs("cupy", "simt")
     machine.modules.launches.clear()
@@ -98,7 +98,7 @@ def test_out_of_memory_at_every_cudamalloc(engine: str) -> None:
 
 
 def mallocs(work: Any) -> int:
-    """How often the work calls cudaMalloc with a pool that is empty."""
+    """The number of cudaMalloc calls of the work, with an empty pool."""
     machine.fail("malloc", OUT_OF_MEMORY, 10**6)
     with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
         work()

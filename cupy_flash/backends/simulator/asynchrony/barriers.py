@@ -26,7 +26,7 @@ class Barriers(Unit):
         self.expected = np.zeros(shape, np.int64)  # threads; 0: no arrival yet, -1: all threads of the block
         self.votes = np.zeros(shape, np.int64)  # lanes whose bar.red predicate is true
         self.waiting = np.zeros((BARRIERS, context.warps), bool)
-        self.arrived_only = np.zeros((BARRIERS, context.warps), bool)  # by bar.arrive
+        self.arrived_only = np.zeros((BARRIERS, context.warps), bool)  # arrived by bar.arrive: does not wait
         self.waits_at = np.zeros(context.warps, np.int64)  # instruction number
 
     def arrive(

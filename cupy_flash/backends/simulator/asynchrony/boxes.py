@@ -28,7 +28,7 @@ class Pieces:
     global_: Indices  # (n, m) addresses
     inside: npt.NDArray[np.bool_]  # (n, m): within the tensor's bounds
     allocation: Allocation
-    type: str  # of the elements
+    type: str  # type of the elements
 
     @property
     def bytes(self) -> int:

@@ -42,7 +42,7 @@ class _Copy:
     pieces: Pieces
     index: Indices  # (n, m) in the shared memory of all blocks
     targets: SharedAddresses
-    operation: str = ""  # of a reduction
+    operation: str = ""  # that of a reduction, else empty
     # Only stores and reductions have these:
     groups: Any = None  # (n,): index of the thread's bulk group
     data_read: Any = None  # the bytes read from shared memory

@@ -43,7 +43,9 @@ class Mbarriers(Unit):
         self._initialised_at = np.zeros(shape, np.uint64)  # clock of that warp
         self._fenced = np.zeros(shape, bool)
         self._copies = np.zeros(shape, np.int64)  # bulk copies in flight that signal this mbarrier
-        self._arrived: dict[int, npt.NDArray[np.bool_]] = {}  # by offset: (block, warp, lane) in the current phase
+        self._arrived: dict[
+            int, npt.NDArray[np.bool_]
+        ] = {}  # offset -> (block, warp, lane): arrivals of the current phase
         self.time_out = False  # the next waits return false, because nothing else can run
         self.waits: dict[int, Callable[[Group], Any]] = {}  # instruction number -> its `_waited` function
 

@@ -77,7 +77,7 @@ class _Form:
     instruction: Instruction
     number: int
     columns: int  # N
-    types: tuple[str, str]  # of A and B
+    types: tuple[str, str]  # element types of A and B
     signs: float  # scale-a * scale-b
     transposed: tuple[bool, bool]
     accumulators: Indices  # indices into Context.matrix_registers
@@ -112,7 +112,9 @@ class WgmmaQueue(Unit):
         self.fences = np.zeros(warps, np.int64)  # wgmma.fence executed, by row
         # The last use of a register by another instruction: its number << _FENCES | fences before it.
         self.touched = np.full((registers, warps), -1)
-        self.busy = np.zeros((registers, warps), np.int64)  # by a wgmma in flight: 0 no, _Form.key accumulator, -1 A
+        self.busy = np.zeros(
+            (registers, warps), np.int64
+        )  # use by a wgmma in flight: 0 none, _Form.key accumulator, -1 A
         self._keys: dict[tuple[int, ...], int] = {}
 
     def key(self, accumulators: Indices) -> int:

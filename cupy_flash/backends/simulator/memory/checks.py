@@ -50,7 +50,7 @@ class _Read:
 class Issue(NamedTuple):
     """n asynchronous accesses of one instruction, one per issuing thread, warp or warpgroup."""
 
-    number: int  # of the instruction
+    number: int  # number of the instruction
     issuers: Any  # (n, warps each) rows
     agents: Indices  # (n,) the agent that performs the access
     clocks: Indices  # (n,) the agent's clock once the access is complete

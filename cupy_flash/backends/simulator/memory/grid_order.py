@@ -58,7 +58,7 @@ class _Form:
 class _Release:
     """One release: its thread, scope and clock."""
 
-    warp: int  # of the grid
+    warp: int  # index of the warp in the grid
     lane: int
     scope: str
     clock: Clock  # (planes, agents)
@@ -99,7 +99,7 @@ class GridOrder:
         fences = [i.modifiers[0] for i in self.code if i.opcode in ("fence", "membar")]
         self._fences = any(kind in ("acq_rel", "sc", "acquire", "release", *_LEVELS) for kind in fences)
         self._forms: dict[int, _Form] = {}
-        self._tracked: dict[int, _Tracked] = {}  # by the id of a store
+        self._tracked: dict[int, _Tracked] = {}  # id of a store -> its record
         self._releases: dict[int, list[_Release]] = {}
         self._count = 0
 

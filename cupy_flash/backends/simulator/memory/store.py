@@ -80,7 +80,7 @@ class Store:
             defined[position] = np.uint64(0x0101010101010101) & np.uint64((1 << 8 * min(width, 8)) - 1)
 
     def undefined(self, index: Indices, width: int) -> npt.NDArray[np.bool_]:
-        """Which of the items contain an uninitialised byte."""
+        """A mask of the items that contain an uninitialised byte."""
         defined = self.gather(index, width, of_defined=True)
         complete = defined == defined.dtype.type(0x0101010101010101 & ((1 << 8 * defined.dtype.itemsize) - 1))
         return ~(complete.all(-1) if width == 16 else complete)

@@ -258,7 +258,6 @@ PLANTED_IN_BUFFERS = {
         (errors.BarrierMisuse, errors.PendingCopy, errors.Race, errors.Deadlock),
     ),
     "the record read after Q is released": ("if constexpr (O_BUFFER) __syncwarp();", "", errors.Race),
-    "Q kept without keys": ("else if constexpr (O_BUFFER) {", "else if constexpr (false) {", errors.Deadlock),
 }  # fmt: skip
 NO_KEYS = Case(**LONG | dict(batch=3, heads=1, q_lengths=(60, 150, 20), kv_lengths=(70, 0, 64)))
 BUGS = {

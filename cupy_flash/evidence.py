@@ -273,7 +273,7 @@ def suggest(device: Device, engines: tuple[str, ...]) -> None:
 
 
 def _folders() -> Iterator[tuple[Path, ...]]:
-    """Each folder with evidence, the user's own first, after the parents that decide who can write to it."""
+    """Yield the folders to check for write access, the evidence folder last: the user's own, then the shared one."""
     from . import cache
 
     with suppress(OSError):  # there is no home directory

@@ -130,7 +130,7 @@ class Trial:
         import json
 
         line = json.dumps(self.record | {"backward": self.backward}) + "\n"
-        # Without O_NONBLOCK a FIFO that nobody reads would stop the call.
+        # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(file, flags, 0o644)
         try:

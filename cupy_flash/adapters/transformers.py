@@ -220,8 +220,7 @@ def attention_mask(
         window = None
     padding = None
     if tokens is not None:
-        valid = F.pad(tokens.to(device), (0, max(0, kv_offset + kv_length - tokens.shape[1])))
-        padding = Padding(valid[:, kv_offset : kv_offset + kv_length])
+        padding = Padding(_valid_keys(tokens, kv_offset + kv_length, device)[:, kv_offset : kv_offset + kv_length])
         padding = None if padding.none else padding
     if padding is None and window is None and (not causal or (q_length in (1, kv_length) and not is_sliced)):
         return None
@@ -235,12 +234,17 @@ def attention_mask(
     )
 
 
+def _valid_keys(tokens: Any, length: int, device: Any) -> Any:
+    """The padding mask, bool (B, tokens), on a device, with False for the keys up to `length` that it lacks."""
+    return F.pad(tokens.to(device), (0, max(0, length - tokens.shape[1])))
+
+
 def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """The LazyMask of a mask function that a Mod traces, else its tensor; for one query, that is linear in the keys."""
     batch_size, q_length, kv_length, q_offset, kv_offset = sizes.values()
     function, tokens = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
-    valid = None if tokens is None else F.pad(tokens.to(device), (0, max(0, kv_offset + kv_length - tokens.shape[1])))
+    valid = None if tokens is None else _valid_keys(tokens, kv_offset + kv_length, device)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_idx, kv_idx = q_idx + q_offset, kv_idx + kv_offset

@@ -89,7 +89,13 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 O += product(S, V[kv_start:kv_stop])
             softmax.finish(O, O_rows[queries], L_rows[queries])
 
-    pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
+    run_query_tiles(plan, call, attend)
+    return out, lse
+
+
+def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, int, range], None]) -> None:
+    """Run `attend(sequence, head, starts)` on the plan's threads, where starts are those of some of the query tiles."""
+    pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(plan.problem.heads)]
     # Split heads so that each thread gets two tasks; query tiles are dealt round-robin to balance a causal triangle.
     pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
     run_tasks(
@@ -101,7 +107,6 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         ],
         call.stop,
     )
-    return out, lse
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:

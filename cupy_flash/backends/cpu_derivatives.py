@@ -19,7 +19,6 @@ The double backward is the gradient of <dO, tO> + <dlse, mu>, which equals <tQ, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from ..arrays import Array, empty
 from ..plan import Plan
 from ..problem import Gradients, Operands
 from ..score import ScoreTile
-from .cpu import Call, Sequence, Softmax, hide_gradient, load_rows, rounded
+from .cpu import Call, Sequence, Softmax, hide_gradient, load_rows, rounded, run_query_tiles
 from .products import product
 from .workers import run_tasks
 
@@ -86,17 +85,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
             softmax.finish(sums, sums, L_rows[queries])
             O_rows[queries], tO_rows[queries], mu_rows[queries] = O, T, mu
 
-    pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(problem.heads)]
-    pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
-    run_tasks(
-        plan.threads,
-        [
-            partial(attend, sequence, head, range(piece * plan.block_q, sequence.q_len, pieces * plan.block_q))
-            for sequence, head in pairs
-            for piece in range(pieces)
-        ],
-        call.stop,
-    )
+    run_query_tiles(plan, call, attend)
     return out, lse, tout, tlse
 
 

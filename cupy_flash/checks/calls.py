@@ -60,7 +60,7 @@ SIMULATED_SIZES: dict[str, Any] = dict(
 def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
     """The calls that cover an engine's dtypes, head dimensions and options, forward and backward."""
     dtypes = [dtype for dtype in DTYPES[engine] if (dtype, arch) != ("bfloat16", "sm_75")]
-    # Of 256 columns, accumulators exceed the registers of sm_75.
+    # On sm_75 no decode tile of head dimension 256 fits the registers.
     dims = [each for each in HEAD_DIMS[engine] if (engine, arch, *each) != ("mma_decode", "sm_75", 256, 256)]
     base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
     cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]

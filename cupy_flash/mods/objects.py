@@ -25,7 +25,7 @@ class Held(Delegate):
         object.__setattr__(self, "_held", (rebuilder, owner, local))
         object.__setattr__(self, "_set", {})  # attributes that the mod sets, for the rest of its only call
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # mypy takes __class__ for a read-only attribute of object
     def __class__(self) -> type:  # so that isinstance(x, its class) holds
         return type(original(self))
 

@@ -162,7 +162,7 @@ def _handler(platform: str) -> Any:
         error, interrupted = _served(ffi.CallFrame.from_address(address), platform)
         # The capsule's destructor, which sends SIGINT to this process, runs when this frame is gone: were it sent by a
         # statement, the exception would be raised here again, and ctypes would drop it.
-        signal = _new_capsule(_INTERRUPT, None, _INTERRUPT) if interrupted else None  # noqa: F841
+        signal = _new_capsule(_INTERRUPT, None, _INTERRUPT) if interrupted else None  # noqa: F841  # kept alive until the return
         return error
 
     return handler

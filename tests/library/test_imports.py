@@ -165,6 +165,7 @@ FLOW = (
     "checks.instructions",
     "checks.hopper",
     "checks.micro_kernels",
+    "checks.simulated",
     "checks.tolerance",
     "checks.references",
     "checks.calls",

@@ -45,6 +45,7 @@ class Candidates(NamedTuple):
     default: tuple[str, str]  # engine and tile that the plan chooses without measurements
     tiles: tuple[tuple[str, str], ...]  # the default first, the others by their predicted time
     left_out: dict[str, str]  # engines with the reason
+    predicted: dict[str, float]  # the smallest predicted seconds of each engine
 
 
 class Result(NamedTuple):
@@ -227,7 +228,7 @@ class _Run:
         self.left_out.update(found.left_out)
         before = evidence.tune_of(found.key, self.on)
         if before is not None and before.default == found.default:
-            if before.complete:
+            if before.complete and before.predicted == found.predicted:
                 self.report(f"  measured before: {before.path}")
                 return Result(self.trial, before, self.left_out, 0)
             self.measured = list(before.measured)
@@ -266,7 +267,9 @@ class _Run:
         return True
 
     def _store(self, found: Candidates, complete: bool) -> Tune:
-        return evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
+        return evidence.store_tune(
+            self.on, found.key, self.unit, self.measured, found.default, found.predicted, complete
+        )
 
 
 def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
@@ -310,7 +313,7 @@ def find_candidates(task: Task) -> Candidates:
     chosen, _ = _posed(task.backend, task.trial, None)
     problem, on = plan.last_of_bucket(chosen.problem), chosen.device
     default = plan.predicted(problem, on)
-    tiles, left_out = [], {}
+    tiles, left_out, predicted = [], {}, {}
     for engine, module in MODULES.items():
         named = problem._replace(engine=engine)
         if on.backend not in module.BACKENDS or plan.refusals(engine, named, on):
@@ -321,10 +324,12 @@ def find_candidates(task: Task) -> Candidates:
         elif check is None and engine in plan.ON_REQUEST and problem.dtype.name != FP8:
             left_out[engine] = f"no check has passed it on this card: {evidence.CHECK_COMMAND}"
         else:
-            tiles += [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]
+            ranked = [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]
+            predicted[engine] = ranked[0][0]
+            tiles += ranked
     first = (default.engine, repr(default.tile))
     others = [name for _, name in sorted(tiles, key=lambda each: each[0]) if name != first]
-    return Candidates(plan.tune_key(problem), first, (first, *others), left_out)
+    return Candidates(plan.tune_key(problem), first, (first, *others), left_out, predicted)
 
 
 def measure(task: Task, announce: Announce) -> float | str:

@@ -17,7 +17,7 @@ from cupy_flash import evidence, tuning
 from cupy_flash.__main__ import main
 from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
-from cupy_flash.device import named
+from cupy_flash.device import Device, named
 from cupy_flash.engines import mma_decode, simt
 from cupy_flash.evidence import CHECK_COMMAND, Measured
 from cupy_flash.isolated import Lost
@@ -31,6 +31,7 @@ from cupy_flash.tuning import recorded, run_tune
 AMPERE = named("sm_80")
 WORK = tuning.work
 CALL = Trial("float32", 16, q_len=24, kv_len=24, heads=1, backward=False)
+ALL_TILES = simt.tiles
 TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 
 
@@ -242,6 +243,36 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
 
 
+class TwiceAsFast:
+    """A card of which the clock shows what is predicted, but half of it for simt."""
+
+    device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
+    clock = Clock()
+
+    def __call__(self, task, announce):
+        if task.kind == "device":
+            return self.device
+        simulated = task._replace(backend="simulator:sm_80")
+        if task.kind == "candidates":
+            return WORK(simulated, announce)
+        chosen, _ = tuning._posed("simulator", task.trial, None)
+        costs = {repr(tile): each.cost for tile, each in tuning.candidates(chosen, task.engine)}
+        return costs[task.tile] * (0.5 if task.engine == "simt" else 1.0)
+
+
+def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypatch):
+    monkeypatch.setattr(simt, "tiles", ALL_TILES)
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
+    longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
+    problem = longer.problem._replace(device="cuda:0", backend=None)
+    card = TwiceAsFast()
+    before = plan(problem, card.device)
+    (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
+    after = plan(problem, card.device)
+    assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
+    assert result.gain > 1 and "simt x 0.5 (1 buckets), mma x 1 (1 buckets)" in after.explain()
+
+
 # ---- several processes
 
 
@@ -425,7 +456,7 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
         (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
     }
     measured = [Measured(*name, 10.0 - number) for number, name in enumerate(found.tiles[:5])]
-    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, True)
+    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == found.tiles[4][1]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))

@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import device, environment, partials
 from ..arrays import Array
@@ -14,6 +14,9 @@ from ..device import Device
 from ..launch import Launch
 from ..plan import Plan, last_of_bucket, plan
 from ..problem import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
+
+if TYPE_CHECKING:
+    from ..mods.visits import TileCounts
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -118,6 +121,19 @@ def _fitted(chosen: Plan, operands: Operands) -> Plan:
     from . import cpu
 
     return cpu.fitted(chosen, operands)
+
+
+def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts | None]:
+    """The plan as it runs, and how many of its tiles are empty, full and cut under the mask_mod.
+
+    None where the arrays that say so are on a GPU, or the tiles are too many to count.
+    """
+    from . import cpu
+
+    chosen = _fitted(plan_for(problem), operands)
+    arrays = (*operands.captured, operands.q_lengths, operands.kv_lengths)
+    on_host = all(array is None or array.device == "cpu" for array in arrays)
+    return chosen, cpu.tile_counts(chosen, operands) if on_host else None
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

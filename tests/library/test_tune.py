@@ -13,7 +13,7 @@ from forget import forget_plans
 from tiers import in_tiers
 
 import cupy_flash
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.__main__ import main
 from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
@@ -243,15 +243,25 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
 
 
+def peer_of(task):
+    """A peer that is faster than every tile, one that crashes, and one that refuses the call."""
+    if task.tile == "SDPA flash":
+        return 1e-9
+    raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
+
+
 class TwiceAsFast:
     """A card of which the clock shows what is predicted, but half of it for simt."""
 
     device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
+    answers = {"device": device, "peers": ""}
     clock = Clock()
 
     def __call__(self, task, announce):
-        if task.kind == "device":
-            return self.device
+        if task.kind in self.answers:
+            return self.answers[task.kind]
+        if task.kind == "peer":
+            return peer_of(task)
         simulated = task._replace(backend="simulator:sm_80")
         if task.kind == "candidates":
             return WORK(simulated, announce)
@@ -273,6 +283,62 @@ def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypa
     assert result.gain > 1 and "simt x 0.5 (1 buckets), mma x 1 (1 buckets)" in after.explain()
 
 
+# ---- peers
+
+
+def test_peers_are_reported_and_never_chosen(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn is not installed
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
+    card = TwiceAsFast()
+    results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
+    (result,) = results.results
+    assert result.peers == {
+        "SDPA flash": 1e-9, "SDPA cuDNN": "crashed", "SDPA efficient": "RuntimeError: no available kernel"
+    }  # fmt: skip
+    assert "peer     SDPA flash: 1e-06 ms" in str(results) and "peer     SDPA cuDNN: crashed" in str(results)
+    assert results.as_json()["calls"][0]["peers"] == result.peers and results.no_peers == ""
+    assert {each.engine for each in result.tune.measured} == {
+        "simt",
+        "mma",
+    } and "SDPA" not in result.tune.path.read_text()
+
+
+def test_without_peers_the_reason_is_reported(monkeypatch):
+    results = run(Card())
+    assert "no peers were measured for comparison: a simulator runs none" in str(results)
+    assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
+    monkeypatch.setitem(TwiceAsFast.answers, "peers", "torch finds no GPU")
+    card = TwiceAsFast()
+    results = run_tune([replace(CALL, dtype="float16")], "cuda", None, lambda line: None, card, card.clock)
+    assert results.results[0].peers == {} and results.no_peers == "torch finds no GPU"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        (dict(dtype="bfloat16"), 3), (dict(dtype="float32"), 1), (dict(dtype="float64"), 0), (dict(dtype="float16"), 3),
+        (dict(dtype="bfloat16", causal=True), 3), (dict(dtype="bfloat16", causal=True, q_len=9), 0),
+        (dict(dtype="bfloat16", q_len=9), 3), (dict(dtype="bfloat16", window=(5, 0)), 0),
+        (dict(dtype="bfloat16", options=("sink",)), 0), (dict(dtype="bfloat16", cache=CacheTrial()), 0),
+    ],
+)  # fmt: skip
+def test_the_peers_of_a_call(changes, count, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert len(peers.names(replace(CALL, **changes))) == count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_computes_the_call(backward):
+    """On the CPU, where torch has a flash kernel too."""
+    trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
+    call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
+    shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
+    assert shapes == ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)] if backward else [(2, 4, 9, 16)])
+
+
 # ---- several processes
 
 
@@ -281,7 +347,7 @@ import sys
 from dataclasses import replace
 import pytest
 import test_tune
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.engines import simt
 evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]

@@ -436,6 +436,7 @@ for number in range(40):
 """
 
 
+@pytest.mark.exhaustive
 def test_two_processes_that_store_at_once_lose_nothing(folder):
     command = [sys.executable, "-c", STORE]
     root = Path(cupy_flash.__file__).parents[1]

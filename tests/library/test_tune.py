@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
 import cupy_flash
 from cupy_flash import evidence, peers, tuning
@@ -415,7 +415,7 @@ def test_recorded_calls(tmp_path):
     assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
         ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
     ]  # fmt: skip
-    results = tuning.Results(AMPERE, (), 0, not_replayed)
+    results = tuning.Results(AMPERE, (), 0, "", not_replayed)
     assert "2 recorded calls cannot be made again and are not measured:" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
     for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
@@ -602,7 +602,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "relative"])
+@pytest.mark.parametrize("kind", ["missing", exhaustive("folder"), exhaustive("fifo"), "relative"])
 def test_a_record_file_that_cannot_be_written(kind, tmp_path):
     """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
     file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]

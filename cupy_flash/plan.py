@@ -6,8 +6,9 @@ process reads once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -50,7 +51,10 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
+    cost: (
+        float  # predicted seconds of the bucket's last lengths, refitted to the card; on the CPU summed over the cores,
+    )
+    # idle ones too
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has
 
@@ -95,7 +99,7 @@ class Plan(NamedTuple):
             )
         if MODULES[self.engine].MEASURED is None and not self.measured:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
-        lines += _evidence_lines(self)
+        lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(
@@ -249,6 +253,8 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
+    scales = scales_of(problem, device, best) if measure else {}
+    best = {engine: (cost * scales.get(engine, 1.0), tile) for engine, (cost, tile) in best.items()}
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
         # An engine on request serves where it is measured, never by its prediction.
@@ -258,7 +264,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     else:
         measured, tile = fastest
         chosen, words = measured.engine, _comparison(measured, tune, best)
-        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
             refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms",)
@@ -282,9 +288,24 @@ def predicted(problem: Problem, device: Device) -> Plan:
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
     """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
-    if problem.cache is not None and problem.cache.split_size is not None:
-        return None
-    return evidence.tune_of(tune_key(problem), device)
+    return None if _is_split(problem) else evidence.tune_of(tune_key(problem), device)
+
+
+def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
+    """{engine: factor of its predictions on this card}; {} where the card has no measurements to fit.
+
+    An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
+    with split_size have no factors: their bits must not depend on the machine's past.
+    """
+    fits = {} if _is_split(problem) else evidence.fits(device, "backward" if problem.backward else "forward")
+    if not fits:
+        return {}
+    mean = prod(fit.scale ** (1 / len(fits)) for fit in fits.values())
+    return {engine: fits[engine].scale if engine in fits else mean for engine in engines}
+
+
+def _is_split(problem: Problem) -> bool:
+    return problem.cache is not None and problem.cache.split_size is not None
 
 
 def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
@@ -317,6 +338,17 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
 def amount_text(amount: float, unit: str) -> str:
     """A measurement with its unit, seconds as milliseconds."""
     return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
+
+
+def _refit_lines(chosen: Plan) -> list[str]:
+    """The line of explain() about the factors of the predictions that it quotes."""
+    serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
+    fits = evidence.fits(chosen.device, "backward" if chosen.problem.backward else "forward")
+    scales = scales_of(chosen.problem, chosen.device, serving)
+    texts = [
+        f"{engine} x {scales[engine]:.3g} ({fits[engine].buckets} buckets)" for engine in serving if engine in fits
+    ]
+    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if scales and texts else []
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:

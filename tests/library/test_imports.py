@@ -75,6 +75,7 @@ FLOW = (
     "pose_cache",
     "cache_trial",
     "trial",
+    "peers",
     "ahead",
     "partials",
     "backends.products",

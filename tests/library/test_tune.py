@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.__main__ import main
 from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
-from cupy_flash.device import named
+from cupy_flash.device import Device, named
 from cupy_flash.engines import mma_decode, simt
 from cupy_flash.evidence import CHECK_COMMAND, Measured
 from cupy_flash.isolated import Lost
@@ -31,6 +31,7 @@ from cupy_flash.tuning import recorded, run_tune
 AMPERE = named("sm_80")
 WORK = tuning.work
 CALL = Trial("float32", 16, q_len=24, kv_len=24, heads=1, backward=False)
+ALL_TILES = simt.tiles
 TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 
 
@@ -242,6 +243,102 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
 
 
+def peer_of(task):
+    """A peer that is faster than every tile, one that crashes, and one that refuses the call."""
+    if task.tile == "SDPA flash":
+        return 1e-9
+    raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
+
+
+class TwiceAsFast:
+    """A card of which the clock shows what is predicted, but half of it for simt."""
+
+    device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
+    answers = {"device": device, "peers": ""}
+    clock = Clock()
+
+    def __call__(self, task, announce):
+        if task.kind in self.answers:
+            return self.answers[task.kind]
+        if task.kind == "peer":
+            return peer_of(task)
+        simulated = task._replace(backend="simulator:sm_80")
+        if task.kind == "candidates":
+            return WORK(simulated, announce)
+        chosen, _ = tuning._posed("simulator", task.trial, None)
+        costs = {repr(tile): each.cost for tile, each in tuning.candidates(chosen, task.engine)}
+        return costs[task.tile] * (0.5 if task.engine == "simt" else 1.0)
+
+
+def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypatch):
+    monkeypatch.setattr(simt, "tiles", ALL_TILES)
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
+    longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
+    problem = longer.problem._replace(device="cuda:0", backend=None)
+    card = TwiceAsFast()
+    before = plan(problem, card.device)
+    (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
+    after = plan(problem, card.device)
+    assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
+    assert result.gain > 1 and "simt x 0.5 (1 buckets), mma x 1 (1 buckets)" in after.explain()
+
+
+# ---- peers
+
+
+def test_peers_are_reported_and_never_chosen(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn is not installed
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
+    card = TwiceAsFast()
+    results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
+    (result,) = results.results
+    assert result.peers == {
+        "SDPA flash": 1e-9, "SDPA cuDNN": "crashed", "SDPA efficient": "RuntimeError: no available kernel"
+    }  # fmt: skip
+    assert "peer     SDPA flash: 1e-06 ms" in str(results) and "peer     SDPA cuDNN: crashed" in str(results)
+    assert results.as_json()["calls"][0]["peers"] == result.peers and results.no_peers == ""
+    assert {each.engine for each in result.tune.measured} == {
+        "simt",
+        "mma",
+    } and "SDPA" not in result.tune.path.read_text()
+
+
+def test_without_peers_the_reason_is_reported(monkeypatch):
+    results = run(Card())
+    assert "no peers were measured for comparison: a simulator runs none" in str(results)
+    assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
+    monkeypatch.setitem(TwiceAsFast.answers, "peers", "torch finds no GPU")
+    card = TwiceAsFast()
+    results = run_tune([replace(CALL, dtype="float16")], "cuda", None, lambda line: None, card, card.clock)
+    assert results.results[0].peers == {} and results.no_peers == "torch finds no GPU"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        (dict(dtype="bfloat16"), 3), (dict(dtype="float32"), 1), (dict(dtype="float64"), 0), (dict(dtype="float16"), 3),
+        (dict(dtype="bfloat16", causal=True), 3), (dict(dtype="bfloat16", causal=True, q_len=9), 0),
+        (dict(dtype="bfloat16", q_len=9), 3), (dict(dtype="bfloat16", window=(5, 0)), 0),
+        (dict(dtype="bfloat16", options=("sink",)), 0), (dict(dtype="bfloat16", cache=CacheTrial()), 0),
+    ],
+)  # fmt: skip
+def test_the_peers_of_a_call(changes, count, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert len(peers.names(replace(CALL, **changes))) == count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_computes_the_call(backward):
+    """On the CPU, where torch has a flash kernel too."""
+    trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
+    call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
+    shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
+    assert shapes == ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)] if backward else [(2, 4, 9, 16)])
+
+
 # ---- several processes
 
 
@@ -250,7 +347,7 @@ import sys
 from dataclasses import replace
 import pytest
 import test_tune
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.engines import simt
 evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
@@ -318,7 +415,7 @@ def test_recorded_calls(tmp_path):
     assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
         ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
     ]  # fmt: skip
-    results = tuning.Results(AMPERE, (), 0, not_replayed)
+    results = tuning.Results(AMPERE, (), 0, "", not_replayed)
     assert "2 recorded calls cannot be made again and are not measured:" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
     for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
@@ -425,7 +522,7 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
         (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
     }
     measured = [Measured(*name, 10.0 - number) for number, name in enumerate(found.tiles[:5])]
-    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, True)
+    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == found.tiles[4][1]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
@@ -505,7 +602,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "relative"])
+@pytest.mark.parametrize("kind", ["missing", exhaustive("folder"), exhaustive("fifo"), "relative"])
 def test_a_record_file_that_cannot_be_written(kind, tmp_path):
     """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
     file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]

@@ -6,7 +6,7 @@ process reads once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
 WITH_DERIVATIVES = ("cpu", "simt")  # the engines that compute JVPs and double backwards
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
+# Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
+CHOICES = {"mma_decode": mma_decode.choices}
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 SIZES = ("queries", "keys", "rows")  # the fields of tune_key that no kernel depends on
@@ -145,12 +147,17 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
 
 
 def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
-    """Every legal tile of an engine for the problem of a plan, and the plan with it; the smallest prediction first."""
+    """The tiles that a tune may choose for the problem of a plan, and the plan with each; the smallest cost first."""
     problem, device = chosen.problem, chosen.device
     return [
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
-        for cost, tile in _by_cost(engine, last_of_bucket(problem), device)
+        for cost, tile in _ranked(engine, last_of_bucket(problem), device, measurable(engine, problem, device))
     ]
+
+
+def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:
+    """The tiles of an engine among which a measurement may choose: at least those that a prediction compares."""
+    return CHOICES.get(engine, MODULES[engine].tiles)(problem, device)
 
 
 def bucket_of(length: int) -> tuple[int, int]:
@@ -287,7 +294,7 @@ def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[s
         if measured.engine not in engines:
             continue
         if measured.engine not in tiles:
-            legal = MODULES[measured.engine].tiles(problem, device)
+            legal = measurable(measured.engine, problem, device)
             tiles[measured.engine] = {repr(tile): tile for tile in legal}
         tile = tiles[measured.engine].get(measured.tile)
         if tile is not None:
@@ -349,9 +356,14 @@ def _pairs(problem: Problem) -> int:
 
 
 def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
-    """The legal tiles of an engine with their costs, the best first."""
-    module, pairs = MODULES[engine], _pairs(problem)
-    costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
+    """The tiles that a prediction compares with their costs, the best first."""
+    return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
+
+
+def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
+    """Tiles of an engine with their costs, the best first."""
+    pairs = _pairs(problem)
+    costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 

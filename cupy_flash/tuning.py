@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import backends, evidence, plan
+from .cache_trial import cache_call
 from .checks import calls
 from .checks.calls import COMPILE_SECONDS, Task
 from .checks.verdicts import LOSSES, SECONDS, SIMULATED_SECONDS, Report, device_of, valid_backend
@@ -27,8 +28,9 @@ from .evidence import Measured, Tune
 from .isolated import Announce, Lost, Worker
 from .plan import MODULES, Plan, amount_text, candidates
 from .pose import pose
+from .pose_cache import CacheOptions, pose_with_cache
 from .problem import FP8, Operands, Options, Saved
-from .trial import Trial
+from .trial import DESCRIPTION, NOT_REPLAYED, Trial
 
 SAMPLES, WARM_UP = 9, 2
 FLUSHED_BYTES = 256 << 20  # more than the L2 of any GPU
@@ -77,12 +79,20 @@ class Result(NamedTuple):
         return "\n".join(lines + [f"  left out {name}: {reason}" for name, reason in self.left_out.items()])
 
 
+class NotReplayed(NamedTuple):
+    """A recorded call that cannot be made again, so that it is not measured."""
+
+    call: str  # its description
+    reason: str
+
+
 class Results(NamedTuple):
     """The outcome of a tune."""
 
     device: Device
     results: tuple[Result, ...]
     left: int  # calls for which no time was left
+    not_replayed: tuple[NotReplayed, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -103,12 +113,18 @@ class Results(NamedTuple):
             }
             for result in self.results
         ]
-        return {"device": str(self.device), "card": self.device.card, "complete": self.complete, "calls": cases}
+        return {
+            "device": str(self.device), "card": self.device.card, "complete": self.complete, "calls": cases,
+            "not_replayed": [each._asdict() for each in self.not_replayed],
+        }  # fmt: skip
 
     def __str__(self) -> str:
         lines = [f"measured on {self.device.card}, {self.device}", *map(str, self.results)]
         if self.left:
             lines.append(f"out of time: {self.left} calls are left, run again to resume")
+        if self.not_replayed:
+            lines.append(f"{len(self.not_replayed)} recorded calls cannot be made again and are not measured:")
+            lines += [f"  {each.call}: {each.reason}" for each in self.not_replayed]
         return "\n".join(lines)
 
 
@@ -150,10 +166,10 @@ def tune(
     for shape in records:
         if not isinstance(shape, Mapping):
             raise TypeError(f"a call is a mapping of names to values, not {shape!r}")
-    trials = [Trial.of({"backward": False, **shape}) for shape in records] + (
-        [] if like is None else recorded(Path(like))
-    )
-    return run_tune(trials, backend, minutes, report or (lambda line: None), work)
+    trials, not_replayed = ([], ()) if like is None else recorded(Path(like))
+    trials = [Trial.of({"backward": False, **shape}) for shape in records] + trials
+    results = run_tune(trials, backend, minutes, report or (lambda line: None), work)
+    return results._replace(not_replayed=not_replayed)
 
 
 def run_tune(
@@ -253,16 +269,26 @@ class _Run:
         return evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
 
 
-def recorded(file: Path) -> list[Trial]:
-    """The calls that a run with CUPY_FLASH_RECORD has written; ValueError for a line that states none."""
-    trials = []
+def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
+    """The calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
+
+    Raises ValueError for a line that states neither.
+    """
+    calls: dict[Trial | NotReplayed, None] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                trials.append(Trial.of(json.loads(line.decode())))
+                calls[_recorded_call(json.loads(line.decode()))] = None
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{file}:{number} states no call: {error}") from None
-    return list(dict.fromkeys(trials))
+    not_replayed = tuple(call for call in calls if isinstance(call, NotReplayed))
+    return [call for call in calls if isinstance(call, Trial)], not_replayed
+
+
+def _recorded_call(record: Any) -> Trial | NotReplayed:
+    if not isinstance(record, Mapping) or NOT_REPLAYED not in record:
+        return Trial.of(record)
+    return NotReplayed(str(record.get(DESCRIPTION)), str(record[NOT_REPLAYED]))
 
 
 # ---- in the worker process
@@ -369,6 +395,10 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
 
 def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
     """The plan and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    if trial.cache is not None:
+        q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
+        problem, operands = pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
+        return backends.plan_for(problem), operands
     call = calls.on_backend(backend, trial.call())
     options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
     out, lse = (call.dout, call.dlse) if saved is None else saved

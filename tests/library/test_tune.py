@@ -15,13 +15,17 @@ from tiers import in_tiers
 import cupy_flash
 from cupy_flash import evidence, tuning
 from cupy_flash.__main__ import main
+from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
 from cupy_flash.device import named
-from cupy_flash.engines import simt
-from cupy_flash.evidence import CHECK_COMMAND
+from cupy_flash.engines import mma_decode, simt
+from cupy_flash.evidence import CHECK_COMMAND, Measured
 from cupy_flash.isolated import Lost
-from cupy_flash.plan import plan, predicted
-from cupy_flash.trial import Trial
+from cupy_flash.plan import plan, predicted, tune_key
+from cupy_flash.pose import pose
+from cupy_flash.pose_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem import Options
+from cupy_flash.trial import Trial, recorded_line
 from cupy_flash.tuning import recorded, run_tune
 
 AMPERE = named("sm_80")
@@ -276,21 +280,25 @@ for length in (20, 21, 24, 24, 100):
     q = np.ones((1, length, 2, 8), np.float32)
     out, vjp = cupy_flash.attention_vjp(q, q, q, causal=True, window=(5, 0), softcap=2.0, dropout=0.1, seed=3)
 vjp(out)
-cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
+slopes, documents, cache = np.ones(2, np.float32), np.zeros((1, 100), np.int32), np.ones((2, 64, 2, 8), np.float32)
+cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j))
+cupy_flash.attention(q, q, q, mask_mod=lambda b, h, i, j: documents[b, i] == documents[b, j])
+for split_size in (None, 64):
+    cupy_flash.attention_with_kv_cache(np.ones((2, 1, 2, 8), np.float32), cache, cache, split_size=split_size)
 bounds = np.array([0, 40, 100], np.int32)
 cupy_flash.attention_varlen(q[0], q[0], q[0], bounds, bounds, 60, 60, alibi_slopes=np.ones(2, np.float32))
 """
 
 
 def test_recorded_calls(tmp_path):
-    """One line per bucket and process; what a Trial cannot state is left out."""
+    """One line per bucket and process; what a Trial cannot state is recorded with its reason."""
     file = tmp_path / "calls.json"
     environment = os.environ | {"CUPY_FLASH_RECORD": str(file)}
     for _ in range(2):
         subprocess.run(
             [sys.executable, "-c", CALLS], cwd=Path(cupy_flash.__file__).parents[1], env=environment, check=True
         )
-    assert len(file.read_text().splitlines()) == 2 * 5
+    assert len(file.read_text().splitlines()) == 2 * 9
     shared = dict(dtype="float32", head_dim=8, head_dim_v=8, heads=2, kv_heads=2)
     forward = Trial(
         **shared, q_len=20, kv_len=20, causal="bottom_right", window=(5, 0), options=("softcap", "dropout"),
@@ -298,11 +306,143 @@ def test_recorded_calls(tmp_path):
     )  # fmt: skip
     longer = replace(forward, q_len=100, kv_len=100)
     packed = Trial(**shared, batch=2, q_len=60, kv_len=60, options=("alibi_slopes",), packed=True, backward=False)
-    assert recorded(file) == [
+    trials, not_replayed = recorded(file)
+    *others, mod, cache, last = trials
+    assert [*others, last] == [
         forward, replace(forward, q_len=21, kv_len=21), longer, replace(longer, backward=True), packed
     ]  # fmt: skip
-    for trial in recorded(file):  # each can be measured
+    assert mod.captured == ((2,),) and "array0[h] * real((q - kv))" in str(mod)
+    assert replace(mod, mods="", captured=()) == Trial(**shared, q_len=100, kv_len=100, backward=False)
+    decode = Trial(**shared, batch=2, q_len=1, kv_len=64, causal="bottom_right", backward=False)
+    assert cache == replace(decode, cache=CacheTrial())
+    assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
+        ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
+    ]  # fmt: skip
+    results = tuning.Results(AMPERE, (), 0, not_replayed)
+    assert "2 recorded calls cannot be made again and are not measured:" in str(results)
+    assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
+    for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
+
+
+# ---- calls that are made again
+
+
+def ones(*shape):
+    return np.ones(shape, np.float16)
+
+
+def call(options=None, layout="bshd", **kwargs):
+    """A plain call: the shapes of q and k, the options."""
+    q = ones(2, 40, 2, 16) if layout == "bshd" else ones(2, 2, 40, 16)
+    return pose("attention", (q, q, q), Options(**options or {}, layout=layout, backend="simulator", **kwargs))
+
+
+def call_on_cache(q, *caches, **options):
+    return pose_with_cache(q, *caches, CacheOptions(**options, backend="simulator"))
+
+
+CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
+TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
+SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
+PAGES = dict(block_table=TABLE, cache_seqlens=30)
+NEW, TOKENS = dict(k=ones(3, 2, 2, 16), v=ones(3, 2, 2, 16)), dict(k=ones(5, 2, 16), v=ones(5, 2, 16))
+AGAIN = {
+    "score_mod": lambda: call(score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j)),
+    "score_mod-indices": lambda: call(score_mod=lambda s, b, h, i, j: s * 0.25 + PLACES[i] // 3, causal=True),
+    "mask_mod": lambda: call(layout="bhsd", mask_mod=lambda b, h, i, j: (i - j < 7) & (j <= i)),
+    "both": lambda: call(
+        score_mod=lambda s, b, h, i, j: np.tanh(s / 3) * 3, mask_mod=lambda b, h, i, j: i % 5 >= j % 5
+    ),
+    "contiguous": lambda: call_on_cache(ones(3, 1, 4, 16), CACHE, CACHE),
+    "append-rotary": lambda: call_on_cache(
+        ones(3, 2, 4, 16), CACHE, CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
+        rotary_sin=ones(64, 4), rotary_interleaved=False, **NEW,
+    ),
+    "slots": lambda: call_on_cache(
+        ones(3, 2, 4, 16), POOL, POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
+        causal=False,
+    ),
+    "packed": lambda: call_on_cache(
+        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        sink=ones(4), alibi_slopes=np.ones(4, np.float32),
+    ),
+    "packed-slots": lambda: call_on_cache(
+        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        slots=np.arange(5),
+    ),
+    "bhsd": lambda: call_on_cache(ones(3, 4, 2, 16), BHSD_POOL, BHSD_POOL, **PAGES, layout="bhsd"),
+    "small-pool": lambda: call_on_cache(ones(3, 1, 4, 16), POOL[:5], POOL[:5], **(PAGES | dict(block_table=TABLE % 5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_recorded_call_is_made_again(name):
+    """The record, read from JSON, states a call of the same bucket, and so of the same kernels and measurements."""
+    problem, operands = AGAIN[name]()
+    trial = Trial.of(json.loads(json.dumps(recorded_line(problem, operands))))
+    again, _ = tuning._posed("simulator", trial, None)
+    assert tune_key(again.problem) == tune_key(problem)
+    assert str(again.problem.mask) == str(problem.mask)
+    if problem.cache is not None:
+        assert again.problem.cache[5:7] == problem.cache[5:7]  # slots and rotary
+
+
+def test_a_pool_of_pages_is_as_full_as_it_can_be():
+    """Five pages serve three sequences of up to four pages: each has 80 // 3 keys, and none reads a page beyond."""
+    problem, operands = AGAIN["small-pool"]()
+    made = cache_call(Trial.of_call(problem, operands), CacheTrial(page=16, blocks=5))
+    assert made.options["cache_seqlens"].tolist() == [26] * 3 and made.options["block_table"].max() == 4
+
+
+def test_a_call_that_a_trial_cannot_state_does_not_end_the_run(monkeypatch):
+    def refuse(problem, operands):
+        raise ValueError("no Trial has this")
+
+    monkeypatch.setattr(Trial, "of_call", refuse)
+    problem, operands = call()
+    assert recorded_line(problem, operands) == {"not_replayed": "no Trial has this", "call": str(problem)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["score_mod", "append-rotary", "packed-slots"])
+def test_a_call_that_is_made_again_runs(name, monkeypatch):
+    """Results of two tiles agree, among them one of mma_decode that no prediction compares."""
+    trial = Trial.of_call(*AGAIN[name]())
+    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
+    for engine, tile in (found.tiles[0], found.tiles[-1]):
+        task = tuning.Task("tile", "simulator", trial=trial, engine=engine, tile=tile)
+        assert tuning.measure(task, lambda step, seconds: None) > 100
+
+
+def test_a_measurement_chooses_among_all_tiles_of_a_decode():
+    """The prediction has one tile, by a rule; a measured one serves its bucket, but for calls with split_size."""
+    decode = replace(CALL, dtype="float16", q_len=1, kv_len=64, causal=True, cache=CacheTrial(page=16))
+    chosen, _ = tuning._posed("simulator", decode, None)
+    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
+    assert found.tiles[0] == found.default == ("mma_decode", repr(chosen.tile)) and len(found.tiles) > 10
+    assert {eval(name, {"Tile": mma_decode.Tile})[1:5:2] for _, name in found.tiles} == {
+        (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
+    }
+    measured = [Measured(*name, 10.0 - number) for number, name in enumerate(found.tiles[:5])]
+    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, True)
+    forget_plans()
+    assert repr(plan(chosen.problem, AMPERE).tile) == found.tiles[4][1]
+    pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
+    assert repr(plan(pieces, AMPERE).tile) == found.default[1]
+
+
+def test_the_command_decodes_on_a_kv_cache(capsys):
+    arguments = dict(dtype="bfloat16", head_dim=64, head_dim_v=None, heads=None, kv_heads=8, batch=None, json=False)
+    (decode,) = command.calls(**arguments, seqlens=(512,), causal=False, backward=False, decode=True, page=16)
+    trial = Trial.of(decode)
+    assert (trial.q_len, trial.kv_len, trial.batch, trial.cache) == (1, 512, 32, CacheTrial(page=16))
+    for wrong, message in (
+        (["--decode", "--backward"], "--decode has no backward"),
+        (["--page", "16"], "for --decode"),
+    ):
+        assert main(["tune", *wrong]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_file_that_holds_no_calls(tmp_path, capsys):
@@ -327,6 +467,18 @@ LINES = {
     '{"q_len": 100000000000000000000}': "q_len must be a whole number of at least 1 and less than 2**31",
     '{"options": "mask"}': "options must be a list of names",
     '{"length": 5}': "'length' are not of dtype, head_dim",
+    '{"cache": 5}': "cache must be a mapping of names to values, not 5",
+    '{"backward": false, "cache": {"page": 12}}': "page of the cache must be a power of two, not 12",
+    '{"backward": false, "cache": {"pages": 12}}': "'pages' of the cache are not of page, blocks",
+    '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
+    '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",
+    '{"cache": {}}': "backward is not for calls on a KV cache",
+    '{"mods": 5}': "mods must be a text, not 5",
+    '{"mods": "system(0)"}': "mods is no text of a traced function",
+    '{"mods": "arrays\\nnumbers\\nreal score\\nreal system 0\\nscore 1\\n"}': "system of 1 operands",
+    '{"mods": "arrays\\nnumbers int\\nreal score\\nscore 0\\n"}': "mods is ",
+    '{"mods": "arrays\\nnumbers\\nreal score\\nscore 0\\n", "captured": [[2]]}': "captured must be 0 shapes",
+    '{"captured": [5]}': "captured must be a list of shapes",
     "[" * 100000: "recursion",
     b"\xff\xfe": "utf-",
 }
@@ -429,11 +581,9 @@ def test_the_command(monkeypatch, capsys):
 
 def test_the_calls_of_the_command():
     given = dict(dtype="bfloat16", head_dim=128, head_dim_v=None, heads=None, kv_heads=4, batch=None, causal=True)
-    calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, json=False)
+    calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, page=None, json=False)
     assert [(x["q_len"], x["batch"], x["heads"], x["backward"]) for x in calls] == [
         (512, 32, 16, False), (512, 32, 16, True), (32768, 1, 16, False), (32768, 1, 16, True)
     ]  # fmt: skip
-    (decode,) = command.calls(**given, seqlens=(4096,), backward=False, decode=True, json=False)
-    assert (decode["q_len"], decode["kv_len"]) == (1, 4096)
     for call in calls:
         Trial.of(call)

@@ -147,15 +147,16 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """The function that returns the numbers of an array's member, by name; a gradient has that of its input."""
+    """The function that returns the numbers of an array's member, by name; its gradient and tangent have the same."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
-    forms |= dict.fromkeys(("lse", "dlse"), _rows)
+    forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
+    forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     for feature in ARRAYS:
         form = _pointer
         if has_strides(feature.name):
             form = _dense if feature.broadcast else _per_head
-        forms[feature.name] = forms[f"d{feature.name}"] = form
+        forms[feature.name] = forms[f"d{feature.name}"] = forms[f"t{feature.name}"] = form
     return forms
 
 

@@ -25,7 +25,7 @@ MODULES: dict[str, Engine] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip
 WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
-WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
+WITH_DERIVATIVES = ("cpu", "simt")  # the engines that compute JVPs and double backwards
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
 # Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.

@@ -74,6 +74,15 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
     return out, lse
 
 
+def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Array, Array]:
+    """(out, lse, tout, tlse) of the call, the latter two the tangents of the former."""
+    problem, q = plan.problem, operands.q
+    out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
+    lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
+    start(_work(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
+    return out, lse, tout, tlse
+
+
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
     launches = tuple(launch for launch in plan.launches if launch.kernel == "append")
@@ -81,7 +90,7 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from out, lse and their gradients."""
+    """Gradients of the call, from out, lse and their gradients; in a direction, second gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = _work(plan, operands, gradients)
@@ -119,7 +128,9 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
 # Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
-    return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
+    return frozenset(
+        ("lse", "dlse", "tlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name)))
+    )
 
 
 def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:

@@ -346,9 +346,11 @@ def _refit_lines(chosen: Plan) -> list[str]:
     fits = evidence.fits(chosen.device, "backward" if chosen.problem.backward else "forward")
     scales = scales_of(chosen.problem, chosen.device, serving)
     texts = [
-        f"{engine} x {scales[engine]:.3g} ({fits[engine].buckets} buckets)" for engine in serving if engine in fits
+        f"{engine} x {fits[engine].scale:.3g} ({fits[engine].buckets} bucket{'s' * (fits[engine].buckets != 1)})"
+        for engine in serving
+        if scales and engine in fits
     ]
-    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if scales and texts else []
+    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if texts else []
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:

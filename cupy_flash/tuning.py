@@ -29,7 +29,7 @@ from .isolated import Announce, Lost, Worker
 from .plan import MODULES, Plan, amount_text, candidates
 from .pose import pose
 from .pose_cache import CacheOptions, pose_with_cache
-from .problem import FP8, Operands, Options, Saved
+from .problem import FP8, Operands, Options, Problem, Saved
 from .trial import DESCRIPTION, NOT_REPLAYED, Trial
 
 SAMPLES, WARM_UP = 9, 2
@@ -131,9 +131,10 @@ class Results(NamedTuple):
         if self.no_peers:
             lines.append(f"no peers were measured for comparison: {self.no_peers}")
         if self.left:
-            lines.append(f"out of time: {self.left} calls are left, run again to resume")
+            count = self.left + len(self.results)
+            lines.append(f"out of time, {self.left} of {count} calls left: run again to resume")
         if self.not_replayed:
-            lines.append(f"{len(self.not_replayed)} recorded calls cannot be made again and are not measured:")
+            lines.append(f"recorded calls that cannot be made again and are not measured: {len(self.not_replayed)}")
             lines += [f"  {each.call}: {each.reason}" for each in self.not_replayed]
         return "\n".join(lines)
 
@@ -242,9 +243,11 @@ class _Run:
     def result(self) -> Result:
         """Measure what is not measured yet, storing after each tile: an interrupted run loses none."""
         try:
-            found: Candidates = self.worker(self.task._replace(kind="candidates"), until=math.inf)
+            found: Candidates | dict[str, str] = self.worker(self.task._replace(kind="candidates"), until=math.inf)
         except Lost as lost:
-            return Result(self.trial, None, {"every tile": lost.reason}, 0, {})
+            found = {"every tile": lost.reason}
+        if not isinstance(found, Candidates):
+            return Result(self.trial, None, found, 0, {})
         self.left_out.update(found.left_out)
         before = evidence.tune_of(found.key, self.on)
         if before is not None and before.default == found.default:
@@ -344,11 +347,20 @@ def work(task: Task, announce: Announce) -> Any:
     return measure(task, announce)
 
 
-def find_candidates(task: Task) -> Candidates:
-    """The tiles of every engine that may serve a call."""
+def find_candidates(task: Task) -> Candidates | dict[str, str]:
+    """The tiles of every engine that may serve a call; {engine: its reasons} where none does."""
     assert task.trial is not None
-    chosen, _ = _posed(task.backend, task.trial, None)
-    problem, on = plan.last_of_bucket(chosen.problem), chosen.device
+    stated, _ = _stated(task.backend, task.trial, None)
+    on = backends.device_of(stated)
+    reasons = {
+        engine: "; ".join(plan.refusals(engine, stated, on))
+        for engine, module in MODULES.items()
+        if on.backend in module.BACKENDS
+    }
+    if all(reasons.values()):
+        return reasons
+    chosen = plan.plan(stated, on)
+    problem = plan.last_of_bucket(stated)
     default = plan.predicted(problem, on)
     tiles, left_out, predicted = [], {}, {}
     for engine, module in MODULES.items():
@@ -451,17 +463,21 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
 
 
 def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
-    """The plan and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    """The plan and the operands of a call."""
+    problem, operands = _stated(backend, trial, saved)
+    return backends.plan_for(problem), operands
+
+
+def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Problem, Operands]:
+    """The problem and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
     if trial.cache is not None:
         q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
-        problem, operands = pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
-        return backends.plan_for(problem), operands
+        return pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
     call = calls.on_backend(backend, trial.call())
     options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
     out, lse = (call.dout, call.dlse) if saved is None else saved
     posed = Saved(call.dout, out, lse, None) if trial.backward else None
-    problem, operands = pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
-    return backends.plan_for(problem), operands
+    return pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
 
 
 def _run(chosen: Plan, operands: Operands) -> tuple[Any, ...]:

@@ -202,7 +202,7 @@ def test_an_engine_that_is_measured_twice_as_fast_wins_in_other_buckets():
     chosen = longer(100)
     assert chosen.engine == "simt" and not chosen.measured
     text = chosen.explain()
-    assert "refitted   to measurements on NVIDIA H200: simt x 0.5 (1 buckets), mma x 1 (1 buckets)" in text
+    assert "refitted   to measurements on NVIDIA H200: simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in text
     assert f"predicted time of all legal tiles, for the bucket's last lengths: {chosen.cost * 1e3:.3g} ms" in text
     assert f"not mma    its smallest predicted time is {before * 1e3:.3g} ms" in text
     assert chosen.cost < before and longer(1000).engine == "mma"  # where simt is predicted far slower than twice

@@ -138,7 +138,7 @@ def test_a_tune_out_of_time_resumes():
     other = replace(CALL, q_len=100, kv_len=100)
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
-    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 calls are left" in str(first)
+    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
     assert plan_of(24).measured  # what is measured counts already
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
@@ -185,6 +185,15 @@ def test_a_default_that_cannot_be_measured_stores_nothing():
     results = run(Card(amounts=[Lost("x", "crashed")] * 3))
     assert not results.complete and results.results[0].tune is None and "nothing was measured" in str(results)
     assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
+
+
+def test_a_call_that_no_engine_serves_has_the_reasons_of_each():
+    results = run(Card(), [replace(CALL, cache=CacheTrial())])
+    (result,) = results.results
+    assert (
+        not results.complete and result.tune is None and set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma"}
+    )
+    assert "left out simt: it reads no KV cache" in str(results) and "float32 is not" in result.left_out["mma_decode"]
 
 
 def test_an_engine_that_loses_two_workers_is_not_measured_further(monkeypatch):
@@ -280,7 +289,7 @@ def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypa
     (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
     after = plan(problem, card.device)
     assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
-    assert result.gain > 1 and "simt x 0.5 (1 buckets), mma x 1 (1 buckets)" in after.explain()
+    assert result.gain > 1 and "simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in after.explain()
 
 
 # ---- peers
@@ -416,7 +425,7 @@ def test_recorded_calls(tmp_path):
         ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
     ]  # fmt: skip
     results = tuning.Results(AMPERE, (), 0, "", not_replayed)
-    assert "2 recorded calls cannot be made again and are not measured:" in str(results)
+    assert "recorded calls that cannot be made again and are not measured: 2" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
     for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
@@ -673,7 +682,7 @@ def test_the_command(monkeypatch, capsys):
     assert result["complete"] and [call["call"]["q_len"] for call in result["calls"]] == [24, 100]
     assert "1/2 forward float32" in printed.err
     assert main([*arguments, "--minutes", "1e-9"]) == 3
-    assert "out of time: 2 calls are left" in capsys.readouterr().out
+    assert "out of time, 2 of 2 calls left" in capsys.readouterr().out
 
 
 def test_the_calls_of_the_command():

@@ -55,14 +55,14 @@ def plan_for(problem: Problem) -> Plan:
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Plan and run a forward problem; returns (out, lse)."""
     if _RECORD is not None:
-        _record(problem, _RECORD)
+        _record(problem, operands, _RECORD)
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
     if _RECORD is not None:
-        _record(problem, _RECORD)
+        _record(problem, operands, _RECORD)
     return run_backward(_fitted(plan_for(problem), operands), operands)
 
 
@@ -70,29 +70,27 @@ _RECORD = environment.record_file()  # read once: calls of a process that record
 _recorded: set[Problem] = set()
 
 
-def _record(problem: Problem, file: str) -> None:
+def _record(problem: Problem, operands: Operands, file: str) -> None:
     """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
 
     A file that cannot be written ends the recording with a warning: the call itself goes on.
     """
     global _RECORD
-    from ..trial import Trial
+    from ..trial import append_line, recorded_line
 
     bucket = last_of_bucket(problem)
     if bucket not in _recorded:
         _recorded.add(bucket)
-        trial = Trial.of_problem(problem)
-        if trial is not None:
-            try:
-                _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
-                trial.append_to(_RECORD)
-            except OSError as error:
-                _RECORD = None
-                warnings.warn(
-                    f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        try:
+            _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
+            append_line(recorded_line(problem, operands), _RECORD)
+        except OSError as error:
+            _RECORD = None
+            warnings.warn(
+                f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:

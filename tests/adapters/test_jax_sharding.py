@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
 from cupy_flash.adapters.jax import attention, attention_varlen
 
@@ -96,14 +96,16 @@ def test_a_batch_over_one_or_all_axes(spec):
     np.testing.assert_array_equal(out, attention(**QKV, **options))
 
 
-def test_eager_call_and_gradient_of_sharded_arrays():
+@pytest.mark.parametrize("kind", [AxisType.Auto, exhaustive(AxisType.Explicit)], ids=str)
+def test_eager_call_and_gradient_of_sharded_arrays(kind):
     step = step_of(attention, dict(causal=True))
     (_, out), gradients = step(QKV)
-    mesh = mesh_of(AxisType.Auto)
-    (_, actual), actual_gradients = step(sharded(mesh, QKV, HEADS))
+    with jax.set_mesh(mesh := mesh_of(kind)):
+        (_, actual), actual_gradients = step(sharded(mesh, QKV, HEADS))
     assert actual.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
     np.testing.assert_array_equal(actual, out)
     for name, gradient in gradients.items():
+        assert actual_gradients[name].sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
         np.testing.assert_array_equal(actual_gradients[name], gradient)
 
 

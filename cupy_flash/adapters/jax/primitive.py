@@ -37,11 +37,18 @@ def attend(*arrays: Any, call: str) -> Any:
     """The results of a call, traced into the caller's program; of arrays with contents by a program of its own."""
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return _program(call)(*arrays)
+    return _traced(*arrays, call=call)
+
+
+def _traced(*arrays: Any, call: str) -> Any:
+    """The results of a call, sharded as their types say where axes of the mesh are explicit."""
     arrays = _varying_alike(arrays)
-    mesh = jax.typeof(arrays[0]).sharding.mesh
-    if not mesh.explicit_axes:
+    types = [jax.typeof(x) for x in arrays]
+    # A constant has an empty mesh, so the mesh is that of the first operand with explicit axes.
+    mesh = next((x.sharding.mesh for x in types if x.sharding.mesh.explicit_axes), None)
+    if mesh is None:
         return _transformable(call)(*arrays)
-    out = sharding.types_of_results(parse(call), mesh, [jax.typeof(x) for x in arrays])
+    out = sharding.types_of_results(parse(call), mesh, types)
     return jax.sharding.auto_axes(_transformable(call), out_sharding=out)(*arrays)
 
 
@@ -62,7 +69,7 @@ def _varying(x: Any) -> frozenset[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _program(call: str) -> Any:
-    return jax.jit(_transformable(call))
+    return jax.jit(functools.partial(_traced, call=call))
 
 
 @functools.lru_cache(maxsize=1024)

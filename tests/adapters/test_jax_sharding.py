@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import exhaustive, in_tiers
 
-from cupy_flash.adapters.jax import attention, attention_varlen
+from cupy_flash.adapters.jax import attention, attention_varlen, calls, sharding
 
 B, S, H, HK, D = 4, 24, 4, 2, 8
 WHOLE, BATCH, HEADS = PartitionSpec(), PartitionSpec("data"), PartitionSpec("data", None, "model")
@@ -125,6 +125,22 @@ def test_a_sharded_sequence_is_an_error_that_names_ring_attention(kind):
             (ValueError, jax.errors.JaxRuntimeError), match="is sharded over data: use .*ring_attention"
         ):
             jax.jit(attention)(**operands)
+
+
+def test_places_of_devices_are_those_of_their_shards():
+    """The table that a GPU's handler reads, against the shards of arrays that hold their own numbers."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    operands = sharded(mesh, QKV, PartitionSpec("data", None, "model"))
+    call = calls.parse(
+        calls.Call("forward", calls.Static(**dict.fromkeys(calls.Static._fields) | {"layout": "bshd"}), (*"qkv",)).text
+    )
+    split = sharding._split(call, mesh, operands.values())
+    numbers = jax.device_put(jnp.indices((B, S, H, D)), NamedSharding(mesh, PartitionSpec(None, *HEADS)))
+    places = {
+        f"0:{shard.device.local_hardware_id}": shard.data[(0, 2), 0, 0, 0, 0].tolist()
+        for shard in numbers.addressable_shards
+    }
+    assert len(places) == 4 and split.places() == places
 
 
 def test_packed_heads_are_sharded():

@@ -234,8 +234,11 @@ def test_refused():
         jax.grad(lambda q: jax.grad(lambda q: jax.grad(total)(q).sum())(q).sum())(q)
     with pytest.raises(NotImplementedError, match="attention: there is no second derivative in forward mode alone"):
         jax.jvp(lambda q: jax.jvp(total, (q,), (q,))[1], (q,), (q,))
-    with pytest.raises(TypeError, match="attention_jvp: tcaptured must have a tangent or None for each of the 0"):
-        attention_jvp(q, q, q, tcaptured=[q])
+    for tcaptured in ([q], 3):
+        with pytest.raises(
+            TypeError, match="attention_jvp: tcaptured must be a sequence with a tangent or None for ea"
+        ):
+            attention_jvp(q, q, q, tcaptured=tcaptured)
     with pytest.raises(ValueError, match="tq must have the shape of q"):
         attention_jvp(q, q, q, q[:, 1:])
 

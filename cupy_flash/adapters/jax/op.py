@@ -174,9 +174,10 @@ def attention_jvp(
     """
     function = "attention_jvp"
     static, operands, captured = _read(function, {"q": q, "k": k, "v": v}, options)
-    if tcaptured is not None and len(tcaptured) != len(captured):
+    if tcaptured is not None and (not isinstance(tcaptured, (tuple, list)) or len(tcaptured) != len(captured)):
         raise TypeError(
-            f"{function}: tcaptured must have a tangent or None for each of the {len(captured)} captured arrays"
+            f"{function}: tcaptured must be a sequence with a tangent or None for each of the {len(captured)} captured "
+            "arrays"
         )
     tangents = {"tq": tq, "tk": tk, "tv": tv, "tbias": tbias, "tsink": tsink}
     tangents |= {f"tarray{slot}": x for slot, x in enumerate(tcaptured or ())}

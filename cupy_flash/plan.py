@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -330,7 +331,7 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
     default = amounts[tune.default]
     beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
     return (
-        f"measured the fastest of {count} tiles in this bucket, "
+        f"measured the fastest of {count} tile{'s' * (count != 1)} in this bucket, "
         f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
     )
 
@@ -363,7 +364,18 @@ def _evidence_lines(chosen: Plan) -> list[str]:
     else:
         verdict = "passed" if check.passed else f"failed, {check.reason},"
         lines = [f"checked    {chosen.engine} {verdict} on {where} at {check.date}: {check.path}"]
-    return lines + [f"ignored    {path}: {why}" for path, why in sorted(evidence.ignored.items())]
+    return lines + _ignored_lines()
+
+
+def _ignored_lines() -> list[str]:
+    """The lines of explain() about ignored records: one for all that a folder has for one reason."""
+    paths: dict[tuple[Path, str], list[Path]] = {}
+    for path, why in sorted(evidence.ignored.items()):
+        paths.setdefault((path.parent, why), []).append(path)
+    return [
+        f"ignored    {alike[0] if len(alike) == 1 else f'{len(alike)} records in {folder}'}: {why}"
+        for (folder, why), alike in paths.items()
+    ]
 
 
 def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:

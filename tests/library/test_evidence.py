@@ -355,6 +355,19 @@ def test_a_record_with_a_wrong_field_does_not_count(bad, tmp_path, capsys):
     assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
 
 
+def test_records_that_are_ignored_for_one_reason_share_a_line():
+    paths = [measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt")), passed(AMPERE, "simt"), passed(AMPERE, "mma")]
+    for path in paths:
+        stale(path)
+    truncate(paths[2])
+    forget_plans()
+    lines = [line for line in plan(SINGLE, AMPERE).explain().splitlines() if line.startswith("ignored")]
+    assert lines == [
+        f"ignored    {paths[2]}: it is damaged, or of another version",
+        f"ignored    2 records in {paths[0].parent}: it is about other kernel texts",
+    ]
+
+
 def test_only_files_that_exist_are_ignored(folder):
     passed(HOPPER, "mma").unlink()
     (folder / "evidence").chmod(0o777)

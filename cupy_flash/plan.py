@@ -26,7 +26,7 @@ MODULES: dict[str, Engine] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip
 WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
-WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
+WITH_DERIVATIVES = ("cpu", "simt")  # the engines that compute JVPs and double backwards
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
 # Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
@@ -52,10 +52,8 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    cost: (
-        float  # predicted seconds of the bucket's last lengths, refitted to the card; on the CPU summed over the cores,
-    )
-    # idle ones too
+    # Predicted seconds of the bucket's last lengths, refitted to the card; on the CPU the sum over all cores, busy or not.
+    cost: float
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has
 

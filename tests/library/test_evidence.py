@@ -113,7 +113,8 @@ def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
     assert repr(plan(SINGLE._replace(engine="simt", scale=3.0), AMPERE).tile) == name[1]
     assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile by hand stays
     assert predicted(SINGLE, AMPERE).tile == by_prediction.tile
-    for other in (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True)):
+    others = (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True))
+    for other in (*others, dict(derivative="JVP", tangents=("q",))):
         assert plan(SINGLE._replace(**other), AMPERE).measured == "", other
 
 

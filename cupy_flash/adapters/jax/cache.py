@@ -17,6 +17,7 @@ from ... import backends, features
 from ...arrays import Array, as_array
 from ...pose_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
 from . import calls, primitive
+from .calls import APPEND, CACHED
 from .op import JaxArray
 from .step import bind
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from ...arguments import CacheArgumentsWithoutLse
 
-APPEND, CACHED = "append", "cached"
 CACHES = ("k_cache", "v_cache")
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
 OF_APPEND = (

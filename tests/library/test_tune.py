@@ -166,6 +166,17 @@ def test_a_change_of_the_default_measures_anew(monkeypatch):
     assert len(card.calls) == 6 and result.tune.default == ("simt", repr(TILES[2]))
 
 
+def test_a_change_of_the_cost_model_renews_the_predictions_alone(monkeypatch):
+    card = Card()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(evidence, "costs_text", lambda: "0" * 64)
+        run(card)
+    assert [tune.predicted for tune in evidence.tunes(AMPERE)] == [{}]
+    assert run(card).complete and len(card.calls) == 3  # nothing is measured again
+    (tune,) = evidence.tunes(AMPERE)
+    assert tune.complete and tune.predicted == {"simt": predicted(plan_of(24).problem, AMPERE).cost}
+
+
 def test_tiles_that_are_wrong_or_lost_are_left_out():
     default = TILES.index(predicted_tile())
     amounts = [3.0, 3.0, 3.0]

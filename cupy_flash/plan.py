@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    # Predicted seconds of the bucket's last lengths, refitted to the card; on the CPU the sum over all cores.
+    # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
     cost: float
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has

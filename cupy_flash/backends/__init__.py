@@ -109,13 +109,16 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
     """
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
-    forward = problem._replace(
-        backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
-    )
-    _, _, tout, tlse = jvp(forward, operands)
+    _, _, tout, tlse = jvp(along_cotangents(problem), operands)
     chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
     gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
+
+
+def along_cotangents(problem: Problem) -> Problem:
+    """The JVP that a double backward takes first, in the direction of its cotangents."""
+    captured_gradient = (False,) * len(problem.captured_gradient)
+    return problem._replace(backward=False, derivative=JVP, bias_gradient=False, captured_gradient=captured_gradient)
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:

@@ -551,6 +551,18 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
     assert repr(plan(pieces, AMPERE).tile) == found.default[1]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 256), ("sm_75", 64)])
+def test_every_tile_of_a_decode_gives_the_results_of_the_default(arch, head_dim):
+    trial = Trial("float16", head_dim, q_len=3, kv_len=160, causal=True, backward=False)
+    task = tuning.Task("candidates", f"simulator:{arch}", trial=replace(trial, cache=CacheTrial(page=16, appended=3)))
+    tiles = tuning.find_candidates(task).tiles
+    amounts = [
+        tuning.measure(task._replace(engine=engine, tile=tile), lambda step, seconds: None) for engine, tile in tiles
+    ]
+    assert len(amounts) == 4 and all(isinstance(amount, float) for amount in amounts), amounts
+
+
 def test_the_command_decodes_on_a_kv_cache(capsys):
     arguments = dict(dtype="bfloat16", head_dim=64, head_dim_v=None, heads=None, kv_heads=8, batch=None, json=False)
     (decode,) = command.calls(**arguments, seqlens=(512,), causal=False, backward=False, decode=True, page=16)

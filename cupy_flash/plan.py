@@ -6,8 +6,10 @@ process reads once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -50,7 +52,8 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
+    # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
+    cost: float
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has
 
@@ -95,7 +98,7 @@ class Plan(NamedTuple):
             )
         if MODULES[self.engine].MEASURED is None and not self.measured:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
-        lines += _evidence_lines(self)
+        lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(
@@ -198,7 +201,7 @@ def tune_key(problem: Problem) -> dict[str, Any]:
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],
         "rows": bucket_of(problem.batch * problem.heads)[1],
-        "step": "backward" if problem.backward else "forward",
+        "step": _step(problem),
         "dtype": problem.dtype.name,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
@@ -210,6 +213,11 @@ def tune_key(problem: Problem) -> dict[str, Any]:
         "mods": problem.mods,
         "cache": "" if problem.cache is None else str(problem.cache._replace(split_size=None, blocks=0)),
     }
+
+
+def _step(problem: Problem) -> str:
+    """What a problem computes, as measurements tell it apart: kernels of one step have the times of no other."""
+    return problem.derivative or ("backward" if problem.backward else "forward")
 
 
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
@@ -249,6 +257,8 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
+    scales = scales_of(problem, device, best) if measure else {}
+    best = {engine: (cost * scales.get(engine, 1.0), tile) for engine, (cost, tile) in best.items()}
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
         # An engine on request serves where it is measured, never by its prediction.
@@ -258,7 +268,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     else:
         measured, tile = fastest
         chosen, words = measured.engine, _comparison(measured, tune, best)
-        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
             refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms",)
@@ -282,9 +292,24 @@ def predicted(problem: Problem, device: Device) -> Plan:
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
     """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
-    if problem.cache is not None and problem.cache.split_size is not None:
-        return None
-    return evidence.tune_of(tune_key(problem), device)
+    return None if _is_split(problem) else evidence.tune_of(tune_key(problem), device)
+
+
+def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
+    """{engine: factor of its predictions on this card}; {} where the card has no measurements to fit.
+
+    An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
+    with split_size have no factors: their bits must not depend on the machine's past.
+    """
+    fits = {} if _is_split(problem) else evidence.fits(device, _step(problem))
+    if not fits:
+        return {}
+    mean = prod(fit.scale ** (1 / len(fits)) for fit in fits.values())
+    return {engine: fits[engine].scale if engine in fits else mean for engine in engines}
+
+
+def _is_split(problem: Problem) -> bool:
+    return problem.cache is not None and problem.cache.split_size is not None
 
 
 def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
@@ -309,7 +334,7 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
     default = amounts[tune.default]
     beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
     return (
-        f"measured the fastest of {count} tiles in this bucket, "
+        f"measured the fastest of {count} tile{'s' * (count != 1)} in this bucket, "
         f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
     )
 
@@ -317,6 +342,19 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
 def amount_text(amount: float, unit: str) -> str:
     """A measurement with its unit, seconds as milliseconds."""
     return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
+
+
+def _refit_lines(chosen: Plan) -> list[str]:
+    """The line of explain() about the factors of the predictions that it quotes."""
+    serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
+    fits = evidence.fits(chosen.device, _step(chosen.problem))
+    scales = scales_of(chosen.problem, chosen.device, serving)
+    texts = [
+        f"{engine} x {fits[engine].scale:.3g} ({fits[engine].buckets} bucket{'s' * (fits[engine].buckets != 1)})"
+        for engine in serving
+        if scales and engine in fits
+    ]
+    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if texts else []
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:
@@ -329,7 +367,18 @@ def _evidence_lines(chosen: Plan) -> list[str]:
     else:
         verdict = "passed" if check.passed else f"failed, {check.reason},"
         lines = [f"checked    {chosen.engine} {verdict} on {where} at {check.date}: {check.path}"]
-    return lines + [f"ignored    {path}: {why}" for path, why in sorted(evidence.ignored.items())]
+    return lines + _ignored_lines()
+
+
+def _ignored_lines() -> list[str]:
+    """The lines of explain() about ignored records: one for all that a folder has for one reason."""
+    paths: dict[tuple[Path, str], list[Path]] = {}
+    for path, why in sorted(evidence.ignored.items()):
+        paths.setdefault((path.parent, why), []).append(path)
+    return [
+        f"ignored    {alike[0] if len(alike) == 1 else f'{len(alike)} records in {folder}'}: {why}"
+        for (folder, why), alike in paths.items()
+    ]
 
 
 def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:

@@ -31,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   }
   for (int i = first; i < sequence.q_len; i += step) {
     real sum = row_product(dO + i * p.dout.row, O + i * p.out.row, lane);
-    if constexpr (DIRECTION) {
-      real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
-      if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
-    }
+#if DIRECTION
+    real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
+    if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
+#endif
     if constexpr (DLSE) sum -= sequence.queries<real>(p.dlse, head)[i * p.dlse.row];
     if constexpr (LSE2) {
       real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];

@@ -7,7 +7,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_cons
   __shared__ real sums[THREADS];
   int head = blockIdx.x;
   real sink = to_real(((const sink_element*)p.sink)[head]), sum = 0;
+#if DIRECTION
   real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
+#endif
   for (int b = 0; b < p.batch; ++b) {
     Sequence sequence(p, b);
     const real* lse = sequence.queries<real>(p.lse, head);
@@ -16,10 +18,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_cons
       real x = lse[i * p.lse.row];
       if (x == -infinity()) continue;
       real change = delta[i * p.delta.row];
-      if constexpr (DIRECTION) {
-        real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];
-        change = sequence.queries<real>(p.eps, head)[i * p.eps.row] + change * c;
-      }
+#if DIRECTION
+      real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];
+      change = sequence.queries<real>(p.eps, head)[i * p.eps.row] + change * c;
+#endif
       sum += exp(sink - x) * change;
     }
   }

@@ -73,6 +73,7 @@ struct Params {
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
+#if DIRECTION
   Operand tq;  // tangents of the inputs that move, and of the results
   Operand tk;
   Operand tv;
@@ -81,6 +82,7 @@ struct Params {
   Operand eps;  // workspace, shaped like delta
   Dense tbias;
   void* tsink;
+#endif
 #if KV_CACHE
   Operand k_new;  // rows to append; null: none
   Operand v_new;

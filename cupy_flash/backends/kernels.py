@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS, fixed_slots
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -46,8 +46,8 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            size = dtypes()["Params"].itemsize
-            params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
+            size = params.dtype.fields["captured"][1]  # the kernel does not know this member, the last one
+            params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}

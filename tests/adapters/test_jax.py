@@ -245,13 +245,6 @@ def test_every_traced_option_is_named():
     assert type(caught.value) is TypeError
 
 
-def test_refused_derivatives():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: attention(q, q, q), (ZEROS,), (ZEROS,))
-    with pytest.raises(NotImplementedError, match="attention: jax gets one derivative of it"):
-        jax.grad(lambda q: jax.grad(lambda q: (attention(q, q, q) ** 2).sum())(q).sum())(ZEROS)
-
-
 def test_jit_for_a_gpu_needs_the_gpu():
     traced = jax.jit(lambda q: attention(q, q, q)).trace(ZEROS)
     with pytest.raises(cupy_flash.UnsupportedError, match="the arrays are on cuda:0, .* cannot use it"):

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.__main__ import main
 from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
-from cupy_flash.device import named
+from cupy_flash.device import Device, named
 from cupy_flash.engines import mma_decode, simt
 from cupy_flash.evidence import CHECK_COMMAND, Measured
 from cupy_flash.isolated import Lost
@@ -31,6 +31,7 @@ from cupy_flash.tuning import recorded, run_tune
 AMPERE = named("sm_80")
 WORK = tuning.work
 CALL = Trial("float32", 16, q_len=24, kv_len=24, heads=1, backward=False)
+ALL_TILES = simt.tiles
 TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 
 
@@ -137,7 +138,7 @@ def test_a_tune_out_of_time_resumes():
     other = replace(CALL, q_len=100, kv_len=100)
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
-    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 calls are left" in str(first)
+    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
     assert plan_of(24).measured  # what is measured counts already
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
@@ -184,6 +185,15 @@ def test_a_default_that_cannot_be_measured_stores_nothing():
     results = run(Card(amounts=[Lost("x", "crashed")] * 3))
     assert not results.complete and results.results[0].tune is None and "nothing was measured" in str(results)
     assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
+
+
+def test_a_call_that_no_engine_serves_has_the_reasons_of_each():
+    results = run(Card(), [replace(CALL, cache=CacheTrial())])
+    (result,) = results.results
+    assert (
+        not results.complete and result.tune is None and set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma"}
+    )
+    assert "left out simt: it reads no KV cache" in str(results) and "float32 is not" in result.left_out["mma_decode"]
 
 
 def test_an_engine_that_loses_two_workers_is_not_measured_further(monkeypatch):
@@ -242,6 +252,102 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
 
 
+def peer_of(task):
+    """A peer that is faster than every tile, one that crashes, and one that refuses the call."""
+    if task.tile == "SDPA flash":
+        return 1e-9
+    raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
+
+
+class TwiceAsFast:
+    """A card of which the clock shows what is predicted, but half of it for simt."""
+
+    device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
+    answers = {"device": device, "peers": ""}
+    clock = Clock()
+
+    def __call__(self, task, announce):
+        if task.kind in self.answers:
+            return self.answers[task.kind]
+        if task.kind == "peer":
+            return peer_of(task)
+        simulated = task._replace(backend="simulator:sm_80")
+        if task.kind == "candidates":
+            return WORK(simulated, announce)
+        chosen, _ = tuning._posed("simulator", task.trial, None)
+        costs = {repr(tile): each.cost for tile, each in tuning.candidates(chosen, task.engine)}
+        return costs[task.tile] * (0.5 if task.engine == "simt" else 1.0)
+
+
+def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypatch):
+    monkeypatch.setattr(simt, "tiles", ALL_TILES)
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
+    longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
+    problem = longer.problem._replace(device="cuda:0", backend=None)
+    card = TwiceAsFast()
+    before = plan(problem, card.device)
+    (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
+    after = plan(problem, card.device)
+    assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
+    assert result.gain > 1 and "simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in after.explain()
+
+
+# ---- peers
+
+
+def test_peers_are_reported_and_never_chosen(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn is not installed
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
+    card = TwiceAsFast()
+    results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
+    (result,) = results.results
+    assert result.peers == {
+        "SDPA flash": 1e-9, "SDPA cuDNN": "crashed", "SDPA efficient": "RuntimeError: no available kernel"
+    }  # fmt: skip
+    assert "peer     SDPA flash: 1e-06 ms" in str(results) and "peer     SDPA cuDNN: crashed" in str(results)
+    assert results.as_json()["calls"][0]["peers"] == result.peers and results.no_peers == ""
+    assert {each.engine for each in result.tune.measured} == {
+        "simt",
+        "mma",
+    } and "SDPA" not in result.tune.path.read_text()
+
+
+def test_without_peers_the_reason_is_reported(monkeypatch):
+    results = run(Card())
+    assert "no peers were measured for comparison: a simulator runs none" in str(results)
+    assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
+    monkeypatch.setitem(TwiceAsFast.answers, "peers", "torch finds no GPU")
+    card = TwiceAsFast()
+    results = run_tune([replace(CALL, dtype="float16")], "cuda", None, lambda line: None, card, card.clock)
+    assert results.results[0].peers == {} and results.no_peers == "torch finds no GPU"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        (dict(dtype="bfloat16"), 3), (dict(dtype="float32"), 1), (dict(dtype="float64"), 0), (dict(dtype="float16"), 3),
+        (dict(dtype="bfloat16", causal=True), 3), (dict(dtype="bfloat16", causal=True, q_len=9), 0),
+        (dict(dtype="bfloat16", q_len=9), 3), (dict(dtype="bfloat16", window=(5, 0)), 0),
+        (dict(dtype="bfloat16", options=("sink",)), 0), (dict(dtype="bfloat16", cache=CacheTrial()), 0),
+    ],
+)  # fmt: skip
+def test_the_peers_of_a_call(changes, count, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert len(peers.names(replace(CALL, **changes))) == count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_computes_the_call(backward):
+    """On the CPU, where torch has a flash kernel too."""
+    trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
+    call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
+    shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
+    assert shapes == ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)] if backward else [(2, 4, 9, 16)])
+
+
 # ---- several processes
 
 
@@ -250,7 +356,7 @@ import sys
 from dataclasses import replace
 import pytest
 import test_tune
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.engines import simt
 evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
@@ -283,6 +389,7 @@ vjp(out)
 slopes, documents, cache = np.ones(2, np.float32), np.zeros((1, 100), np.int32), np.ones((2, 64, 2, 8), np.float32)
 cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j))
 cupy_flash.attention(q, q, q, mask_mod=lambda b, h, i, j: documents[b, i] == documents[b, j])
+cupy_flash.attention_jvp(q, q, q, q)
 for split_size in (None, 64):
     cupy_flash.attention_with_kv_cache(np.ones((2, 1, 2, 8), np.float32), cache, cache, split_size=split_size)
 bounds = np.array([0, 40, 100], np.int32)
@@ -298,7 +405,7 @@ def test_recorded_calls(tmp_path):
         subprocess.run(
             [sys.executable, "-c", CALLS], cwd=Path(cupy_flash.__file__).parents[1], env=environment, check=True
         )
-    assert len(file.read_text().splitlines()) == 2 * 9
+    assert len(file.read_text().splitlines()) == 2 * 10
     shared = dict(dtype="float32", head_dim=8, head_dim_v=8, heads=2, kv_heads=2)
     forward = Trial(
         **shared, q_len=20, kv_len=20, causal="bottom_right", window=(5, 0), options=("softcap", "dropout"),
@@ -316,10 +423,11 @@ def test_recorded_calls(tmp_path):
     decode = Trial(**shared, batch=2, q_len=1, kv_len=64, causal="bottom_right", backward=False)
     assert cache == replace(decode, cache=CacheTrial())
     assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
-        ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
+        ("its mask_mod reads arrays", True), ("tune measures no JVP", False),
+        ("with split_size its tile does not depend on measurements", False)
     ]  # fmt: skip
-    results = tuning.Results(AMPERE, (), 0, not_replayed)
-    assert "2 recorded calls cannot be made again and are not measured:" in str(results)
+    results = tuning.Results(AMPERE, (), 0, "", not_replayed)
+    assert "recorded calls that cannot be made again and are not measured: 3" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
     for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
@@ -425,7 +533,7 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
         (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
     }
     measured = [Measured(*name, 10.0 - number) for number, name in enumerate(found.tiles[:5])]
-    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, True)
+    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == found.tiles[4][1]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
@@ -450,6 +558,9 @@ def test_a_file_that_holds_no_calls(tmp_path, capsys):
     file.write_text('{"q_len": 5}\n\n{"q_len": "x"}\n')
     assert main(["tune", "--like", str(file)]) == 1
     assert f"{file}:3 states no call: q_len must be a whole number" in capsys.readouterr().err
+    file.write_text('{"not_replayed": "it is a shard of a larger call", "call": "forward"}')
+    assert main(["tune", "--like", str(file)]) == 1
+    assert f"no call of {file} can be made again:\n- forward: it is a shard" in capsys.readouterr().err
     file.write_text("")
     assert main(["tune", "--like", str(file)]) == 1
     assert "there is no call to measure" in capsys.readouterr().err
@@ -505,7 +616,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "relative"])
+@pytest.mark.parametrize("kind", ["missing", exhaustive("folder"), exhaustive("fifo"), "relative"])
 def test_a_record_file_that_cannot_be_written(kind, tmp_path):
     """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
     file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]
@@ -576,7 +687,7 @@ def test_the_command(monkeypatch, capsys):
     assert result["complete"] and [call["call"]["q_len"] for call in result["calls"]] == [24, 100]
     assert "1/2 forward float32" in printed.err
     assert main([*arguments, "--minutes", "1e-9"]) == 3
-    assert "out of time: 2 calls are left" in capsys.readouterr().out
+    assert "out of time, 2 of 2 calls left" in capsys.readouterr().out
 
 
 def test_the_calls_of_the_command():

@@ -235,6 +235,8 @@ def test_refused():
 
     with pytest.raises(NotImplementedError, match="attention: there is no derivative of this order"):
         jax.grad(lambda q: jax.grad(lambda q: jax.grad(total)(q).sum())(q).sum())(q)
+    with pytest.raises(NotImplementedError, match="attention: there is no derivative of this order"):
+        jax.grad(lambda q: jax.jvp(jax.grad(total), (q,), (q,))[1].sum())(q)
     with pytest.raises(NotImplementedError, match="attention: there is no second derivative in forward mode alone"):
         jax.jvp(lambda q: jax.jvp(total, (q,), (q,))[1], (q,), (q,))
     for tcaptured in ([q], 3):

@@ -58,7 +58,7 @@ struct Score {
 
   // Score of query i and key j from q.k. Sets its derivative, for gradient().
   template <bool BY_BIAS = false>
-  __device__ real apply(real product, int i, int j, real& derivative) const {
+  __device__ real apply(real product, Position i, Position j, real& derivative) const {
     bool hidden = false;
     real s = unmodified<BY_BIAS>(product, i, j, derivative, hidden);
 #if MODS

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +36,9 @@ STORED = {
 }  # fmt: skip
 
 # Positions, heads and sequences are below it. The text of a longer call has LARGE, which takes more 64-bit arithmetic.
-SMALL, LARGE = 2**24, 2**31
+# Reals hold every integer up to MOST_EXACT, so also the distance of any two rows of tiles of SMALL positions.
+MOST_EXACT = 2**24
+SMALL, LARGE = MOST_EXACT - 2**10, 2**31
 
 INFIX = {
     "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
@@ -50,6 +52,8 @@ CALLS = {
     "sign": "mod_sign", "floordiv": "mod_floor_divide", "mod": "mod_remainder",
     "shl": "mod_shl", "shr": "mod_shr",
 }  # fmt: skip
+
+DISTANCE = "distance"  # q - kv or kv - q as a real, an operator of this module alone
 
 BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
 
@@ -179,10 +183,10 @@ def _headers(
     if moved is not None:
         program, wanted = with_tangents(program), (*wanted, *(False for _ in moved))
     if read is None:
-        text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure, moved=moved)
+        text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure, part=part, moved=moved)
     else:
         by, target = Derivative(reads[read].factor, ()), reads[read]
-        text = mod_struct(program, by, largest, wanted, target=target, fixed=fixed, moved=moved)
+        text = mod_struct(program, by, largest, wanted, target=target, fixed=fixed, part=part, moved=moved)
     return ("captured.cuh", captured_struct(program, wanted, fixed)), ("traced.cuh", text)
 
 
@@ -195,14 +199,16 @@ def mod_struct(
     target: Read | None = None,
     fixed: tuple[int, ...] = (),
     measure: bool = False,
+    part: bool = False,
     moved: tuple[bool, ...] | None = None,
 ) -> str:
     """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
 
     `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
-    the score. `fixed`, `measure` and `moved` are as in `headers`; in a direction the program has the tangents.
+    the score. `fixed`, `measure`, `part` and `moved` are as in `headers`; in a direction the program has the tangents.
     """
-    return "\n".join([*_Writer(program, by, largest, wanted, reads, target, fixed, measure, moved).struct(), ""])
+    writer = _Writer(program, by, largest, wanted, reads, target, fixed, measure, part, moved)
+    return "\n".join([*writer.struct(), ""])
 
 
 ADD_GRADIENTS = "  __device__ void add_gradients({scores}, const Query& q, const Key& k, RowSums& sums) const {{"
@@ -229,6 +235,11 @@ class _Moving(NamedTuple):
             return _Moving(moving, derivative(score).slope, of_tangent.slope, by_load)
         return _Moving(moving, target.factor, by_load.get(target.element, zero), by_load)
 
+    def map(self, function: Callable[[Node], Node]) -> _Moving:
+        """The same with every derivative replaced by function(derivative)."""
+        by_load = {load: function(factor) for load, factor in self.by_load.items()}
+        return _Moving(function(self.tangent), function(self.slope), function(self.curve), by_load)
+
     @property
     def roots(self) -> list[Node]:
         return [self.tangent, self.slope, self.curve]
@@ -251,23 +262,29 @@ class _Writer:
         target: Read | None,
         fixed: tuple[int, ...],
         measure: bool,
+        part: bool,
         moved: tuple[bool, ...] | None,
     ) -> None:
+        self.bounds = Abstraction(_Bounds(program, largest))
+        self.score = None if program.score is None else self._in_reals(program.score)
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
-        self.fixed, self.measure = fixed, measure
-        self.slope = None if by is None else by.slope
-        self.moving = None if moved is None or program.score is None else _Moving.of(program.score, moved, target)
+        self.fixed, self.measure, self.part = fixed, measure, part
+        self.slope = None if by is None else self._in_reals(by.slope)
+        self.moving = None
+        if moved is not None and program.score is not None:
+            self.moving = _Moving.of(program.score, moved, target).map(self._in_reals)
         # (element, derivatives of the score and of its tangent by it) for each read that several blocks may add to
-        added = [read for read in reads if not read.is_owned]
-        self.reads = [(x.element, (x.factor, *(() if self.moving is None else (self.moving.by(x),)))) for x in added]
-        self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
+        self.reads = []
+        for read in (read for read in reads if not read.is_owned):
+            of_tangent = () if self.moving is None else (self.moving.by(read),)
+            self.reads.append((read.element, (self._in_reals(read.factor), *of_tangent)))
+        self.roots = [root for root in (self.score, self.slope, program.mask) if root is not None]
         self.roots += self.moving.roots if self.moving is not None else []
         for load, factors in self.reads:
             self.roots += [*factors, *load.args]
         inline = ("const", "score", "tscore", "b", "h", "q", "kv")
         self.nodes = [node for node in order(self.roots) if node.op not in inline]
         self.number = {node: number for number, node in enumerate(self.nodes)}
-        self.bounds = Abstraction(_Bounds(program, largest))
         self.at = BATCH
 
     def struct(self) -> list[str]:
@@ -283,25 +300,25 @@ class _Writer:
         lines += [f"  {member};" for member in self._members(BATCH)]
         for name, head in ((QUERY, " int head;"), (KEY, "")):
             members = "".join(f" {member};" for member in self._members(name))
-            lines.append(f"  struct {name.title()} {{{head} int position;{members} }};")
+            lines.append(f"  struct {name.title()} {{{head} int position; int offset;{members} }};")
         lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
         # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
-        if self._reads("b"):  # the number of the sequence in the whole
+        if self.part and self._reads("b"):  # the number of the sequence in the whole
             lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
-            (QUERY, "int head, int position", "head, position"),
-            (KEY, "int position", "position"),
+            (QUERY, "int head, Position at", "head, position, offset"),
+            (KEY, "Position at", "position, offset"),
         ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if name == QUERY and self._reads("h"):
+            if self.part and name == QUERY and self._reads("h"):
                 lines.append("    head += p.first_head % p.whole_heads;")
-            lines.append(
-                f"    if constexpr (SHARD) position = {'q' if name == QUERY else 'kv'}_first + position * p.step;"
-            )
+            lines.append("    int position = at, offset = at.offset;")
+            first = "q_first" if name == QUERY else "kv_first"
+            lines.append(f"    if constexpr (SHARD) position = {first} + position * p.step, offset = 0;")
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
@@ -318,24 +335,24 @@ class _Writer:
 
     def _score(self) -> list[str]:
         lines = ["  __device__ real score(real s, const Query& q, const Key& k, real& slope) const {"]
-        if self.program.score is None:
+        if self.score is None:
             return [*lines, "    slope = 1;", "    return s;", "  }"]
-        targets = [root for root in (self.program.score, self.slope) if root is not None]
+        targets = [root for root in (self.score, self.slope) if root is not None]
         lines += self._body(SCORE, targets)
         if self.slope is not None:
             lines.append(f"    slope = {self._name(self.slope)};")
-        return [*lines, f"    return {self._name(self.program.score)};", "  }"]
+        return [*lines, f"    return {self._name(self.score)};", "  }"]
 
     def _moved(self) -> list[str]:
         if self.moving is None:
             return []
-        assert self.program.score is not None
+        assert self.score is not None
         values = {"tangent": self.moving.tangent, "slope": self.moving.slope, "curve": self.moving.curve}
         results = "".join(f", real& {name}" for name in values)
         lines = [f"  __device__ real moved(real s, real ts, const Query& q, const Key& k{results}) const {{"]
-        lines += self._body(SCORE, [self.program.score, *values.values()])
+        lines += self._body(SCORE, [self.score, *values.values()])
         lines += [f"    {name} = {self._name(value)};" for name, value in values.items()]
-        return [*lines, f"    return {self._name(self.program.score)};", "  }"]
+        return [*lines, f"    return {self._name(self.score)};", "  }"]
 
     def _sees(self) -> list[str]:
         lines = ["  __device__ bool sees(const Query& q, const Key& k) const {"]
@@ -348,7 +365,7 @@ class _Writer:
         if self.program.mask is None:
             return [head, "    return always();", "  }"]
         lines = [head]
-        if self._reads("h"):
+        if self.part and self._reads("h"):
             lines.append("    int first_head = p.first_head % p.whole_heads;")
             lines.append("    heads = {heads.lo + first_head, heads.hi + first_head};")
         lines.append("    if constexpr (SHARD) {")
@@ -465,6 +482,31 @@ class _Writer:
 
     # ---- values
 
+    def _in_reals(self, root: Node) -> Node:
+        """The real expression with sums of ints in reals, of which one side is then converted once per query or key."""
+        renamed: dict[Node, Node] = {}
+        for node in order((root,)):
+            if node.op == REAL:
+                renamed[node] = self._real_sum(node.args[0])
+            else:
+                args = tuple(renamed[arg] for arg in node.args)
+                renamed[node] = node.graph.node(node.op, node.kind, args, node.value)
+        return renamed[root]
+
+    def _real_sum(self, x: Node) -> Node:
+        """An int or bool as a real. Where all terms are exact in reals, these are converted in place of their sum."""
+        is_sum = stage(x) == SCORE and x.op in ("abs", "neg", "add", "sub", "mul")
+        if not is_sum or not all(self._is_exact(term) for term in (x, *x.args)):
+            return x.graph.cast(x, REAL)
+        if x.op == "sub" and {arg.op for arg in x.args} == {"q", "kv"}:
+            return x.graph.node(DISTANCE, REAL, x.args)
+        return x.graph.node(x.op, REAL, tuple(self._real_sum(arg) for arg in x.args))
+
+    def _is_exact(self, x: Node) -> bool:
+        """Whether reals hold every value of an int."""
+        lo, hi = self.bounds.interval(x)
+        return bool(lo >= -MOST_EXACT and hi <= MOST_EXACT)
+
     def _kept(self, name: str) -> list[Node]:
         """The values of a stage that later ones read."""
         later = set(self.roots)
@@ -508,6 +550,10 @@ class _Writer:
             return f"({TYPES[kind]})p.captured.number{node.value}"
         if op == "load":
             return self._load(node)
+        if op == DISTANCE:
+            a, b = ("q" if arg.op == "q" else "k" for arg in node.args)
+            of_rows = f"({a}.position - {a}.offset) - ({b}.position - {b}.offset)"  # the same for all columns of a tile
+            return f"(real)({of_rows}) - (real)({b}.offset - {a}.offset)"
         x = [self._name(arg) for arg in node.args]
         if op in ARITHMETIC:
             if kind == REAL or not self._may_wrap(node):

@@ -145,6 +145,7 @@ FLOW = (
     "adapters.jax.frame",
     "adapters.jax.axes",
     "adapters.jax.calls",
+    "mods.instances",
     "adapters.jax.folding",
     "adapters.jax.sharding",
     "adapters.jax.handler",

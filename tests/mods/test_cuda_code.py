@@ -221,6 +221,14 @@ def test_wrong_interval_arithmetic_is_found(plant):
         assert wrong.any() == is_planted
 
 
+def test_distances_that_reals_do_not_hold_stay_ints():
+    """A real of 32 bits holds no odd number above 2**24: the text of a longer call subtracts before it converts."""
+    program = Mod(lambda s, b, h, q, kv: s - abs(q - kv) * 0.5).program
+    short, long = (cuda_code.mod_struct(program, largest=largest) for largest in (cuda_code.SMALL, cuda_code.LARGE))
+    assert "q.offset" in short and "q.offset" not in long
+    assert "int v0 = q.position - k.position" in long
+
+
 def test_a_missing_clamp_is_found():
     table = np.arange(8, dtype=np.int32)
     mod = Mod(mask_mod=lambda b, h, q, kv: table[q - kv] < 4)

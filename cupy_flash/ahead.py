@@ -84,10 +84,11 @@ def problems(
             "bshd", forward.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=None
         )
         causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
+        # A number of queries for each tile of a decode, and one that no such tile holds.
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)
-            for q_len in sorted({max(rows // group, 1) for rows in mma_decode.ROWS})  # one for each tile
+            for q_len in (*sorted({max(rows // group, 1) for rows in mma_decode.ROWS}), mma_decode.ROWS[-1] + 1)
         ]
     if not backward:
         return [forward]

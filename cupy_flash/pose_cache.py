@@ -11,15 +11,15 @@ import operator
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import environment
 from .arrays import Array, empty
 from .cache_records import Cache, CacheOperands
-from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, WINDOW
-from .pose import CACHED, array_facts, cached_if_plain
+from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
+from .pose import CACHED, array_facts, cached_if_plain, captured_names, traced_mod
 from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
@@ -33,9 +33,12 @@ from .requirements import (
 )
 from .spans import appended_places, positions_of_keys, positions_of_queries, read_spans
 
+if TYPE_CHECKING:
+    from .mods.trace import Mod
+
 BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == ARRAY)
-PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS))
+PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size is a multiple of it
 SHOWN = 8  # entries of an array that an error names
@@ -91,12 +94,14 @@ def _pose(
     length = _whole_length(requirements, options.cache_seqlens)
     if length is None and options.cache_seqlens is not None:
         given["cache_seqlens"] = options.cache_seqlens
+    mod = traced_mod(requirements, options)
+    given |= zip(captured_names(mod), () if mod is None else mod.arrays, strict=True)
     call = read(requirements, given)
-    facts = _facts(function, call, options, length is not None)
+    facts = _facts(function, call, options, length is not None, mod)
     stated: Stated = cached_if_plain(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
-    operands = _operands(call, length, bounds)
+    operands = _operands(call, length, bounds, mod)
     if stated.readable and stated.problem is not None:
         _check_contents(requirements, stated.problem, operands, bounds)
     requirements.raise_if_unmet(call)
@@ -115,7 +120,7 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
     return None
 
 
-def _operands(call: dict[str, Array], length: int | None, bounds: str) -> Operands:
+def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
     """The operands of a call, as far as its arrays could be read; an append has an empty q."""
     nested: dict[str, Any] = {name: call.get(name) for name in CacheOperands._fields}
     if length is not None:
@@ -126,6 +131,8 @@ def _operands(call: dict[str, Array], length: int | None, bounds: str) -> Operan
         q = empty((0,) * len(k.shape), k.dtype, k)
     named: dict[str, Any] = {name: call.get(name) for name in Operands._fields}
     named |= {"q": q, "k": call.get("k_cache"), "v": call.get("v_cache"), "out": None}
+    if mod is not None:
+        named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
     return Operands(**named | {"cu_seqlens_q": call.get(bounds), "cache": CacheOperands(**nested)})
 
 
@@ -152,6 +159,7 @@ class Facts(NamedTuple):
     window: Any
     backend: Any
     one_length: bool
+    mods: str  # the text; "" without
     types: tuple[type, ...]
     arrays: tuple[tuple[str, CacheArrayFacts], ...]
 
@@ -169,7 +177,7 @@ class Stated(NamedTuple):
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 
 
-def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_length: bool) -> Facts:
+def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_length: bool, mod: Mod | None) -> Facts:
     plain, window, backend = _plain_of(options), options.window, options.backend
     if backend is None:
         backend = environment.backend()
@@ -179,7 +187,8 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
         for name, x in call.items()
     ]
     types = tuple(map(type, (*plain, backend, *sides)))
-    return Facts(function, plain, window, backend, one_length, types, tuple(arrays))
+    text = "" if mod is None else mod.text
+    return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
 
 
 def _has_rows(array: Array) -> bool:
@@ -208,6 +217,7 @@ def _state(facts: Facts) -> Stated:
     if sizes is not None and attends and {"k", "v"} & arrays.keys():
         sizes = _check_rows_beside_queries(requirements, arrays, layout, sizes)
     unsupported = _check_what_goes_together(requirements, facts, arrays, attends)
+    mods = _check_mods(requirements, facts, arrays, sizes)
     agreed = not requirements.unmet
     readable = sizes is not None and _check_indices(requirements, arrays, sizes) and agreed
     _check_numbers(requirements, options)
@@ -218,7 +228,7 @@ def _state(facts: Facts) -> Stated:
     _check_others(requirements, arrays, layout, sizes)
     if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
         requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
-    return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported))
+    return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported), mods)
 
 
 class CacheSizes(NamedTuple):
@@ -390,7 +400,8 @@ def _check_what_goes_together(
     paged, has_rows = "block_table" in arrays, "cache_batch_idx" in arrays
     require(not (paged and has_rows), "cache_batch_idx is for contiguous caches, without block_table")
     require(rotates == ("rotary_sin" in arrays), "rotary_cos and rotary_sin are given together or not at all")
-    require(rotates or "positions" not in arrays, "positions are those of rotary, with rotary_cos and rotary_sin")
+    has_positions = "positions" in arrays
+    require(rotates or facts.mods != "" or not has_positions, "positions are for rotary tables, score_mod and mask_mod")
     unsupported = []
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
@@ -405,6 +416,26 @@ def _check_what_goes_together(
             repeats = name in arrays and arrays[name].repeats
             require(not repeats, f"{name} repeats its elements (a stride of 0): rows cannot be appended")
     return unsupported
+
+
+def _check_mods(
+    requirements: Requirements, facts: Facts, arrays: dict[str, Any], sizes: CacheSizes | None
+) -> dict[str, Any]:
+    """The fields of a Problem for its mods; positions of captured arrays reach up to the capacity."""
+    if not facts.mods:
+        return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
+    from .mods.facts import check_captured
+    from .mods.ir import parse
+
+    program = parse(facts.mods)
+    if sizes is not None:
+        check_captured(requirements, arrays, program, (sizes.batch, sizes.heads, sizes.capacity, sizes.capacity))
+    return dict(
+        mods=facts.mods,
+        score_mod=program.score is not None,
+        mask_mod=program.mask is not None,
+        captured_gradient=(False,) * len(program.arrays),
+    )
 
 
 def _check_pages(arrays: dict[str, Any], sizes: CacheSizes) -> list[str]:
@@ -538,6 +569,7 @@ def _with_problem(
     layout: str,
     readable: bool,
     unsupported: tuple[str, ...],
+    mods: dict[str, Any],
 ) -> Stated:
     """The problem, with neutral values in the place of options that are wrong."""
     like = arrays["q" if "q" in arrays else "k"]
@@ -594,10 +626,7 @@ def _with_problem(
         engine=options["engine"],
         cache=cache,
         bias_gradient=False,
-        mods="",
-        score_mod=False,
-        mask_mod=False,
-        captured_gradient=(),
+        **mods,
         **numbers,
         **array_facts(named),
     )
@@ -645,6 +674,8 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
             require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
     if given.rotary_cos is not None and cache.rotary is not None:
         _check_positions(requirements, problem, operands, spans)
+    elif given.positions is not None:
+        _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
     if given.k is not None and not requirements.unmet:
         block, row = appended_places(problem, operands, spans)
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
@@ -676,7 +707,8 @@ def _check_positions(requirements: Requirements, problem: Problem, operands: Ope
     assert given is not None and given.rotary_cos is not None
     table = given.rotary_cos.shape[0]
     if given.positions is not None:
-        _check_range(requirements, "positions", given.positions.numpy(), 0, table - 1)
+        last = table - 1 if not problem.mods else min(table, problem.kv_len) - 1
+        _check_range(requirements, "positions", given.positions.numpy(), 0, last)
         return
     positions = [positions_of_queries(problem, operands, spans)]
     if given.k is not None:

@@ -115,7 +115,7 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
     """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
-    if chosen.device.backend != "cpu" or not chosen.problem.mask_mod:
+    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
         return chosen
     from . import cpu
 

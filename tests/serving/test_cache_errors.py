@@ -66,7 +66,7 @@ WRONG = {
     "mask-long": ({}, lambda c: dict(mask=np.ones((2, 1, 1, 41), "?")), ValueError, "up to the capacity 40"),
     "positions": (PLAIN | dict(rotary=(8, True)), lambda c: dict(positions=np.zeros((2, 3), "i4")), ValueError,
                   r"positions must be \(2, 2\)"),
-    "positions-alone": ({}, lambda c: dict(positions=np.zeros((2, 1), "i4")), ValueError, "are those of rotary"),
+    "positions-alone": ({}, lambda c: dict(positions=np.zeros((2, 1), "i4")), ValueError, "are for rotary tables"),
     "cos-alone": ({}, lambda c: dict(rotary_cos=np.ones((50, 4), "f4")), ValueError, "given together or not at all"),
     "cos-wide": ({}, lambda c: dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((50, 9), "f4")), ValueError,
                  "with rd up to D = 16"),
@@ -154,7 +154,7 @@ def test_nothing_is_written_by_a_wrong_call():
     [
         (dict(page=6), {}, "pages of 6 keys, which is no power of two; FlashAttention 3"),
         (dict(page=8), dict(cache_leftpad=np.zeros(2, np.int32)), "cache_leftpad with block_table; FlashAttention 3"),
-        ({}, dict(backend="simulator"), "mma: it reads no KV cache in this version"),
+        ({}, dict(backend="simulator", split_size=64), "simt: it does not compute the keys in pieces of split_size"),
         ({}, dict(engine="mma"), 'cpu_decode: engine="mma" was asked for'),
         ({}, dict(engine="cpu"), "cpu: it reads no KV cache in this version"),
     ],
@@ -169,14 +169,14 @@ def test_explain():
     text = cupy_flash.explain_with_kv_cache(*call[:3], **call.options)
     assert "engine     cpu_decode on cpu" in text and "pieces of 64 keys" in text and "cache of 6 pages of 8" in text
     assert "tiles      8 queries x 64 keys" in text and "by split_size; " in text
-    assert "not mma    it reads no KV cache in this version" in text
+    assert "not wgmma  it reads no KV cache in this version" in text
     with pytest.raises(TypeError, match="explain_with_kv_cache: unknown option 'dropout'"):
         cupy_flash.explain_with_kv_cache(*call[:3], dropout=0.5)
 
 
 def test_compile_refuses_a_cache_with_reasons():
-    with pytest.raises(UnsupportedError, match="simt: it reads no KV cache in this version"):
-        cupy_flash.compile(dtype="float32", head_dim=64, arch="sm_80", cache=True)
+    with pytest.raises(UnsupportedError, match="simt: head dimension 320 is larger than 256"):
+        cupy_flash.compile(dtype="float32", head_dim=320, arch="sm_80", cache=True)
     with pytest.raises(TypeError, match="compile: cache must be True or False"):
         cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", cache=1)
 

@@ -120,6 +120,15 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Sass:
+    """The machine code of one mainloop iteration."""
+
+    per_score: dict[str, float]  # thread instructions of the steady path per score, by class
+    longest: float  # all those of the longest path
+    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+
+
+@dataclass(frozen=True)
 class Step:
     """Simulator counters of one kernel and tile: of one mainloop iteration, and of a whole small launch."""
 
@@ -129,7 +138,7 @@ class Step:
     per_score: dict[str, float]  # thread instructions per score, by class
     bank_conflicts: int  # excess shared-memory wavefronts of the launch
     bytes_over_least: float | None  # global bytes of the launch over their minimum; None if options read arrays
-    sass: dict[str, float] | None  # thread instructions of the mainloop per score, by class; None for simt
+    sass: Sass | None  # None for simt
 
 
 def compile_all(
@@ -238,7 +247,7 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
 
 
-def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
+def _sass(launch: Launch, arch: str) -> Sass | None:
     tile = launch.tile
     if tile is None or not launch.kernel.startswith(("mma/", "wgmma/")):
         return None
@@ -246,8 +255,10 @@ def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     block_q, block_kv, threads = tile
     if launch.kernel.startswith("wgmma/"):
         threads -= 128  # the producer warpgroup has no mainloop math
-    executed = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code).counts()
-    return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
+    mainloop = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code)
+    of_score = threads / (block_q * block_kv)
+    per_score = {name: count * of_score for name, count in mainloop.counts().items()}
+    return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
 
 
 def _least_bytes(function: str, config: dict[str, Any], block_q: int, block_kv: int) -> int:
@@ -385,16 +396,22 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
     step_tables = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
     tensor_core_steps = [step for step in steps if step["sass"] is not None]
     if tensor_core_steps:
-        classes = list(tensor_core_steps[0]["sass"])
-        rows = [
-            [
-                *_named(step),
-                *(f"{step['sass'][key]:.2f}" for key in classes),
-                f"{sum(count for key, count in step['sass'].items() if key != 'products'):.2f}",
-            ]
-            for step in tensor_core_steps
-        ]
-        columns = ["problem", "kernel", "tile", *classes, "all but products"]
+        classes = list(tensor_core_steps[0]["sass"]["per_score"])
+        rows = []
+        for step in tensor_core_steps:
+            per_score, waits = step["sass"]["per_score"], map(sass.Wait._make, step["sass"]["waits"])
+            rows.append(
+                [
+                    *_named(step),
+                    *(f"{per_score[key]:.2f}" for key in classes),
+                    f"{sum(count for key, count in per_score.items() if key != 'products'):.2f}",
+                    f"{step['sass']['longest']:.2f}",
+                    " ".join(f"{wait.products}/{wait.exps}" for wait in waits) or NOTHING,
+                ]
+            )
+        columns = [
+            "problem", "kernel", "tile", *classes, "all but products", "longest path", "products/exps before each wait"
+        ]  # fmt: skip
         step_tables.append(
             Table(
                 "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows

@@ -657,13 +657,14 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
 
     Returns:
         Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
-        mask_mod their expressions, the slope of the score, and what they capture.
+        mask_mod their expressions, the slope of the score, and what they capture; under a mask_mod how many tiles are
+        skipped, computed without a mask, and masked, where lengths and the arrays that it reads are in host memory.
 
     Raises:
         UnsupportedError: no engine serves the problem.
     """
     settings = Options.of("explain", options)
-    problem, _ = pose("explain", (q, k, v), settings)
+    problem, operands = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
     if problem.framework == "jax":
         from .adapters.jax import frame
@@ -674,7 +675,11 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     from .mods import explain as mods
     from .mods.trace import mod_of
 
-    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
+    text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
+    if not problem.mask_mod:
+        return text
+    chosen, counts = backends.tile_counts(problem, operands)
+    return f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
 
 
 def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:

@@ -6,8 +6,9 @@ process reads once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -25,9 +26,11 @@ MODULES: dict[str, Engine] = {
 }  # fmt: skip
 DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
 WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
-WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
+WITH_DERIVATIVES = ("cpu", "simt")  # the engines that compute JVPs and double backwards
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
+# Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
+CHOICES = {"mma_decode": mma_decode.choices}
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 SIZES = ("queries", "keys", "rows")  # the fields of tune_key that no kernel depends on
@@ -49,7 +52,8 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
+    # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
+    cost: float
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that has chosen; "": the prediction has
 
@@ -94,7 +98,7 @@ class Plan(NamedTuple):
             )
         if MODULES[self.engine].MEASURED is None and not self.measured:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
-        lines += _evidence_lines(self)
+        lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(
@@ -146,12 +150,17 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
 
 
 def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
-    """Every legal tile of an engine for the problem of a plan, and the plan with it; the smallest prediction first."""
+    """The tiles that a tune may choose for the problem of a plan, and the plan with each; the smallest cost first."""
     problem, device = chosen.problem, chosen.device
     return [
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
-        for cost, tile in _by_cost(engine, last_of_bucket(problem), device)
+        for cost, tile in _ranked(engine, last_of_bucket(problem), device, measurable(engine, problem, device))
     ]
+
+
+def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:
+    """The tiles of an engine among which a measurement may choose: at least those that a prediction compares."""
+    return CHOICES.get(engine, MODULES[engine].tiles)(problem, device)
 
 
 def bucket_of(length: int) -> tuple[int, int]:
@@ -242,6 +251,8 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
+    scales = scales_of(problem, device, best) if measure else {}
+    best = {engine: (cost * scales.get(engine, 1.0), tile) for engine, (cost, tile) in best.items()}
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
         chosen = min(_defaults(problem, best), key=lambda engine: best[engine][0])
@@ -249,7 +260,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     else:
         measured, tile = fastest
         chosen, words = measured.engine, _comparison(measured, tune, best)
-        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
             refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms{_advantage(problem, chosen)}",)
@@ -296,9 +307,24 @@ def predicted(problem: Problem, device: Device) -> Plan:
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
     """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
-    if problem.cache is not None and problem.cache.split_size is not None:
-        return None
-    return evidence.tune_of(tune_key(problem), device)
+    return None if _is_split(problem) else evidence.tune_of(tune_key(problem), device)
+
+
+def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
+    """{engine: factor of its predictions on this card}; {} where the card has no measurements to fit.
+
+    An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
+    with split_size have no factors: their bits must not depend on the machine's past.
+    """
+    fits = {} if _is_split(problem) else evidence.fits(device, "backward" if problem.backward else "forward")
+    if not fits:
+        return {}
+    mean = prod(fit.scale ** (1 / len(fits)) for fit in fits.values())
+    return {engine: fits[engine].scale if engine in fits else mean for engine in engines}
+
+
+def _is_split(problem: Problem) -> bool:
+    return problem.cache is not None and problem.cache.split_size is not None
 
 
 def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
@@ -308,7 +334,7 @@ def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[s
         if measured.engine not in engines:
             continue
         if measured.engine not in tiles:
-            legal = MODULES[measured.engine].tiles(problem, device)
+            legal = measurable(measured.engine, problem, device)
             tiles[measured.engine] = {repr(tile): tile for tile in legal}
         tile = tiles[measured.engine].get(measured.tile)
         if tile is not None:
@@ -331,6 +357,19 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
 def amount_text(amount: float, unit: str) -> str:
     """A measurement with its unit, seconds as milliseconds."""
     return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
+
+
+def _refit_lines(chosen: Plan) -> list[str]:
+    """The line of explain() about the factors of the predictions that it quotes."""
+    serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
+    fits = evidence.fits(chosen.device, "backward" if chosen.problem.backward else "forward")
+    scales = scales_of(chosen.problem, chosen.device, serving)
+    texts = [
+        f"{engine} x {fits[engine].scale:.3g} ({fits[engine].buckets} bucket{'s' * (fits[engine].buckets != 1)})"
+        for engine in serving
+        if scales and engine in fits
+    ]
+    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if texts else []
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:
@@ -370,9 +409,14 @@ def _pairs(problem: Problem) -> int:
 
 
 def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
-    """The legal tiles of an engine with their costs, the best first."""
-    module, pairs = MODULES[engine], _pairs(problem)
-    costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
+    """The tiles that a prediction compares with their costs, the best first."""
+    return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
+
+
+def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
+    """Tiles of an engine with their costs, the best first."""
+    pairs = _pairs(problem)
+    costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mask import Band, Mask
 from ..mods.ir import order
-from ..mods.visits import Visit, VisitedPairs, Visits
+from ..mods.visits import TileCounts, Visit, VisitedPairs, Visits, count_tiles
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
@@ -40,6 +40,7 @@ from .workers import Stop, run_tasks
 # none underflows, and no sum over 2^31 keys, each scaled by up to 2^16 for dropout, overflows.
 BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
+MOST_COUNTED = 2**18  # tiles that tile_counts classifies, within some 0.1 s
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -191,6 +192,26 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     best = min(engine.tiles(problem, plan.device), key=cost)
     threads = engine.threads(plan.device, best, cost(best))
     return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
+
+
+def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
+    """The classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
+
+    The arrays that the mask reads and the lengths must be in host memory.
+    """
+    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes
+    sequences = _sequences(problem, operands)
+    read = classes.mask.inputs
+    tiles = sum(-(-each.q_len // plan.block_q) * -(-each.kv_len // plan.block_kv) for each in sequences)
+    if tiles * (problem.heads if "h" in read else 1) > MOST_COUNTED:
+        return None
+    count = cache(partial(count_tiles, classes, block_q=plan.block_q, block_kv=plan.block_kv))
+    total = np.zeros(len(TileCounts._fields), np.int64)
+    for sequence in sequences:
+        for head in range(problem.heads):
+            batch, head = (n if name in read else 0 for name, n in (("b", sequence.batch), ("h", head)))
+            total += count(problem.first_batch + batch, problem.first_head + head, sequence.band, sequence.positions)
+    return TileCounts(*total.tolist())
 
 
 class Softmax:

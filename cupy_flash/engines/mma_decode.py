@@ -51,7 +51,7 @@ LAUNCHES = 6e-6  # seconds of two launches in a stream
 
 
 class Tile(NamedTuple):
-    """The tile of a decode. A row's arithmetic is the same in all of them, so the choice changes no bit."""
+    """The tile of a decode. A row's arithmetic is the same in all tiles of one block_kv."""
 
     block_q: int  # queries, each with all heads of its group
     block_kv: int
@@ -83,7 +83,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """The one tile: the smallest legal one that holds the queries of a sequence, else the largest.
+    """The one tile of a prediction: the smallest legal one that holds the queries of a sequence, else the largest.
 
     It depends on the head dimension, the group and the queries of a sequence alone, never on the batch.
     """
@@ -92,18 +92,24 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best number of stages."""
-    return [tile for rows in ROWS if (tile := _tile(problem, device, rows)) is not None]
+    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best keys and stages."""
+    by_rows = (_tiles_of_rows(problem, device, rows) for rows in ROWS)
+    return [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
 
 
-def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
+def choices(problem: Problem, device: Device) -> list[Tile]:
+    """Every legal tile, among which a measurement may choose."""
+    return [tile for rows in ROWS for tile in _tiles_of_rows(problem, device, rows)]
+
+
+def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
-        return None
+        return []
     if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
-        return None
+        return []
     in_registers = accumulators + scores + q <= LIVE
-    legal = [
+    return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
         for keys in KEYS
         for stages in ((1,) if device.arch == "sm_75" else (2, 3, 4))  # sm_75 has no cp.async
@@ -111,13 +117,12 @@ def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
     ]
 
-    def preferred(tile: Tile) -> tuple[int, int, int, int, int]:
-        """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
-        resident = tile.blocks // device.units
-        in_flight = resident * (tile.stages - 1) * tile.block_kv
-        return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
 
-    return max(legal, key=preferred, default=None)
+def _preference(tile: Tile, device: Device) -> tuple[int, int, int, int, int]:
+    """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
+    resident = tile.blocks // device.units
+    in_flight = resident * (tile.stages - 1) * tile.block_kv
+    return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
 
 
 def alike(tile: Tile) -> object:

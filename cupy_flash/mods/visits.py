@@ -78,6 +78,27 @@ def _places(first: int, step: int, length: int, block: int) -> tuple[np.ndarray,
     return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
 
 
+class TileCounts(NamedTuple):
+    """The tiles of a call by class: skipped, computed without a mask, masked."""
+
+    empty: int
+    full: int
+    cut: int
+
+
+def count_tiles(
+    classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
+) -> TileCounts:
+    """The classes of the tiles of one sequence and head under the mask_mod and the band together."""
+    found = classes_of(classes, batch, head, band, positions, block_q, block_kv)
+    i, j = np.arange(0, band.q_len, block_q)[:, None], np.arange(0, band.kv_len, block_kv)
+    last_i, last_j = np.minimum(i + block_q, band.q_len) - 1, np.minimum(j + block_kv, band.kv_len) - 1
+    empty = (found == EMPTY) | (last_j < i + band.low) | (j > last_i + band.high)
+    full = (found == FULL) & (j >= last_i + band.low) & (last_j <= i + band.high) & ~empty
+    skipped, unmasked = int(empty.sum()), int(full.sum())
+    return TileCounts(skipped, unmasked, found.size - skipped - unmasked)
+
+
 class VisitedPairs:
     """Estimates how many (query, key) pairs of a sequence are computed under a mask_mod, for tiles of any size."""
 

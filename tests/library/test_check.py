@@ -140,6 +140,7 @@ def test_an_engine_of_kv_caches(monkeypatch):
     assert "contiguous cache, out: error" in result.engines["mma_decode"]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_loses_two_workers_is_not_run_again(monkeypatch):
     many = [SMALL, *(Trial("float32", 16, q_len=n, kv_len=8, heads=1, backward=False) for n in (9, 10, 11))]
     monkeypatch.setattr(verdicts, "trials", lambda engine, *_: many)

@@ -9,7 +9,7 @@ from cupy_flash.mask import Mask
 from cupy_flash.mods import tiles
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.mods.visits import GRAIN, Visits, runs
+from cupy_flash.mods.visits import GRAIN, TileCounts, Visits, count_tiles, runs
 from cupy_flash.score import Positions
 
 WHOLE = Positions(0, 0, 0, 1)
@@ -75,3 +75,26 @@ def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
     monkeypatch.setitem(tiles.FUNCTIONS, "less_equal", lambda x, y: tiles.Truth(x.lo <= y.hi, x.lo > y.hi))
     with pytest.raises(AssertionError):
         check_visits(MASKS["causal"][0], Mask(), 1000, 1000, 128, 256)
+
+
+def by_inspection(seen, block_q, block_kv):
+    """The classes of the tiles of a dense mask."""
+    tiles = [
+        seen[i : i + block_q, j : j + block_kv]
+        for i in range(0, seen.shape[0], block_q)
+        for j in range(0, seen.shape[1], block_kv)
+    ]
+    empty, full = sum(not tile.any() for tile in tiles), sum(bool(tile.all()) for tile in tiles)
+    return TileCounts(empty, full, len(tiles) - empty - full)
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+@pytest.mark.parametrize("blocks", [(128, 256), (33, 70)])
+def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
+    """Of a mask that is proved exactly, beside every band."""
+    mod = Mod(mask_mod=lambda b, h, q, kv: q - kv < 600)
+    classes, of_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
+    i, j = np.arange(1000)[:, None], np.arange(1500)
+    seen = (i - j < 600) & of_band.visible(0, 1000, 0, 1500)
+    expected, counts = by_inspection(seen, *blocks), count_tiles(classes, 0, 0, of_band, WHOLE, *blocks)
+    assert counts == expected

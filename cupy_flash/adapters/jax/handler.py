@@ -63,6 +63,8 @@ def handle(frame: ffi.CallFrame, platform: str) -> None:
         return
     attributes = _attributes(frame.attrs)
     call = parse(attributes[CALL])
+    if getattr(call.static, "places", None) is not None:
+        call = call.on_device(f"{jax.process_index()}:{_device(frame)}")
     simulated = (call.static.backend or "").startswith("simulator")  # its memory is the host's
     memory = Memory("cpu", 0)
     if platform == "cuda" and not simulated:

@@ -1,0 +1,138 @@
+"""JVP and double backward on the simulator: every option, tiles, directions, orders, work, planted bugs."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from cases import OPTIONS, PACKED_OPTIONS, PAIRS, Case
+from derivatives import ALL, check, run_kernels
+from planting import planted_in
+from tiers import exhaustive, in_tiers
+from tiles import SMALL_TILE
+
+from cupy_flash.backends.simulator.errors import OutOfBounds
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import simt
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+EVERYTHING = Case(
+    q_len=20, kv_len=40, batch=1, heads=2, kv_heads=1, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3
+)
+EVERY = OPTIONS | {f"packed-{name}": case for name, case in PACKED_OPTIONS.items()}
+SERVED = {name: case for name, case in EVERY.items() if max(case.head_dim, case.head_dim_v) <= 256}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+def test_every_option(case):
+    check(case, run_kernels(case, engine="simt", tile=SMALL_TILE))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS)
+def test_all_pairs_of_options(case):
+    check(case, run_kernels(case, engine="simt", tile=SMALL_TILE))
+
+
+TILES = {
+    "8x16x64": SMALL_TILE,
+    "8x8x64": simt.Tile(8, 8, 64),
+    "64x16x128": simt.Tile(64, 16, 128),
+    "16x64x64": simt.Tile(16, 64, 64),
+    "32x32x64": simt.Tile(32, 32, 64),
+}
+
+
+@pytest.mark.parametrize("tile", in_tiers(TILES, ["8x16x64"]))
+def test_all_options_in_any_tiles(tile):
+    """The size of the plan's tiles changes nothing but rounding."""
+    check(EVERYTHING, run_kernels(EVERYTHING, tile=tile))
+
+
+DIRECTIONS = {
+    "none": (),
+    **{name: (name,) for name in ALL},
+    "tq-tk": ("tq", "tk"),
+    "tk-tv-tsink": ("tk", "tv", "tsink"),
+}
+
+
+@pytest.mark.parametrize("moving", in_tiers(DIRECTIONS, ["tv"]))
+def test_any_direction(moving):
+    """An absent tangent gives the results of a tangent of zeros."""
+    check(EVERYTHING, run_kernels(EVERYTHING, moving, tile=SMALL_TILE), moving=moving)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_any_gpu_and_dtype(arch, dtype):
+    if (arch, dtype) == ("sm_75", "bfloat16"):
+        dtype = "float32"
+    case = replace(EVERYTHING, dtype=dtype)
+    check(case, run_kernels(case, arch=arch, engine="simt", tile=SMALL_TILE))
+
+
+@pytest.mark.exhaustive
+def test_bitwise_equal_in_any_order_of_blocks():
+    one, *others = (
+        run_kernels(EVERYTHING, tile=SMALL_TILE, start=functools.partial(start, order="random", seed=seed))
+        for seed in range(3)
+    )
+    for other in others:
+        for name, a, b in zip(one._fields, one, other, strict=True):
+            assert a.tobytes() == b.tobytes(), name
+
+
+# file, the right text, a wrong one
+BUGS = {
+    "mu-not-subtracted": ("simt/jvp.cu", "S[r][c] * (tS[r][c] - mean[r].mu);", "S[r][c] * tS[r][c];"),
+    "T-does-not-follow-mu": ("simt/jvp.cu", " - change * O[r][n];", ";"),
+    "T-not-rescaled": ("simt/jvp.cu", "T[r][n] = T[r][n] * rescale", "T[r][n] = T[r][n]"),
+    "sum-of-mu-not-rescaled": ("simt/jvp.cu", "sum = sum * rescale + tile_sum;", "sum = sum + tile_sum;"),
+    "dropout-in-mu": ("simt/jvp.cu", "moving += S[r][c] *", "moving += S[r][c] * (c % 2 ? 0 : 2) *"),
+    "no-dropout-in-T": ("simt/jvp.cu", "S[r][c] *= factor, tS[r][c] *= factor;", "S[r][c] *= factor;"),
+    "delta-for-eps": ("simt/second.cuh", "(dtP * factor - eps[query])", "(dtP * factor - delta[query])"),
+    "eps-of-out": ("delta.cu", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
+    "mu-not-subtracted-in-c": ("simt/second.cuh", "x.tangent - mu[query]", "x.tangent"),
+    "no-dropout-in-dV": ("simt/second.cuh", "probability * factor * moving", "probability * moving"),
+    "dtS-without-tK": ("simt/second_q.cu", "if constexpr (TK) add_product", "if constexpr (false) add_product"),
+    "dtS-without-tQ": ("simt/second_kv.cu", "if constexpr (TQ) add_product", "if constexpr (false) add_product"),
+    "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
+    "tangent-of-the-softcap": ("score.cuh", "      x.tangent *= slope;\n", ""),
+    "tbias": ("score.cuh", "if constexpr (TBIAS) x.tangent +=", "if constexpr (false) x.tangent +="),
+    "dsink-without-mu": ("dsink.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row];", "0;"),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ["mu-not-subtracted"]))
+def test_planted_bugs_are_found(bug, monkeypatch):
+    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+        check(EVERYTHING, run_kernels(EVERYTHING, tile=SMALL_TILE))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [exhaustive("float32", SMALL_TILE), exhaustive("float64", simt.Tile(32, 16, 128))],
+    ids=str,
+)
+def test_shared_memory_is_what_the_kernels_use(tile, dtype):
+    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
+    case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
+    found = []
+
+    def start_with_less(work, **how):
+        for number, step in enumerate(work.launches):
+            if step.shared_bytes == 0:
+                continue
+            padding = 8 * case.accumulation.itemsize  # after the last row of P, which is at the end
+            less = step._replace(shared_bytes=step.shared_bytes - padding - 1)
+            launches = (*work.launches[:number], less, *work.launches[number + 1 :])
+            with pytest.raises(OutOfBounds, match="shared"):
+                start(work._replace(launches=launches))
+            found.append(step.function)
+        return start(work, **how)
+
+    run_kernels(case, tile=tile, start=start_with_less)
+    assert found == ["jvp", "second_kv", "second_q", "second_bias"]

@@ -96,7 +96,7 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The delta of every row, for a backward; eps beside it for a double backward; with a KV cache rotated rows of q."""
+    """For a backward delta of every row, and eps if it is a double one; with a KV cache the rotated rows of q."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return row_workspaces(problem, q_rows, "delta", *(("eps",) if problem.derivative else ()))

@@ -710,7 +710,6 @@ def test_indices_of_keys(mask):
 
 
 WORDS = {
-    "paged cache": dict(cache=object()),
     "probabilities": dict(output_attentions=True),
     "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
     "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),

@@ -29,7 +29,7 @@ from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
-from cupy_flash.problem import Operands, Options, Saved
+from cupy_flash.problem import DOUBLE_BACKWARD, JVP, Operands, Options, Problem, Saved
 from cupy_flash.source import assemble
 
 from . import sass, static_mods
@@ -44,6 +44,7 @@ EVERY_OPTION: dict[str, Any] = dict(
     q_lengths=True, kv_lengths=True, dropout=0.1, return_lse=True,
 )  # fmt: skip
 CACHE_OPTIONS = {name: EVERY_OPTION[name] for name in ("window", "softcap", "alibi_slopes", "mask", "sink")}
+QKV = ("q", "k", "v")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "fp32 D 64": dict(dtype="float32", head_dim=64),
     "fp32 D 128": dict(dtype="float32", head_dim=128),
@@ -52,6 +53,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bf16 D 64": dict(dtype="bfloat16", head_dim=64, engine="simt"),
     "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64, engine="simt") | EVERY_OPTION,
     "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
+    # Derivatives in a direction of q, k and v.
+    "fp32 D 64 derivatives": dict(dtype="float32", head_dim=64, tangents=QKV),
+    "fp32 D 128 derivatives": dict(dtype="float32", head_dim=128, tangents=QKV),
+    "fp64 D 64 derivatives": dict(dtype="float64", head_dim=64, tangents=QKV),
+    "bf16 D 64 derivatives, all options": dict(dtype="bfloat16", head_dim=64, tangents=QKV) | EVERY_OPTION,
     # Tensor cores. bf16 differs in two instructions only, and sm_75 does not have it.
     "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
     "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),
@@ -175,7 +181,19 @@ def _use(library: str | None) -> None:
 
 def _compile(name: str, arch: str) -> list[Kernel]:
     gpu = device.named(arch, "cuda")
-    return [_compile_launch(name, launch, arch) for launch in ahead.launches(gpu, **PROBLEMS[name])]
+    return [_compile_launch(name, launch, arch) for launch in ahead.launches_of(_problems(**PROBLEMS[name]), gpu)]
+
+
+def _problems(tangents: tuple[str, ...] = (), **config: Any) -> list[Problem]:
+    """Return the problems of calls with these arguments of compile(), or their derivatives in a direction."""
+    problems = ahead.problems(**config)
+    if not tangents:
+        return problems
+    return [
+        problem._replace(derivative=DOUBLE_BACKWARD if problem.backward else JVP, tangents=tangents)
+        for problem in problems
+        if not problem.dlse
+    ]
 
 
 def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
@@ -201,7 +219,8 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        if step_arch(name) != arch or PROBLEMS[name].get("cache"):  # tests/serving counts what a decode reads
+        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
         for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,12 @@ def device_for(arch: str | None) -> Device:
 
 def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
     """One launch per kernel that calls with these arguments (see `problems`) may need on a device."""
-    candidates = [launch for problem in problems(**arguments) for launch in launches_at_any_length(problem, on)]
+    return launches_of(problems(**arguments), on)
+
+
+def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
+    """One launch per kernel that these problems may need at any length on a device."""
+    candidates = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
     return tuple({launch.text_key: launch for launch in candidates}.values())
 
 

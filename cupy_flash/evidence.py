@@ -151,7 +151,7 @@ def _tune(path: Path, record: Record) -> Tune | None:
 
 
 def fits(device: Device, step: str) -> dict[str, Fit]:
-    """{engine: its Fit} from the complete measurements of a step, "forward" or "backward", in seconds."""
+    """{engine: its Fit} from the complete measurements of a step, such as "forward", in seconds."""
     return dict(_fits(device, step)) if has_card(device) else {}
 
 

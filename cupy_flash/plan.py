@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -201,7 +202,7 @@ def tune_key(problem: Problem) -> dict[str, Any]:
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],
         "rows": bucket_of(problem.batch * problem.heads)[1],
-        "step": "backward" if problem.backward else "forward",
+        "step": _step(problem),
         "dtype": problem.dtype.name,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
@@ -213,6 +214,11 @@ def tune_key(problem: Problem) -> dict[str, Any]:
         "mods": problem.mods,
         "cache": "" if problem.cache is None else str(problem.cache._replace(split_size=None, blocks=0)),
     }
+
+
+def _step(problem: Problem) -> str:
+    """What a problem computes, as measurements tell it apart: kernels of one step have the times of no other."""
+    return problem.derivative or ("backward" if problem.backward else "forward")
 
 
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
@@ -316,7 +322,7 @@ def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[
     An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
     with split_size have no factors: their bits must not depend on the machine's past.
     """
-    fits = {} if _is_split(problem) else evidence.fits(device, "backward" if problem.backward else "forward")
+    fits = {} if _is_split(problem) else evidence.fits(device, _step(problem))
     if not fits:
         return {}
     mean = prod(fit.scale ** (1 / len(fits)) for fit in fits.values())
@@ -349,7 +355,7 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
     default = amounts[tune.default]
     beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
     return (
-        f"measured the fastest of {count} tiles in this bucket, "
+        f"measured the fastest of {count} tile{'s' * (count != 1)} in this bucket, "
         f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
     )
 
@@ -362,7 +368,7 @@ def amount_text(amount: float, unit: str) -> str:
 def _refit_lines(chosen: Plan) -> list[str]:
     """The line of explain() about the factors of the predictions that it quotes."""
     serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
-    fits = evidence.fits(chosen.device, "backward" if chosen.problem.backward else "forward")
+    fits = evidence.fits(chosen.device, _step(chosen.problem))
     scales = scales_of(chosen.problem, chosen.device, serving)
     texts = [
         f"{engine} x {fits[engine].scale:.3g} ({fits[engine].buckets} bucket{'s' * (fits[engine].buckets != 1)})"
@@ -382,7 +388,18 @@ def _evidence_lines(chosen: Plan) -> list[str]:
     else:
         verdict = "passed" if check.passed else f"failed, {check.reason},"
         lines = [f"checked    {chosen.engine} {verdict} on {where} at {check.date}: {check.path}"]
-    return lines + [f"ignored    {path}: {why}" for path, why in sorted(evidence.ignored.items())]
+    return lines + _ignored_lines()
+
+
+def _ignored_lines() -> list[str]:
+    """The lines of explain() about ignored records: one for all that a folder has for one reason."""
+    paths: dict[tuple[Path, str], list[Path]] = {}
+    for path, why in sorted(evidence.ignored.items()):
+        paths.setdefault((path.parent, why), []).append(path)
+    return [
+        f"ignored    {alike[0] if len(alike) == 1 else f'{len(alike)} records in {folder}'}: {why}"
+        for (folder, why), alike in paths.items()
+    ]
 
 
 def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:

@@ -170,9 +170,9 @@ class Trial:
         words += [name for name in ("packed", "deterministic") if getattr(self, name)]
         words += self.options
         if self.mods:
-            from .mods.ir import checked
+            from .mods.ir import parse
 
-            words.append(str(checked(self.mods.rpartition("\n")[0])))
+            words.append(str(parse(self.mods.rpartition("\n")[0])))
         words += [] if self.cache is None else [str(self.cache)]
         return ", ".join(words)
 
@@ -250,6 +250,8 @@ def _as_tuples(value: Any) -> Any:
 
 def obstacle(problem: Problem) -> str:
     """Why a Trial cannot state a call; "" if it can."""
+    if problem.derivative:
+        return f"tune measures no {problem.derivative}"
     if problem.shard:
         return "it is a shard of a larger call"
     if 0 in (problem.batch, problem.q_len, problem.kv_len):

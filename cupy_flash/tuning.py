@@ -180,6 +180,9 @@ def tune(
             raise TypeError(f"a call is a mapping of names to values, not {shape!r}")
     trials, not_replayed = ([], ()) if like is None else recorded(Path(like))
     trials = [Trial.of({"backward": False, **shape}) for shape in records] + trials
+    if not trials and not_replayed:
+        reasons = "".join(f"\n- {each.call}: {each.reason}" for each in not_replayed)
+        raise ValueError(f"no call of {like} can be made again:{reasons}")
     results = run_tune(trials, backend, minutes, report or (lambda line: None), work)
     return results._replace(not_replayed=not_replayed)
 

@@ -21,10 +21,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..kv_cache import attention_with_kv_cache
 from ..mods.trace import Mod
+from ..pose_cache import CacheOptions
 from ..problem import UnsupportedError
 from .torch import attention, attention_varlen
+from .torch.cache import attend
 
 NAME = "cupy_fa"  # not "flash": transformers treats names that contain it as kernels to download
 
@@ -456,7 +457,7 @@ def _attend_on_static_cache(mask: LazyMask, q: Any, k: Any, v: Any, options: dic
         valid = None if mask.padding is None else mask.padding.valid[:, None, None, :]
         return attention(q, k, v, mask=valid, kv_lengths=mask.lengths, **options)
     names = ("scale", "softcap", "sink", "causal")
-    return attention_with_kv_cache(q, k, v, cache_seqlens=mask.lengths, **{name: options[name] for name in names})
+    return attend(q, k, v, CacheOptions(cache_seqlens=mask.lengths, **{name: options[name] for name in names}))
 
 
 def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any], words: Any) -> Any:
@@ -479,8 +480,8 @@ def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dic
     if options.pop("dropout") or "bias" in options:
         raise UnsupportedError("cupy_fa: dropout or a position_bias on the pages of continuous batching")
     del options["deterministic"]
-    out = attention_with_kv_cache(
-        q, words["k_cache"], words["v_cache"], k=k, v=v, cache_seqlens=k_bounds.diff() - q_bounds.diff(),
-        block_table=words["block_table"], cu_seqlens_q=q_bounds, max_seqlen_q=longest, **options,
+    settings = CacheOptions(
+        k=k, v=v, cache_seqlens=k_bounds.diff() - q_bounds.diff(), block_table=words["block_table"],
+        cu_seqlens_q=q_bounds, max_seqlen_q=longest, **options,
     )  # fmt: skip
-    return out[None]
+    return attend(q, words["k_cache"], words["v_cache"], settings)[None]

@@ -95,6 +95,8 @@ def _record(problem: Problem, operands: Operands, file: str) -> None:
 
 def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
     """Plan and run a JVP; returns (out, lse, tout, tlse)."""
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
     chosen = _fitted(plan_for(problem), operands)
     results: tuple[Array, Array, Array, Array] = _derivatives(chosen).jvp(chosen, operands)
     return results
@@ -105,13 +107,18 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
 
     The JVP in the direction of the cotangents comes first: its tout is the gradient by dout, its tlse that by dlse.
     """
-    forward = problem._replace(
-        backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
-    )
-    _, _, tout, tlse = jvp(forward, operands)
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    _, _, tout, tlse = jvp(along_cotangents(problem), operands)
     chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
     gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
+
+
+def along_cotangents(problem: Problem) -> Problem:
+    """The JVP that a double backward takes first, in the direction of its cotangents."""
+    captured_gradient = (False,) * len(problem.captured_gradient)
+    return problem._replace(backward=False, derivative=JVP, bias_gradient=False, captured_gradient=captured_gradient)
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:

@@ -128,9 +128,8 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
 # Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
-    return frozenset(
-        ("lse", "dlse", "tlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name)))
-    )
+    strided = [feature.name for feature in ARRAYS if has_strides(feature.name)]
+    return frozenset(("lse", "dlse", "tlse", "seed", *strided, *(f"t{name}" for name in strided)))
 
 
 def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:

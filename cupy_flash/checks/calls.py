@@ -87,7 +87,7 @@ class Task(NamedTuple):
     engine: str = ""
     trial: Trial | None = None
     number: int = 0  # index of a micro-kernel
-    tile: str = ""  # the repr of the one that a tune measures
+    tile: str = ""  # what a tune measures: the repr of a tile, or the name of a peer
     seconds: float = 20.0  # limit of a run
 
     @property

@@ -11,16 +11,20 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 constexpr int SUMS = columns_of(HEAD_DIM_V);
 
-// The mean of tS over the keys so far, of which a sink is the first. A sum is kept, which rounds as l does.
+// The mean of tS over the keys so far, of which a sink is the first. The double backward subtracts it from each tS,
+// which magnifies its rounding error where one key dominates: the sum has twice the precision, and mu is rounded once.
 struct Mean {
-  real sum;  // of P tS, with the row max of now
+  real sum;   // of P tS, with the row max of now
+  real rest;  // its rounding errors
   real mu;
 
   // Adds the sum of a tile, and returns the change of mu.
-  __device__ real update(real rescale, real tile_sum, const Softmax& softmax) {
-    real before = mu;
-    sum = sum * rescale + tile_sum;
-    mu = sum * softmax.inverse_sum();
+  __device__ real update(real rescale, real tile_sum, real l) {
+    real before = mu, scaled = sum * rescale, total = scaled + tile_sum, added = total - scaled;
+    rest = rest * rescale + fma(sum, rescale, -scaled) + (scaled - (total - added)) + (tile_sum - added);
+    sum = total;
+    real quotient = sum / l;
+    mu = l == 0 ? 0 : quotient + (fma(-quotient, l, sum) + rest) / l;
     return mu - before;
   }
 };
@@ -58,7 +62,7 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
       moving += S[r][c] * tS[r][c];
     }
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
-    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r]) : 0;
+    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;
 #pragma unroll
     for (int n = 0; n < SUMS; ++n) {
       O[r][n] *= rescale;
@@ -103,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
     Mean mean[ROWS];
     real O_rmem[ROWS][SUMS] = {}, T_rmem[ROWS][SUMS] = {};
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, tsink * softmax[r].l};
+    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, 0, tsink * softmax[r].l};
 
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;

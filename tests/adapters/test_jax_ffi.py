@@ -236,6 +236,30 @@ def test_handler_runs_a_hopper_plan_from_a_frame(options):
 
 
 @pytest.mark.exhaustive
+def test_handler_runs_derivatives_from_frames():
+    """A JVP and a double backward in the simulator: the second is a JVP and a further pass, with workspaces of both."""
+    shapes = {"q": (1, 20, 2, 16), "k": (1, 20, 1, 16), "v": (1, 20, 1, 16)}
+    x = {name: normal(n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
+    tangents = {f"t{name}": normal(10 + n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
+    options = dict(causal=True, softcap=3.0, backend="simulator")
+    settings = static(**options)
+    operands = x | tangents
+    results = run_frame(calls.Call("JVP", settings, tuple(operands)), operands)
+    direct = cupy_flash.attention_jvp(*operands.values(), return_lse=True, **options)
+    for name, expected in zip(("out", "tout", "lse", "tlse"), direct, strict=True):
+        np.testing.assert_array_equal(results[name], expected)
+    saved = {"dout": normal(20, *shapes["q"]).astype(np.float32), "out": results["out"], "lse": results["lse"]}
+    operands |= saved
+    second = run_frame(calls.Call("double backward", settings, tuple(operands)), operands)
+    direct = cupy_flash.attention_double_backward(
+        *tangents.values(), saved["dout"], *x.values(), *list(saved.values())[1:], **options
+    )
+    assert set(second) == {"dq", "dk", "dv", "ddout"}
+    for name, actual in second.items():
+        np.testing.assert_array_equal(actual, getattr(direct, name))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ordinal", range(4))
 def test_each_device_computes_its_shard_of_dropout_and_mods(ordinal):
     """Of 2 sequences and 4 heads, sharded over 2 x 2 devices; a device knows its place by its ordinal alone."""

@@ -1,8 +1,10 @@
 """JVP and double backward on the simulator: every option, tiles, directions, orders, work, planted bugs."""
 
 import functools
+import inspect
 from dataclasses import replace
 
+import cases
 import pytest
 from cases import OPTIONS, PACKED_OPTIONS, PAIRS, Case
 from derivatives import ALL, check, run_kernels
@@ -10,6 +12,7 @@ from planting import planted_in
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE
 
+from cupy_flash import nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import simt
@@ -90,7 +93,7 @@ BUGS = {
     "mu-not-subtracted": ("simt/jvp.cu", "S[r][c] * (tS[r][c] - mean[r].mu);", "S[r][c] * tS[r][c];"),
     "T-does-not-follow-mu": ("simt/jvp.cu", " - change * O[r][n];", ";"),
     "T-not-rescaled": ("simt/jvp.cu", "T[r][n] = T[r][n] * rescale", "T[r][n] = T[r][n]"),
-    "sum-of-mu-not-rescaled": ("simt/jvp.cu", "sum = sum * rescale + tile_sum;", "sum = sum + tile_sum;"),
+    "sum-of-mu-not-rescaled": ("simt/jvp.cu", "mean[r].update(rescale,", "mean[r].update(1,"),
     "dropout-in-mu": ("simt/jvp.cu", "moving += S[r][c] *", "moving += S[r][c] * (c % 2 ? 0 : 2) *"),
     "no-dropout-in-T": ("simt/jvp.cu", "S[r][c] *= factor, tS[r][c] *= factor;", "S[r][c] *= factor;"),
     "delta-for-eps": ("simt/second.cuh", "(dtP * factor - eps[query])", "(dtP * factor - delta[query])"),
@@ -136,3 +139,37 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
 
     run_kernels(case, tile=tile, start=start_with_less)
     assert found == ["jvp", "second_kv", "second_q", "second_bias"]
+
+
+WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moving", WORK)
+def test_work_beside_the_forward_and_the_backward(moving, monkeypatch):
+    """Products (FMA) and all instructions over those of the forward and the backward, in the same tile."""
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))  # as a call compiles: tests unroll less
+    case = Case(q_len=64, kv_len=192, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1)
+    counted = {}
+
+    def counting(work, **how):
+        counted.update(zip((step.function for step in work.launches), start(work, **how), strict=True))
+
+    tile = simt.Tile(32, 32, 128)
+    cases.run_kernels(case, engine="simt", tile=tile, start=counting)
+    run_kernels(case, moving, tile=tile, start=counting)
+    assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
+
+    def fma(*names):
+        return sum(counted[name].by_class()["fma"] for name in names)
+
+    def instructions(*names):
+        return sum(sum(counted[name].by_class().values()) for name in names)
+
+    products, limit = WORK[moving]
+    for count in (fma, instructions):
+        backward = count("backward_kv", "backward_q")
+        assert count("jvp") <= limit * count("forward")
+        assert count("second_kv", "second_q") <= 2.3 * backward
+        assert count("jvp", "second_kv", "second_q") <= 3.3 * backward
+    assert 0.9 * products <= fma("jvp") / fma("forward") <= products

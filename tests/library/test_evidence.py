@@ -113,7 +113,8 @@ def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
     assert repr(plan(SINGLE._replace(engine="simt", scale=3.0), AMPERE).tile) == name[1]
     assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile by hand stays
     assert predicted(SINGLE, AMPERE).tile == by_prediction.tile
-    for other in (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True)):
+    others = (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True))
+    for other in (*others, dict(derivative="JVP", tangents=("q",))):
         assert plan(SINGLE._replace(**other), AMPERE).measured == "", other
 
 
@@ -353,6 +354,19 @@ def test_a_record_with_a_wrong_field_does_not_count(bad, tmp_path, capsys):
     assert evidence.tunes(AMPERE) == [] and why in evidence.summary()[0]
     assert main(["report", "--out", str(tmp_path / "report.json")]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
+
+
+def test_records_that_are_ignored_for_one_reason_share_a_line():
+    paths = [measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt")), passed(AMPERE, "simt"), passed(AMPERE, "mma")]
+    for path in paths:
+        stale(path)
+    truncate(paths[2])
+    forget_plans()
+    lines = [line for line in plan(SINGLE, AMPERE).explain().splitlines() if line.startswith("ignored")]
+    assert lines == [
+        f"ignored    {paths[2]}: it is damaged, or of another version",
+        f"ignored    2 records in {paths[0].parent}: it is about other kernel texts",
+    ]
 
 
 def test_only_files_that_exist_are_ignored(folder):

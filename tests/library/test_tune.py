@@ -392,6 +392,7 @@ vjp(out)
 slopes, documents, cache = np.ones(2, np.float32), np.zeros((1, 100), np.int32), np.ones((2, 64, 2, 8), np.float32)
 cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j))
 cupy_flash.attention(q, q, q, mask_mod=lambda b, h, i, j: documents[b, i] == documents[b, j])
+cupy_flash.attention_jvp(q, q, q, q)
 for split_size in (None, 64):
     cupy_flash.attention_with_kv_cache(np.ones((2, 1, 2, 8), np.float32), cache, cache, split_size=split_size)
 bounds = np.array([0, 40, 100], np.int32)
@@ -407,7 +408,7 @@ def test_recorded_calls(tmp_path):
         subprocess.run(
             [sys.executable, "-c", CALLS], cwd=Path(cupy_flash.__file__).parents[1], env=environment, check=True
         )
-    assert len(file.read_text().splitlines()) == 2 * 9
+    assert len(file.read_text().splitlines()) == 2 * 10
     shared = dict(dtype="float32", head_dim=8, head_dim_v=8, heads=2, kv_heads=2)
     forward = Trial(
         **shared, q_len=20, kv_len=20, causal="bottom_right", window=(5, 0), options=("softcap", "dropout"),
@@ -425,10 +426,11 @@ def test_recorded_calls(tmp_path):
     decode = Trial(**shared, batch=2, q_len=1, kv_len=64, causal="bottom_right", backward=False)
     assert cache == replace(decode, cache=CacheTrial())
     assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
-        ("its mask_mod reads arrays", True), ("with split_size its tile does not depend on measurements", False)
+        ("its mask_mod reads arrays", True), ("tune measures no JVP", False),
+        ("with split_size its tile does not depend on measurements", False)
     ]  # fmt: skip
     results = tuning.Results(AMPERE, (), 0, "", not_replayed)
-    assert "recorded calls that cannot be made again and are not measured: 2" in str(results)
+    assert "recorded calls that cannot be made again and are not measured: 3" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
     for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
@@ -562,6 +564,9 @@ def test_a_file_that_holds_no_calls(tmp_path, capsys):
     file.write_text('{"q_len": 5}\n\n{"q_len": "x"}\n')
     assert main(["tune", "--like", str(file)]) == 1
     assert f"{file}:3 states no call: q_len must be a whole number" in capsys.readouterr().err
+    file.write_text('{"not_replayed": "it is a shard of a larger call", "call": "forward"}')
+    assert main(["tune", "--like", str(file)]) == 1
+    assert f"no call of {file} can be made again:\n- forward: it is a shard" in capsys.readouterr().err
     file.write_text("")
     assert main(["tune", "--like", str(file)]) == 1
     assert "there is no call to measure" in capsys.readouterr().err

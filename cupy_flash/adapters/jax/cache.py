@@ -18,6 +18,7 @@ from ...arrays import Array, as_array
 from ...pose_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
 from ...problem import UnsupportedError
 from . import calls, primitive
+from .calls import APPEND, CACHED
 from .op import JaxArray
 from .step import bind
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from ...arguments import CacheArgumentsWithoutLse
 
-APPEND, CACHED = "append", "cached"
 CACHES = ("k_cache", "v_cache")
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
 OF_APPEND = (

@@ -20,6 +20,7 @@ from .axes import axes_of, sizes_of
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # the values that stand in for traced ones
 FORWARD, BACKWARD = "forward", "backward"
+APPEND, CACHED = "append", "cached"  # of cache.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")

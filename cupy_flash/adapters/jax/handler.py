@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
-from ...problem import UnsupportedError
+from ...problem import DOUBLE_BACKWARD, UnsupportedError
 from . import frame as ffi
 from .calls import parse
 
@@ -87,9 +87,12 @@ def _load(call: Any, operands: dict[str, Array]) -> None:
     import cupy
 
     problem, _ = call.pose(operands)
-    plan = backends.plan_for(problem)
-    with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
-        backends.load(plan.launches, plan.device)
+    problems = [problem]
+    if call.step == DOUBLE_BACKWARD:
+        problems.append(backends.along_cotangents(problem))
+    for plan in map(backends.plan_for, problems):
+        with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
+            backends.load(plan.launches, plan.device)
 
 
 @functools.lru_cache(maxsize=64)

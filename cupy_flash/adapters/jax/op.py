@@ -56,7 +56,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cupy_flash.attention` on jax arrays, with the same arguments and results; see there.
 
-    Differentiable in both modes, and on a CPU twice unless both are forward mode, with respect to q, k, v, bias, sink
+    Differentiable in both modes, and twice unless both are forward mode, with respect to q, k, v, bias, sink
     and the floating arrays that score_mod captures, which must be of jax; through out and lse. Works under grad, jvp,
     hessian, jit, vmap, scan, jax.checkpoint, shard_map, pmap and jax.export. Arrays sharded over batch or heads stay
     sharded; a sharded sequence is an error that names `ring_attention`.
@@ -170,7 +170,7 @@ def attention_jvp(
     Raises:
         TypeError: as `attention`.
         ValueError: likewise.
-        UnsupportedError: no engine of the backend computes it, as none for GPUs does yet.
+        UnsupportedError: no engine of the backend computes it.
     """
     function = "attention_jvp"
     static, operands, captured = _read(function, {"q": q, "k": k, "v": v}, options)

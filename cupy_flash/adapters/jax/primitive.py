@@ -18,8 +18,9 @@ from jax.interpreters import mlir
 from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
 from ...backends import kernels
+from ...problem import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
 from . import frame, handler
-from .calls import BACKWARD, NUMBERS, Call, parse
+from .calls import BACKWARD, CACHED, FORWARD, NUMBERS, Call, parse
 
 local_p = Primitive("cupy_flash_attention")  # on one device
 
@@ -113,10 +114,21 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
     if call.aliases:  # an append: the caches, and no workspaces
         backends.plan_for(problem)
         return list(call.results(operands).values()), list(range(len(call.aliases)))
-    run = kernels.backward if call.step == BACKWARD else kernels.forward
-    results = call.named(run(backends.plan_for(problem), posed, lambda work: None))
+    results = call.named(_traced(call.step, problem, posed))
     places = {id(array): place for place, array in enumerate(recorder.arrays)}
     return [(x.shape, x.dtype) for x in recorder.arrays], [places[id(result)] for result in results.values()]
+
+
+def _traced(step: str, problem: Problem, operands: Operands) -> Any:
+    """The results of a step whose kernels do not start."""
+    plan = backends.plan_for(problem)
+    if step != DOUBLE_BACKWARD:
+        run = {FORWARD: kernels.forward, CACHED: kernels.forward, BACKWARD: kernels.backward, JVP: kernels.jvp}[step]
+        return run(plan, operands, lambda work: None)
+    along = backends.plan_for(backends.along_cotangents(problem))
+    _, _, tout, tlse = kernels.jvp(along, operands, lambda work: None)
+    gradients = kernels.backward(plan, operands._replace(tout=tout, tlse=tlse), lambda work: None)
+    return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
 local_p.multiple_results = True

@@ -98,7 +98,8 @@ def attention_with_kv_cache(
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
         max_seqlen_q: at least the longest of them.
         rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, a position
-            p by row p. k is rotated in float32 and rounded once to the dtype of the cache.
+            p by row p, and one before the first key by row 0. k is rotated in float32 and rounded once to the dtype of
+            the cache.
         rotary_sin: likewise.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
         causal: whether query i sees no key after its own position L_b - Sq + i.

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size is a multiple of it
+OVERLAP_WORK = 10_000  # steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # entries of an array that an error names
 
 
@@ -102,6 +104,7 @@ def _pose(
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     operands = _operands(call, length, bounds, mod)
+    _check_overlap(requirements, call)
     if stated.readable and stated.problem is not None:
         _check_contents(requirements, stated.problem, operands, bounds)
     requirements.raise_if_unmet(call)
@@ -636,6 +639,56 @@ def _with_problem(
 # Contents
 
 
+def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
+    """No array that a call reads or returns may lie in a cache: the append would change it, or it the cache.
+
+    jax's arrays are left out: XLA decides over their memory, and while it traces they have none.
+    """
+    written = ("out",) if "k" not in call else ("q", "k", "v", "out")
+    for name in written:
+        for cache in ("k_cache", "v_cache"):
+            if name in call and cache in call:
+                requirements.require(not _share_memory(call[name], call[cache]), f"{name} overlaps {cache} in memory")
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether some element of a is one of b; their addresses alone are compared."""
+    if a.device != b.device or a.framework in ("jax", "xla"):
+        return False
+    (a_first, a_end), (b_first, b_end) = map(_extent, (a, b))
+    if a_end <= b_first or b_end <= a_first:
+        return False
+    try:
+        shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:  # views that interleave in a way which is hard to solve
+        return False
+    return shared
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """The first address of an array, and that after its last element."""
+    if 0 in array.shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    first, last = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps)
+    return array.pointer + first * array.dtype.itemsize, array.pointer + (last + 1) * array.dtype.itemsize
+
+
+def _addresses(array: Array) -> np.ndarray:
+    """A NumPy array at the addresses of another, perhaps on a GPU, whose elements must never be touched."""
+    size = array.dtype.itemsize
+    holder = SimpleNamespace(
+        __array_interface__={
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (array.pointer, True),
+            "shape": array.shape,
+            "strides": tuple(stride * size for stride in array.strides),
+        }
+    )
+    return np.asarray(holder)
+
+
 def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
     """Check the arrays of indices in host memory.
 
@@ -647,6 +700,12 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
         return
     require = requirements.require
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(operands, name)
+        if descale is not None and descale.device == "cpu":
+            values = descale.numpy()
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            require(legal, f"{name} must be finite and not negative")
     tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
     if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
         return

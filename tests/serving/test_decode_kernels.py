@@ -526,3 +526,16 @@ def test_compile_covers_calls_of_any_length(arch):
                          head_dim=64, head_dim_v=64, dtype="float16")  # fmt: skip
         problem = posed(case.call())[0]._replace(batch=batch, device="cuda:0")
         assert {x.text_key for x in plan(problem, on).launches} <= built
+
+
+@pytest.mark.parametrize("options", [dict(rotary=(32, False)), exhaustive(dict(rotary=(64, True), split_size=128))])
+def test_compile_covers_rotary_tables_and_pieces(options):
+    on, split_size = device.named("sm_80", "cuda"), options.get("split_size")
+    dims, interleaved = options["rotary"]
+    words = dict(rotary=True, rotary_dim=dims, rotary_interleaved=interleaved, split_size=split_size)
+    built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, **words)}
+    for page, q_len in product((None, 16), (1, 5, 600)):
+        case = CacheCase(lengths=(), capacity=4096, page=page, q_len=q_len, appended=1, heads=8, head_dim=64,
+                         head_dim_v=64, dtype="float16", **options)  # fmt: skip
+        problem = posed(case.call())[0]._replace(batch=2, device="cuda:0")
+        assert {x.text_key for x in plan(problem, on).launches} <= built

@@ -644,34 +644,43 @@ def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
 
     jax's arrays are left out: XLA decides over their memory, and while it traces they have none.
     """
-    written = ("out",) if "k" not in call else ("q", "k", "v", "out")
-    for name in written:
-        for cache in ("k_cache", "v_cache"):
-            if name in call and cache in call:
-                requirements.require(not _share_memory(call[name], call[cache]), f"{name} overlaps {cache} in memory")
+    others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
+    if not others:
+        return
+    caches = [(name, call[name], _extent(call[name])) for name in ("k_cache", "v_cache") if name in call]
+    for name in others:
+        array = call[name]
+        first, end = _extent(array)
+        for cache_name, cache, (cache_first, cache_end) in caches:
+            if first < cache_end and cache_first < end and _share_an_element(array, cache):
+                requirements.require(False, f"{name} overlaps {cache_name} in memory")
 
 
-def _share_memory(a: Array, b: Array) -> bool:
-    """Whether some element of a is one of b; their addresses alone are compared."""
+def _share_an_element(a: Array, b: Array) -> bool:
+    """Whether arrays whose ranges of addresses overlap have an element in common; none if that is hard to solve."""
     if a.device != b.device or a.framework in ("jax", "xla"):
-        return False
-    (a_first, a_end), (b_first, b_end) = map(_extent, (a, b))
-    if a_end <= b_first or b_end <= a_first:
         return False
     try:
         shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:  # views that interleave in a way which is hard to solve
+    except np.exceptions.TooHardError:
         return False
     return shared
 
 
+@lru_cache(maxsize=CACHED)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """The first element of an array and that after its last one, counted from element 0."""
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + 1
+
+
 def _extent(array: Array) -> tuple[int, int]:
     """The first address of an array, and that after its last element."""
-    if 0 in array.shape:
-        return 0, 0
-    steps = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
-    first, last = sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps)
-    return array.pointer + first * array.dtype.itemsize, array.pointer + (last + 1) * array.dtype.itemsize
+    first, end = _span(array.shape, array.strides)
+    size = array.dtype.itemsize
+    return array.pointer + first * size, array.pointer + end * size
 
 
 def _addresses(array: Array) -> np.ndarray:

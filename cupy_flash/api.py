@@ -597,6 +597,10 @@ def compile(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    split_size: int | None = None,
+    rotary: Presence = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = True,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile what later calls on a GPU will need, before the first of them.
@@ -615,8 +619,12 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache` with causal=True and without split_size, contiguous and paged, and for
-            `append_to_kv_cache`, both without rotary tables; forward only.
+        cache: for `attention_with_kv_cache` with causal=True, contiguous and paged, and for `append_to_kv_cache`;
+            forward only.
+        split_size: with cache, that of the calls.
+        rotary: with cache, for calls with rotary tables: True for tables of the dtype of q, or the name of theirs.
+        rotary_dim: how many dimensions they rotate; None is D.
+        rotary_interleaved: as in `attention_with_kv_cache`.
         **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
             not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
             window) count by presence as well, and stay free.
@@ -638,7 +646,8 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, **options,
+        cache=cache, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
+        **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:

@@ -25,7 +25,8 @@ from .problem import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 MODULES: dict[str, Engine] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip
-WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
+DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
+WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
 WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
@@ -227,9 +228,8 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     """
     plan(problem, device)  # raises where nothing serves the problem
     launches: list[Launch] = []
-    for engine, module in MODULES.items():
-        if refusals(engine, problem, device):
-            continue
+    for engine in _defaults(problem, [engine for engine in MODULES if not refusals(engine, problem, device)]):
+        module = MODULES[engine]
         best: dict[object, Any] = {}
         for _, tile in _by_cost(engine, problem, device):
             best.setdefault(module.alike(tile), tile)
@@ -261,9 +261,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     best = {engine: (cost * scales.get(engine, 1.0), tile) for engine, (cost, tile) in best.items()}
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
-        # An engine on request serves where it is measured, never by its prediction.
-        defaults = [engine for engine in best if not _is_on_request(engine, problem)] or list(best)
-        chosen = min(defaults, key=lambda engine: best[engine][0])
+        chosen = min(_defaults(problem, best), key=lambda engine: best[engine][0])
         (cost, tile), words = best[chosen], ""
     else:
         measured, tile = fastest
@@ -271,8 +269,31 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
         cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
-            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms",)
+            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms{_advantage(problem, chosen)}",)
     return Choice(chosen, tile, cost, tuple(refused.items()), words)
+
+
+def _defaults(problem: Problem, engines: Collection[str]) -> list[str]:
+    """The engines among which the smallest prediction chooses.
+
+    An engine on request serves where it is measured, never by its prediction. Where one row tile of mma_decode holds
+    all queries of a sequence, no other engine is a default: it alone reads each key once.
+    """
+    if _is_one_row_tile(problem) and "mma_decode" in engines:
+        return ["mma_decode"]
+    return [engine for engine in engines if not _is_on_request(engine, problem)] or list(engines)
+
+
+def _is_one_row_tile(problem: Problem) -> bool:
+    return problem.cache is not None and problem.q_len * problem.group <= mma_decode.ROWS[-1]
+
+
+def _advantage(problem: Problem, chosen: str) -> str:
+    """The rest of the reason against other engines than the chosen one: "" if the prediction is all of it."""
+    if chosen != "mma_decode" or not _is_one_row_tile(problem):
+        return ""
+    rows = problem.q_len * problem.group
+    return f", but one tile of mma_decode has all {rows} rows of a group, and reads each key once"
 
 
 def forget() -> None:

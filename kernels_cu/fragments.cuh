@@ -54,7 +54,7 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
-          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
           if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
           float derivative;
           if constexpr (SCORE_MOD) {

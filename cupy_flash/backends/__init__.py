@@ -123,7 +123,7 @@ def along_cotangents(problem: Problem) -> Problem:
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
     """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
-    if chosen.device.backend != "cpu" or not chosen.problem.mask_mod:
+    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
         return chosen
     from . import cpu
 

@@ -15,7 +15,7 @@ from ..backends.kernels import compile_launch
 from ..device import Device
 from ..isolated import Announce
 from ..mods.trace import Mod
-from ..plan import WITH_CACHE, Plan
+from ..plan import DECODERS, Plan
 from ..pose import pose
 from ..problem import FP8, Options, Packed, Saved
 from ..trial import Call, Trial
@@ -65,12 +65,12 @@ def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
     dims = [each for each in HEAD_DIMS[engine] if (engine, arch, *each) != ("mma_decode", "sm_75", 256, 256)]
     base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
     cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
-    if engine in WITH_CACHE:
+    if engine in DECODERS:
         base = replace(base, q_len=1, causal=True, backward=False)
         cases = [replace(case, q_len=1, causal=True, backward=False) for case in cases]
         cases += [replace(base, **options) for options in CACHE_OPTIONS]
         cases += [replace(base, dtype=dtype) for dtype in dtypes[1:]]
-    if quick or engine in WITH_CACHE:
+    if quick or engine in DECODERS:
         return cases[: 1 if quick else None]
     cases += [replace(base, **row) for row in ROWS[1:]]
     cases += [replace(base, dtype=dtype, causal=True) for dtype in dtypes[1:]]

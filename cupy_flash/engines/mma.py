@@ -8,6 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
+from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import (
     captured_reads,
@@ -28,6 +29,7 @@ LARGEST = 512  # head dimension
 # operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
 LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
 LIVE_IN_OPTIONS = 20  # subtracted with a score modification, dropout or, of the forward, a mask_mod
+LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads keep page numbers and look-ups in flight
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
 # Architectures with 16-byte red.global.add.v4.f32: there the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -81,7 +83,7 @@ class Tiles(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -154,8 +156,10 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """For a backward: delta and lse2, and the sums of dQ where the dK/dV kernel accumulates it."""
-    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None) if problem.backward else ()
+    """For a backward delta, lse2 and the sums of dQ that the dK/dV kernel adds; for a KV cache rotated rows of q."""
+    if not problem.backward:
+        return rotated_rows(problem, q_rows)
+    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -167,7 +171,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        return nonempty(with_mods(problem, [_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile))]))
+        steps = append_launches(problem, fragment_constants(problem) | cache_constants(problem))
+        rows = _launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile))
+        return nonempty(with_mods(problem, [*steps, rows]))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
@@ -197,7 +203,8 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
     by_key = kernel == "mma/backward_kv"
-    constants: dict[str, Constant] = fragment_constants(problem) | {
+    constants: dict[str, Constant] = fragment_constants(problem) | cache_constants(problem)
+    constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
         "BLOCK_KV": tile.rows if by_key else tile.step,
@@ -242,6 +249,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     limit = LIVE[kernel]
     walks = problem.mask_mod and kernel == "forward"  # two walks over tiles, that of the loads and its own
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
+    limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
@@ -254,7 +262,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
         tile
         for stages in stage_counts
         for tile in (shape._replace(stages=stages),)
-        if _shared_bytes(kernel, problem, tile) <= device.shared_bytes
+        if _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step) <= device.shared_bytes
     ]
 
     def preferred(tile: Tile) -> tuple[bool, int, int]:
@@ -304,7 +312,7 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
     """Occupancy: resident blocks per SM."""
-    shared = _shared_bytes(kernel, problem, tile)
+    shared = _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 

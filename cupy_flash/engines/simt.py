@@ -8,6 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
+from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
 from .shared import (
     added_launches,
     captured_reads,
@@ -43,7 +44,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Refused are fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + forward_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -64,7 +65,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     return [
         tile
         for tile in sizes
-        if max(_shared_bytes(problem, tile).values()) <= device.shared_bytes
+        if max(_shared_bytes(problem, tile).values()) + static_bytes(problem, tile.block_kv) <= device.shared_bytes
         and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
     ]
 
@@ -95,9 +96,9 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The delta of every row, for a backward; eps beside it for a double backward."""
+    """For a backward delta of every row, and eps if it is a double one; with a KV cache the rotated rows of q."""
     if not problem.backward:
-        return ()
+        return rotated_rows(problem, q_rows)
     return row_workspaces(problem, q_rows, "delta", *(("eps",) if problem.derivative else ()))
 
 
@@ -105,7 +106,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """The forward or JVP; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    constants: dict[str, Constant] = shared_constants(problem) | {
+    constants: dict[str, Constant] = shared_constants(problem) | cache_constants(problem)
+    constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
@@ -121,7 +123,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if not problem.backward:
         name = "simt/jvp" if problem.derivative else "simt/forward"
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
-        return nonempty(with_mods(problem, [forward]))
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), forward]))
     step = "simt/second" if problem.derivative else "simt/backward"
     backward = [
         launch("delta", (q_tiles, problem.heads, sequences(problem))),

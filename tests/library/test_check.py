@@ -17,7 +17,7 @@ from cupy_flash.checks.calls import DTYPES, HEAD_DIMS, trials
 from cupy_flash.checks.verdicts import run_check
 from cupy_flash.device import named
 from cupy_flash.features import FEATURES
-from cupy_flash.plan import WITH_CACHE
+from cupy_flash.plan import DECODERS
 from cupy_flash.problem import UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.trial import Trial
@@ -26,7 +26,7 @@ SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
-WITHOUT_CACHE = [engine for engine in DTYPES if engine not in WITH_CACHE]
+WITHOUT_CACHE = [engine for engine in DTYPES if engine not in DECODERS]
 STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # of simt/forward
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from ... import backends, features
 from ...arrays import Array, as_array
 from ...pose_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
+from ...problem import UnsupportedError
 from . import calls, primitive
 from .calls import APPEND, CACHED
 from .op import JaxArray
@@ -40,7 +41,7 @@ AXES = {
 }  # fmt: skip
 
 _Static: Any = features.record(
-    *(feature.name for feature in features.CACHE_FEATURES if feature.name not in ARRAY_NAMES), "function"
+    *(x.name for x in features.CACHE_FEATURES if x.name not in ARRAY_NAMES and x.kind != features.MOD), "function"
 )
 
 
@@ -242,6 +243,8 @@ def attention_with_kv_cache(
 def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: Any) -> dict[str, Any]:
     """The results of a call, of `rows` of q or k."""
     settings = CacheOptions.of(function, options)
+    if settings.score_mod is not None or settings.mask_mod is not None:
+        raise UnsupportedError(f"{function}: score_mod and mask_mod with a KV cache in jax")
     given = given | {name: getattr(settings, name) for name in ARRAY_NAMES if name not in given}
     lengths = settings.cache_seqlens
     bounds = given.get("cu_seqlens" if step == APPEND else "cu_seqlens_q")

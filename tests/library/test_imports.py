@@ -147,7 +147,6 @@ FLOW = (
     "adapters.jax.frame",
     "adapters.jax.axes",
     "adapters.jax.calls",
-    "mods.instances",
     "adapters.jax.folding",
     "adapters.jax.sharding",
     "adapters.jax.handler",

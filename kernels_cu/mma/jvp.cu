@@ -25,7 +25,7 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
         int i = q_start + row_of(m, e), j = kv_start + column_of(n, e);
         bool seen = !MASKED || band.sees(i, j);
         if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
-        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
         Score::Moved x = {-infinity()};
         if (seen) x = score.moved(S[m][n][e], tS[m][n][e], i, j);
         S[m][n][e] = x.score, tS[m][n][e] = x.tangent;

@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), a JVP in fp16, and head dimensions above LARGEST."""
+    """Refused are a JVP in fp16, dtypes but fp16 and bf16 (on sm_75: but fp16), and head dimensions above LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):

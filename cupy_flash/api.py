@@ -403,7 +403,7 @@ def attention_jvp(
         a sink).
 
     Raises:
-        UnsupportedError: no engine of the backend computes it, as none for GPUs does yet.
+        UnsupportedError: no engine of the backend computes it; the error has the reasons of each.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v, tq = np.random.default_rng(0).normal(size=(4, 1, 4, 2, 8))
@@ -502,7 +502,7 @@ def attention_double_backward(
         SecondGradients(dq, dk, dv, dbias, dsink, dcaptured, ddout, ddlse), each in the shape and dtype of its input.
 
     Raises:
-        UnsupportedError: no engine of the backend computes it, as none for GPUs does yet.
+        UnsupportedError: no engine of the backend computes it; the error has the reasons of each.
     """
     name = "attention_double_backward"
     tangents, saved = Tangents(tq, tk, tv, tbias, tsink, tcaptured), Saved(dout, out, lse, dlse)

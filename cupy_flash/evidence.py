@@ -299,8 +299,9 @@ def summary() -> list[str]:
     lines = []
     for folder, words in folders.items():
         tuned = words.count("tuned")
-        others = [word for word in words if word != "tuned"]
-        lines.append(f"{folder}: {', '.join([*others, *([f'{tuned} buckets tuned'] if tuned else [])])}")
+        facts = [word for word in words if word != "tuned"]
+        facts += [f"{tuned} bucket{'s' * (tuned != 1)} tuned"] if tuned else []
+        lines.append(f"{folder}: {', '.join(facts)}")
     return lines
 
 

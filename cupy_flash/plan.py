@@ -19,7 +19,7 @@ from .evidence import Measured, Tune
 from .features import ARRAYS, FEATURES, is_given
 from .launch import Launch
 from .params import Workspace
-from .problem import FP8, Problem, UnsupportedError
+from .problem import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 
 # The engines by name.
 MODULES: dict[str, Engine] = {
@@ -27,7 +27,7 @@ MODULES: dict[str, Engine] = {
 }  # fmt: skip
 DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
 WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
-WITH_DERIVATIVES = ("cpu", "simt")  # the engines that compute JVPs and double backwards
+WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
 # Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
@@ -449,7 +449,7 @@ def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = 
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
     if problem.cache is not None and engine not in WITH_CACHE:
         reasons.append("it reads no KV cache in this version")
-    if problem.derivative and engine not in WITH_DERIVATIVES:
+    if problem.derivative and problem.derivative not in WITH_DERIVATIVES.get(engine, ()):
         reasons.append(f"it computes no {problem.derivative} in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")

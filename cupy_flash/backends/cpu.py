@@ -329,7 +329,7 @@ class Call:
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
         """The key tiles that a query tile visits, last first."""
         if self.visits is None:
-            return [Visit(*tile, False) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
+            return [Visit(*tile, None) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
         place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
 
@@ -341,7 +341,7 @@ class Call:
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
         """The query tiles that visit a key tile, first to last."""
         if self.visits is None:
-            return [Visit(*tile, False) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
+            return [Visit(*tile, None) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
         place = self._place(sequence, head)
         return self.visits.q_tiles(*place, kv_start)
 
@@ -351,13 +351,13 @@ class Call:
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.mask_mod is not None and tile.is_cut:
-            np.copyto(S, -np.inf, where=~self.mask_mod.visible(tile))
+        if self.mask_mod is not None:
+            self.mask_mod.hide(S, tile)
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
         """Whether any score of the tile may be masked."""
         given = self.mask is not None or self.bias is not None
-        return given or tile.is_cut or not band.sees_all(*tile.queries, *tile.keys)
+        return given or tile.masked is not None or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""

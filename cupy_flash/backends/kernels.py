@@ -46,8 +46,9 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            size = params.dtype.fields["captured"][1]  # the kernel does not know this member, the last one
-            params = np.ndarray((), f"V{size}", params)
+            size, align = params.dtype.fields["captured"][1], params.dtype.alignment
+            # The kernel does not know this member, the last one: the struct ends before it, padded.
+            params = np.ndarray((), f"V{-(-size // align) * align}", params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}

@@ -27,7 +27,7 @@ MEASURED: str | None = None
 LARGEST = 512  # head dimension
 # Limit of registers per thread that hold accumulators and fragments across a mainloop step; the rest of the 255 holds
 # operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
-LIVE = {"forward": 164, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
+LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
 LIVE_IN_OPTIONS = 20  # subtracted with a score modification, dropout or, of the forward, a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads keep page numbers and look-ups in flight
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
@@ -43,8 +43,8 @@ ADDED_BYTES = 16  # bandwidth of red to global memory
 INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
-INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "backward_q": 4.5, "backward_kv": 5}
-INSTRUCTIONS_OF_STEP = {"forward": 80, "backward_q": 120, "backward_kv": 200}
+INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "jvp": 11, "backward_q": 4.5, "backward_kv": 5}
+INSTRUCTIONS_OF_STEP = {"forward": 80, "jvp": 200, "backward_q": 120, "backward_kv": 200}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -100,7 +100,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
-        return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles("forward", problem, device)]
+        kernel = _row_kernel(problem)
+        return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
     bias = bias_tile(problem, device)
     if _needs_bias_tile(problem) and bias is None:
         return []
@@ -113,6 +114,11 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
+
+
+def _row_kernel(problem: Problem) -> str:
+    """The kernel whose blocks own queries."""
+    return "backward_q" if problem.backward else "jvp" if problem.derivative else "forward"
 
 
 def bias_tile(problem: Problem, device: Device) -> Tile | None:
@@ -135,8 +141,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
     if tile.q_tile is not None:
-        kernel = "backward_q" if problem.backward else "forward"
-        total += _seconds(kernel, problem, device, tile.q_tile, heads, problem.q_len, pairs)
+        total += _seconds(_row_kernel(problem), problem, device, tile.q_tile, heads, problem.q_len, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
         total += _seconds("backward_kv", problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
@@ -158,7 +163,7 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
-    """The forward; or the row kernels around dK/dV, dQ and dbias."""
+    """The forward or JVP; or the row kernels around dK/dV, dQ and dbias."""
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
@@ -167,7 +172,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if kv_tile is None:
         assert q_tile is not None
         steps = append_launches(problem, fragment_constants(problem) | cache_constants(problem))
-        return nonempty(with_mods(problem, [*steps, _launch("mma/forward", problem, q_tile, q_grid(q_tile))]))
+        steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
@@ -277,8 +283,9 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
     # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
-    copies = {"forward": 1, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
-    columns = {"forward": v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
+    # JVP: S and tS, and their packed halves.
+    copies = {"forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
+    columns = {"forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
     q = m * (k // 4 if tile.q_in_registers else 4)
     return int(copies * scores) + m * columns // (2 * tile.column_warps) + q
 
@@ -290,6 +297,9 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     if kernel == "forward":
         q = 2 * tile.rows * k
         return max(tile.stages * stage + (0 if tile.q_in_registers else q), q, 2 * tile.rows * v)
+    if kernel == "jvp":
+        tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
+        return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)
     operands = 2 * tile.rows * (k + v)
     if kernel == "backward_kv":
         dS = 2 * tile.rows * -(-tile.step // (16 * tile.column_warps)) * 16 * tile.column_warps
@@ -310,7 +320,9 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Predicted seconds of one kernel: resident blocks share an SM's throughput, a single warp overlaps nothing."""
     k, v = _padded(problem, tile.column_warps)
-    scores, sums = {"forward": (k, v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[kernel]
+    scores, sums = {"forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[
+        kernel
+    ]
     row_warps = tile.threads // 32 // tile.column_warps
     loaded = 2 * tile.step * (k + v)
     read = 2 * tile.step * row_warps * (scores * tile.column_warps + sums) + (

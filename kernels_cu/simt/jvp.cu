@@ -4,30 +4,13 @@
 // The tangent of lse is mu, the mean of the score tangents tS under P, which is known at the end only. The sum
 // T = (P (tS - mu)) V + P tV has the mu of the keys so far and follows it: a change of mu by x subtracts x O. A sum
 // (P tS) V from which mu O is subtracted at the end would cancel in a row in which one key has nearly all of P.
+#include "../mean.cuh"
 #include "../softmax.cuh"
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 constexpr int SUMS = columns_of(HEAD_DIM_V);
-
-// The mean of tS over the keys so far, of which a sink is the first. The double backward subtracts it from each tS,
-// which magnifies its rounding error where one key dominates: the sum has twice the precision, and mu is rounded once.
-struct Mean {
-  real sum;   // of P tS, with the row max of now
-  real rest;  // its rounding errors
-  real mu;
-
-  // Adds the sum of a tile, and returns the change of mu.
-  __device__ real update(real rescale, real tile_sum, real l) {
-    real before = mu, scaled = sum * rescale, total = scaled + tile_sum, added = total - scaled;
-    rest = rest * rescale + fma(sum, rescale, -scaled) + (scaled - (total - added)) + (tile_sum - added);
-    sum = total;
-    real quotient = sum / l;
-    mu = l == 0 ? 0 : quotient + (fma(-quotient, l, sum) + rest) / l;
-    return mu - before;
-  }
-};
 
 // Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
 template <bool MASKED>

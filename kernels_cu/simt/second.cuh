@@ -4,6 +4,7 @@
 //     g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
 //     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c, of which dV = W^T dO
 #pragma once
+#include "../mean.cuh"
 #include "steps.cuh"
 
 struct PairGradients {

@@ -7,7 +7,6 @@
 #include "tile.cuh"
 
 constexpr int MAX_DIM = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
-constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // the direction changes probabilities
 
 template <bool MASKED>
 __device__ bool sees(const Score& score, const Band& band, int i, int j) {

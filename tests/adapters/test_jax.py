@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -88,9 +89,17 @@ def arrays_among(options):
     return {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
 
-@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in CALLS), ("causal", "bfloat16")])
-def test_out_and_gradients_are_those_of_jax(case, dtype, transform):
+ROWS = {
+    f"{case}-{dtype}-{name}": (case, dtype, transform)
+    for case, dtype in (*((case, "float32") for case in CALLS), ("causal", "bfloat16"))
+    for name, transform in (("eager", eager), ("jit", jax.jit))
+}
+DEFAULT = ("plain-float32-eager", "causal-bfloat16-jit", "mask-float32-jit", "bias-float32-jit", "lengths-float32-jit")
+
+
+@pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
+def test_out_and_gradients_are_those_of_jax(row):
+    case, dtype, transform = row
     operands, options, _ = CALLS[case]
     function = transform(functools.partial(out_and_gradients, attention, options))
     actual = function(arrays(operands, dtype), jnp.asarray(WEIGHTS, jnp.float32))
@@ -278,7 +287,9 @@ def modified_in_jax(q, k, v, table):
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, -1), v)
 
 
-@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(eager, marks=pytest.mark.exhaustive), jax.jit], ids=["eager", "jit"]
+)
 def test_mods_and_their_captured_gradients(transform):
     q, k, v = (jnp.asarray(normal(n, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
 

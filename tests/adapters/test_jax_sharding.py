@@ -87,6 +87,17 @@ def test_shards_stay_and_results_are_those_of_one_device(case, kind):
             np.testing.assert_allclose(actual_gradients[name], gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
+def test_a_constant_query_takes_the_explicit_shards_of_the_keys():
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        given = sharded(mesh, QKV, HEADS)
+        call = jax.jit(lambda k, v: attention(QKV["q"], k, v))
+        assert jax.eval_shape(call, given["k"], given["v"]).sharding.spec[:3] == tuple(HEADS)
+        out = call(given["k"], given["v"])
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
+    np.testing.assert_array_equal(out, attention(**QKV))
+
+
 @pytest.mark.parametrize("spec", [BATCH, PartitionSpec(("data", "model"))], ids=str)
 def test_a_batch_over_one_or_all_axes(spec):
     options = dict(dropout=0.3, seed=3)

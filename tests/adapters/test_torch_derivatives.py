@@ -215,10 +215,11 @@ def test_tangents_of_what_has_no_gradient_are_refused():
         jvp(lambda s: cupy_flash.attention(*X, alibi_slopes=s), (slopes,), (slopes,))
 
 
+@pytest.mark.exhaustive
 def test_engines_say_that_they_do_not_serve_it():
+    q, k, v = torch.zeros(3, 1, 5, 2, 8).half().unbind()
     with pytest.raises(UnsupportedError, match="it computes no JVP in this version"):
-        q, k, v = (x.half() for x in X)
-        jvp(lambda q: cupy_flash.attention(q, k, v, backend="simulator", engine="mma"), (q,), (q,))
+        jvp(lambda q: cupy_flash.attention(q, k, v, backend="simulator:sm_90a", engine="wgmma"), (q,), (q,))
 
 
 @pytest.mark.exhaustive

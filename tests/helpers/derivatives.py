@@ -84,16 +84,17 @@ def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
     return run_plans(case, planned, cpu_derivatives.jvp, cpu_derivatives.double_backward, moving, call)
 
 
-def run_kernels(case: Case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, **changes) -> Derivatives:
-    """Results of the simulator in this tile; `start` starts the launches, `changes` are those of the problem."""
+def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
+    """Derivatives by the simulator, by one engine or by `jvp` and `engine`; `tile` is of both, None for the plan's."""
 
     def planned(problem):
         gpu = device.named(arch)
-        problem = problem._replace(backend="simulator", **changes)
+        problem = problem._replace(backend="simulator", engine=engine if problem.backward else jvp or engine)
         return plan(problem, gpu, tile(plan(problem, gpu)) if callable(tile) else tile)
 
-    jvp, double_backward = (partial(step, start=start) for step in (kernels.jvp, kernels.backward))
-    return run_plans(case, planned, jvp, double_backward, moving, call)
+    return run_plans(
+        case, planned, *(partial(step, start=start) for step in (kernels.jvp, kernels.backward)), moving, call
+    )
 
 
 def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Derivatives:

@@ -15,7 +15,7 @@ from tiles import SMALL_TILE
 from cupy_flash import nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds
 from cupy_flash.backends.simulator.run import start
-from cupy_flash.engines import simt
+from cupy_flash.engines import mma, simt
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -29,13 +29,13 @@ SERVED = {name: case for name, case in EVERY.items() if max(case.head_dim, case.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
 def test_every_option(case):
-    check(case, run_kernels(case, engine="simt", tile=SMALL_TILE))
+    check(case, run_kernels(case, tile=SMALL_TILE))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS)
 def test_all_pairs_of_options(case):
-    check(case, run_kernels(case, engine="simt", tile=SMALL_TILE))
+    check(case, run_kernels(case, tile=SMALL_TILE))
 
 
 TILES = {
@@ -74,7 +74,7 @@ def test_any_gpu_and_dtype(arch, dtype):
     if (arch, dtype) == ("sm_75", "bfloat16"):
         dtype = "float32"
     case = replace(EVERYTHING, dtype=dtype)
-    check(case, run_kernels(case, arch=arch, engine="simt", tile=SMALL_TILE))
+    check(case, run_kernels(case, arch=arch, tile=SMALL_TILE))
 
 
 @pytest.mark.exhaustive
@@ -173,3 +173,62 @@ def test_work_beside_the_forward_and_the_backward(moving, monkeypatch):
         assert count("second_kv", "second_q") <= 2.3 * backward
         assert count("jvp", "second_kv", "second_q") <= 3.3 * backward
     assert 0.9 * products <= fma("jvp") / fma("forward") <= products
+
+
+# Tensor cores: the JVP of the engine mma.
+
+
+def run_mma(case, moving=ALL, which=0, **how):
+    """The JVP by mma in a legal tile, the double backward after it by simt in the plan's."""
+
+    def tile(chosen):
+        return chosen.tile if chosen.problem.backward else mma.tiles(chosen.problem, chosen.device)[which]
+
+    return run_kernels(case, moving, jvp="mma", tile=tile, **how)
+
+
+IN_HALF = {
+    name: case if case.dtype in ("float16", "bfloat16") else replace(case, dtype="float16")
+    for name, case in SERVED.items()
+}
+JVP = ("out", "tout", "lse", "tlse")
+
+
+@pytest.mark.parametrize("case", in_tiers(IN_HALF, ["causal-more-queries"]))
+def test_every_option_on_tensor_cores(case):
+    check(case, run_mma(case), only=JVP)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moving", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_any_direction_on_tensor_cores(moving):
+    case = replace(EVERYTHING, dtype="bfloat16")
+    check(case, run_mma(case, moving), moving=moving, only=JVP)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_all_options_in_any_tiles_on_tensor_cores(arch, which, head_dim):
+    case = replace(EVERYTHING, dtype="float16", head_dim=head_dim, head_dim_v=head_dim)
+    check(case, run_mma(case, which=which, arch=arch), only=JVP)
+
+
+BUGS_OF_MMA = {
+    "mu-not-subtracted": ("S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu)", "S[m][n][e] * tS[m][n][e]"),
+    "T-does-not-follow-mu": ("if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
+    "T-not-rescaled": ("    rescale(T, rescaling);\n", ""),
+    "sum-of-mu-not-rescaled": ("mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
+    "no-dropout": ("if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
+    "sink-does-not-move-mu": ("tlse = share * tlse +", "tlse = tlse + 0 *"),
+    "tlse-of-the-sink-in-T": ("float change = tlse - mean[m][half].mu;", "float change = 0;"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", BUGS_OF_MMA.values(), ids=BUGS_OF_MMA)
+def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
+    case = replace(EVERYTHING, dtype="float16", q_len=40)
+    with planted_in(monkeypatch, "mma/jvp.cu", *bug), pytest.raises(AssertionError, match="error"):
+        check(case, run_mma(case), only=JVP)

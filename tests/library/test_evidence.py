@@ -522,7 +522,7 @@ def test_info_lists_the_evidence(capsys):
     truncate(measured(SINGLE, AMPERE, queries=7))
     info.run()
     text = capsys.readouterr().out
-    for words in ("wgmma passed 2", "mma failed 2", "1 buckets tuned", "check.simt.json is about other kernel texts",
+    for words in ("wgmma passed 2", "mma failed 2", "1 bucket tuned", "check.simt.json is about other kernel texts",
                   "is ignored: it is damaged, or of another version"):  # fmt: skip
         assert words in text, words
 

@@ -29,6 +29,7 @@ FLOW = (
     "mods.objects",
     "mods.block_tables",
     "mods.trace",
+    "mods.instances",
     "mods.derive",
     "mods.numpy_code",
     "mods.intervals",

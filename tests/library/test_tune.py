@@ -166,6 +166,17 @@ def test_a_change_of_the_default_measures_anew(monkeypatch):
     assert len(card.calls) == 6 and result.tune.default == ("simt", repr(TILES[2]))
 
 
+def test_a_change_of_the_cost_model_renews_the_predictions_alone(monkeypatch):
+    card = Card()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(evidence, "costs_text", lambda: "0" * 64)
+        run(card)
+    assert [tune.predicted for tune in evidence.tunes(AMPERE)] == [{}]
+    assert run(card).complete and len(card.calls) == 3  # nothing is measured again
+    (tune,) = evidence.tunes(AMPERE)
+    assert tune.complete and tune.predicted == {"simt": predicted(plan_of(24).problem, AMPERE).cost}
+
+
 def test_tiles_that_are_wrong_or_lost_are_left_out():
     default = TILES.index(predicted_tile())
     amounts = [3.0, 3.0, 3.0]
@@ -544,6 +555,18 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
     assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
     assert repr(plan(pieces, AMPERE).tile) == found.default[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 256), ("sm_75", 64)])
+def test_every_tile_of_a_decode_gives_the_results_of_the_default(arch, head_dim):
+    trial = Trial("float16", head_dim, q_len=3, kv_len=160, causal=True, backward=False)
+    task = tuning.Task("candidates", f"simulator:{arch}", trial=replace(trial, cache=CacheTrial(page=16, appended=3)))
+    tiles = tuning.find_candidates(task).tiles
+    amounts = [
+        tuning.measure(task._replace(engine=engine, tile=tile), lambda step, seconds: None) for engine, tile in tiles
+    ]
+    assert len(amounts) == 4 and all(isinstance(amount, float) for amount in amounts), amounts
 
 
 def test_the_command_decodes_on_a_kv_cache(capsys):

@@ -57,6 +57,15 @@ def test_any_tiles(name, block_q, block_kv):
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv))
 
 
+@pytest.mark.parametrize(("block_q", "block_kv"), [(64, 256), (256, 64)])
+def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
+    """A tile of several grains is seen in full at one end, or in its middle."""
+    banded = Case(window=(199, 149), q_len=300, kv_len=300, batch=1, heads=2, kv_heads=1)
+    call = banded.call()
+    options = call.options | dict(window=None, mask_mod=lambda b, h, q, kv: (q - kv < 200) & (kv - q < 150))
+    check(banded, run_planned(banded, call._replace(options=options), block_q=block_q, block_kv=block_kv))
+
+
 # ---------------------------------------------------------------------------------------- gradients of captured arrays
 
 

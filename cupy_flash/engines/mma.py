@@ -176,8 +176,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if kv_tile is None:
         assert q_tile is not None
         steps = append_launches(problem, fragment_constants(problem) | cache_constants(problem))
-        rows = _launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile))
-        return nonempty(with_mods(problem, [*steps, rows]))
+        steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:

@@ -92,12 +92,12 @@ part_7() { # compute-sanitizer on short calls of every engine; resumes when run 
     fi
   }
   within calls "$PYTHON" -m sanitize # fills the kernel cache, and fails early without a sanitizer
-  for engine in simt mma wgmma fp8 cache; do
+  for engine in simt mma wgmma fp8 cache derivatives; do
     within "memcheck-$engine" compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
     within "synccheck-$engine" compute-sanitizer --tool synccheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
   # Racecheck does not know that mbarriers order bulk copies and would report false races in wgmma and fp8.
-  for engine in simt mma cache; do
+  for engine in simt mma cache derivatives; do
     within "racecheck-$engine" compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m sanitize "$engine"
   done
 }

@@ -11,6 +11,7 @@ import sys
 from functools import reduce
 from types import SimpleNamespace
 
+import derivatives
 import fp8_cases
 import numpy as np
 import on_gpu as gpu_backend
@@ -19,13 +20,16 @@ import sanitize
 import torch
 from cache_cases import posed
 from cases import planned
+from mods import mods_of
 from patience import FOREVER, give_workers_time, patiently
 
 from bench import gpu, sweep
 from bench.results import ROOT
-from cupy_flash import backends
+from cupy_flash import backends, device
 from cupy_flash.isolated import Lost
-from cupy_flash.problem import Saved
+from cupy_flash.plan import plan
+from cupy_flash.pose import pose
+from cupy_flash.problem import Options, Saved, Tangents
 
 TOOL = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -90,12 +94,13 @@ def test_every_part_runs_once(machine):
         "calls",
         *(
             f"{tool}-{engine}"
-            for engine in ("simt", "mma", "wgmma", "fp8", "cache")
+            for engine in ("simt", "mma", "wgmma", "fp8", "cache", "derivatives")
             for tool in ("memcheck", "synccheck")
         ),
         "racecheck-simt",
         "racecheck-mma",
         "racecheck-cache",
+        "racecheck-derivatives",
         "simt-forward-float32",
         "simt-forward-float64",
         "simt-backward-float32",
@@ -343,6 +348,18 @@ def test_clock_and_power_of_the_samples():
     assert gpu.summary([]) == {"samples": 0}
 
 
+def kernels_of_derivatives(case):
+    """The kernels of a JVP and of the double backward in the same direction."""
+    kernels, call = set(), case.call()
+    out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
+    options = Options(**call.options | mods_of(case), backend="simulator")
+    for saved in (None, Saved(call.dout, out, lse, call.dlse)):
+        tangents = Tangents(*derivatives.direction_of(case, call))
+        problem, _ = pose("case", call[:3], options, call.packed, saved, tangents=tangents)
+        kernels |= {launch.kernel for launch in plan(problem, device.named("sm_90a")).launches}
+    return kernels
+
+
 def test_sanitized_calls_start_every_kernel():
     """The calls also start every kind of wgmma tile; the fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
@@ -362,7 +379,9 @@ def test_sanitized_calls_start_every_kernel():
         for launch in backends.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
     assert of_caches == {"append", "mma/decode", "merge"}
-    assert kernels == every - of_caches - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
+    of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
+    assert {"simt/jvp", "mma/jvp", "simt/second_captured"} <= of_derivatives
+    assert kernels == every - of_caches - (of_derivatives - kernels) - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
     } <= constants

@@ -8,7 +8,10 @@ import numpy as np
 
 import cupy_flash
 
-FUNCTIONS = ("attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "attention_vjp")
+FUNCTIONS = (
+    "attention", "attention_backward", "attention_double_backward", "attention_jvp", "attention_varlen",
+    "attention_varlen_backward", "attention_varlen_double_backward", "attention_varlen_jvp", "attention_vjp",
+)  # fmt: skip
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Short calls, forward and backward, for compute-sanitizer: python -m sanitize simt | mma | wgmma | fp8 | cache.
+"""Short calls, forward and backward, for compute-sanitizer: python -m sanitize ENGINE.
+
+ENGINE is simt, mma, wgmma, fp8, cache or derivatives, the latter two for calls of which the plan chooses the engine.
 
 Each array is allocated by the driver, because the tool does not detect out-of-bounds accesses inside a memory pool.
 Without an engine all of them run, each in its own process, and their results are compared with the formula.
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import derivatives
 import fp8_cases
 import on_gpu
 from cache_cases import CacheCase
@@ -56,12 +59,20 @@ CACHES = {
         dtype="float16",
     ),
 }
+DIRECTION = Case(**LONG, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3)
+DERIVATIVES = {
+    "derivatives": DIRECTION,
+    "derivatives of mods": MODS,
+    "derivatives on tensor cores": replace(
+        DIRECTION, dtype="bfloat16", q_len=600, kv_len=600
+    ),  # shorter ones go to simt
+}
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
     """The engines that this GPU supports."""
-    return ["simt", "mma", "cache", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
+    return ["simt", "mma", "cache", "derivatives", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
 TileOf = Callable[[Plan], Any]
@@ -117,14 +128,33 @@ def sanitize(engine: str, *, checked: bool) -> None:
         return _caches(checked)
     for name in on_gpu.FUNCTIONS:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
+    if engine == "derivatives":
+        return _derivatives(checked)
     for name, case, words, tile in calls(engine):
-        call = case.call()
-        captured = {name: cupy.asarray(array) for name, array in arrays_of(case).items()}
-        call.options.update(engine=engine, **words, **mods_of(case, cupy, captured))
+        call = _with_mods(case)
+        call.options.update(engine=engine, **words)
         result = run(case, "cuda", call) if tile is None else run_in(call, tile)
         if checked:
             check(case, result)
         print(f"{engine}: {name}", flush=True)
+
+
+def _with_mods(case: Case) -> Call:
+    """The case's call with mods that read CuPy arrays."""
+    import cupy
+
+    call = case.call()
+    captured = {name: cupy.asarray(array) for name, array in arrays_of(case).items()}
+    call.options.update(mods_of(case, cupy, captured))
+    return call
+
+
+def _derivatives(checked: bool) -> None:
+    for name, case in DERIVATIVES.items():
+        result = derivatives.run(case, "cuda", call=_with_mods(case))
+        if checked:
+            derivatives.check(case, result)
+        print(f"derivatives: {name}", flush=True)
 
 
 def _caches(checked: bool) -> None:

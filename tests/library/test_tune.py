@@ -562,9 +562,9 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
 def test_every_tile_of_a_decode_gives_the_results_of_the_default(arch, head_dim):
     trial = Trial("float16", head_dim, q_len=3, kv_len=160, causal=True, backward=False)
     task = tuning.Task("candidates", f"simulator:{arch}", trial=replace(trial, cache=CacheTrial(page=16, appended=3)))
-    tiles = tuning.find_candidates(task).tiles
+    tiles = [tile for engine, tile in tuning.find_candidates(task).tiles if engine == "mma_decode"]
     amounts = [
-        tuning.measure(task._replace(engine=engine, tile=tile), lambda step, seconds: None) for engine, tile in tiles
+        tuning.measure(task._replace(engine="mma_decode", tile=tile), lambda step, seconds: None) for tile in tiles
     ]
     assert len(amounts) == 4 and all(isinstance(amount, float) for amount in amounts), amounts
 

@@ -40,14 +40,14 @@ class Work(NamedTuple):
     results: Results
     layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
-    captured: Captured | None = None  # what mods read and write
+    captured: Captured | None = None  # the arrays that mods read, and their gradients
     written: tuple[str, ...] = ()  # the inputs that are also written: the caches of an append
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
             size = dtypes()["Params"].itemsize
-            params = np.ndarray((), f"V{size}", params)  # the kernel knows no `captured`, the last member
+            params = np.ndarray((), f"V{size}", params)  # a kernel without mods has no `captured`, the last member
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
@@ -76,7 +76,7 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
 
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
-    launches = tuple(launch for launch in plan.launches if launch.kernel == "append")
+    launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
     start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 

@@ -35,14 +35,14 @@ MEASURED: str | None = None
 LARGEST = 256  # head dimension
 ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first value that fits shared memory
-ROW_THREADS = 128  # threads of a block of append and merge
+ROW_THREADS = 128  # threads of a block of rotary_append.cu and merge.cu
 ACCUMULATORS = 128  # registers per thread that may hold O
 ACCUMULATORS_IN_OPTIONS = 150  # registers per thread that may hold O and S, if scores are modified or masked
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has half the K extent
 LIVE = 136  # registers per thread up to which Q stays in them beside O and S
 OTHER_REGISTERS = 100  # registers per thread beside those that hold O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
-ROWS_OF_APPEND = 4  # rows of a block of append.cu
+ROWS_OF_APPEND = 4  # rows of a block of rotary_append.cu
 BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
 
 # Cost model, per SM and clock. Not measured on a GPU by this project yet.
@@ -65,7 +65,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are calls without a KV cache, other dtypes than 16-bit ones, and head dimensions above LARGEST."""
+    """The engine refuses calls without a KV cache, dtypes of other than 16 bits, and head dimensions above LARGEST."""
     cache = problem.cache
     if cache is None:
         return ["it serves attention on a KV cache alone"]
@@ -117,7 +117,7 @@ def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
     ]
 
     def preferred(tile: Tile) -> tuple[int, int, int, int, int]:
-        """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
+        """Sort key: two blocks per SM hide each other's latencies; bytes in flight hide the latency of memory."""
         resident = tile.blocks // device.units
         in_flight = resident * (tile.stages - 1) * tile.block_kv
         return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
@@ -214,7 +214,9 @@ def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
         constants = constants | {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
         constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
     blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
-    return Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), ROW_THREADS)
+    return Launch(
+        "rotary_append", known_constants("rotary_append", constants), (blocks, heads, sequences(problem)), ROW_THREADS
+    )
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:

@@ -359,7 +359,7 @@ def test_sanitized_calls_start_every_kernel():
         for case in sanitize.CACHES.values()
         for launch in backends.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
-    assert of_caches == {"append", "mma/decode", "merge"}
+    assert of_caches == {"rotary_append", "mma/decode", "merge"}
     assert kernels == every - of_caches - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

@@ -83,7 +83,7 @@ def problems(
         contiguous = Cache(
             "bshd", forward.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=None
         )
-        causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
+        causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)

@@ -72,10 +72,9 @@ def attention_with_kv_cache(
     """Attention of new queries on the keys and values of a cache, contiguous or paged, after appending new ones.
 
     Sequence b has n_b keys in the cache, the call appends s_b rows of k and v in place, and its Sq queries then see
-    L_b = n_b + s_b keys; query i lies at position L_b - Sq + i. No gradients are recorded. Lengths, tables and
-    positions stay where they are: on a GPU the host never reads them, and a call is planned by the capacity of the
-    cache. Arrays as for `cupy_flash.attention`; caches are never copied and may have any strides with a contiguous last
-    dimension.
+    L_b = n_b + s_b keys; query i lies at position L_b - Sq + i. No gradients are recorded. The host never reads
+    lengths, tables and positions that are on a GPU: a call is planned by the capacity of the cache. Arrays as for
+    `cupy_flash.attention`; caches are never copied and may have any strides with a contiguous last dimension.
 
     Args:
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q; float16, bfloat16, float32 or float64.
@@ -89,10 +88,10 @@ def attention_with_kv_cache(
         cache_leftpad: int32 (B,): the keys before it are not seen. Contiguous caches alone.
         block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P]. Entries past
             L_b are never looked up.
-        slots: int64, one per row of k: it goes to page slot // P, row slot % P (of a contiguous cache Sc instead of P),
-            nowhere if negative. cache_seqlens then counts all keys, and s_b is 0.
+        slots: int64, one per row of k: the row is written to page slot // P, row slot % P (with Sc instead of P for a
+            contiguous cache), and dropped if the slot is negative. cache_seqlens then counts all keys, and s_b is 0.
         positions: int32 (B, Sq), or (T,): the positions by which queries and appended keys are rotated, instead of
-            those where they lie.
+            their places in the sequence.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
         max_seqlen_q: at least the longest of them.
         rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, a position
@@ -105,10 +104,9 @@ def attention_with_kv_cache(
         softcap: as in `cupy_flash.attention`.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |L_b - Sq + i - j|.
         sink: floating (Hq,), as in `cupy_flash.attention`.
-        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend. All
-            earlier ones are seen as causal and window say. A tree of drafted tokens is a mask with causal=False.
-        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: a key stands for its numbers times the descale. None
-            is 1.
+        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend;
+            causal and window apply to all keys. A tree of drafted tokens is a mask with causal=False.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor by which keys are multiplied. None is 1.
         v_descale: likewise.
         split_size: a multiple of 64: pieces of the keys end at its multiples, and the bits of a query then depend on
             its own sequence and the options alone: not on the batch, its order or padding, on page numbers, or on how
@@ -120,8 +118,8 @@ def attention_with_kv_cache(
         engine: as in `cupy_flash.attention`.
 
     Returns:
-        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key, and rows past cu_seqlens_q[-1], are
-        0, their lse -inf (for the former the sink with one).
+        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key is 0, and its lse -inf, or with a
+        sink the sink. Rows past cu_seqlens_q[-1] are 0, and their lse -inf.
 
     Raises:
         TypeError: as `cupy_flash.attention`, one error with every reason.

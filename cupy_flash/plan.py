@@ -25,7 +25,8 @@ MODULES: dict[str, Engine] = {
 }  # fmt: skip
 WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
 WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
-# The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
+# Engines that only a call which names them uses, until a check has passed on the card and a tune has measured them in
+# the bucket.
 ON_REQUEST = ("wgmma",)
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
@@ -50,7 +51,7 @@ class Plan(NamedTuple):
     tile: Any  # a record of the engine's own type
     cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
     refused: Refused  # the engines that were not chosen, and why
-    measured: str = ""  # the measurement that has chosen; "": the prediction has
+    measured: str = ""  # the measurement that decided; "" if the prediction did
 
     @property
     def tiles(self) -> str:
@@ -108,7 +109,7 @@ class Plan(NamedTuple):
 
 
 def engine_reason(engine: Any) -> str | None:
-    """Why `engine=` names no engine; None where it does, or leaves the choice to the plan."""
+    """The error text if `engine=` is not the name of an engine; None if it is one, or None."""
     if engine is None or (isinstance(engine, str) and engine in MODULES):
         return None
     return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
@@ -179,7 +180,7 @@ def last_of_bucket(problem: Problem) -> Problem:
 
 
 def tune_key(problem: Problem) -> dict[str, Any]:
-    """The bucket of shapes and options that a measurement holds for, as a record of JSON.
+    """The bucket of shapes and options to which a measurement applies, as a record of JSON.
 
     Lengths, rows of heads (batch times query heads) and windows count by their buckets, numbers and arrays among the
     options by their presence.
@@ -244,7 +245,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
         return None
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
-        # An engine on request serves where it is measured, never by its prediction.
+        # An engine of ON_REQUEST is chosen by its measurement, never by its prediction.
         defaults = [engine for engine in best if not _is_on_request(engine, problem)] or list(best)
         chosen = min(defaults, key=lambda engine: best[engine][0])
         (cost, tile), words = best[chosen], ""

@@ -102,7 +102,7 @@ def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Arra
 def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
     """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
 
-    The JVP in the direction of the cotangents comes first: its tout is the gradient by dout, its tlse that by dlse.
+    The JVP in the direction of the cotangents comes first: its tout is ddout, its tlse ddlse.
     """
     forward = problem._replace(
         backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
@@ -114,7 +114,7 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
-    """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
+    """On the CPU, the plan with the best tile for the pairs that mask_mod, which may read captured arrays, leaves."""
     if chosen.device.backend != "cpu" or not chosen.problem.mask_mod:
         return chosen
     from . import cpu
@@ -158,7 +158,7 @@ def append(problem: Problem, operands: Operands) -> None:
     _module(chosen).append(chosen, operands)
 
 
-# By backend; a module of one engine comes first.
+# The modules by backend, or by engine, which takes precedence.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 

@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are other dtypes than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
+    """The engine refuses dtypes other than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
@@ -235,7 +235,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    walks = problem.mask_mod and kernel == "forward"  # two walks over tiles, that of the loads and its own
+    walks = problem.mask_mod and kernel == "forward"  # the loads walk over the tiles, too, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:

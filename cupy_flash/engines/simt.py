@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are fp8, a grid that is too large, and head dimensions above 256."""
+    """The engine refuses fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
@@ -82,7 +82,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    """The rows of queries: only they enter the cost together with the length, through waves and scores of a block."""
+    """The queries of a block, the only part of the tile whose effect on the cost depends on the length."""
     return tile.block_q
 
 

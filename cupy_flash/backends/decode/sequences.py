@@ -27,7 +27,7 @@ class Sequence(NamedTuple):
     keys: Keys
     position: int  # position of query 0 for causal, window and ALiBi
     mask: np.ndarray | None  # bool (Hq, Sq, s)
-    mask_start: int  # the key of its first column
+    mask_start: int  # the key of the first column of `mask`
 
 
 class RowTile(NamedTuple):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 9 | all. Each part takes less than eight minutes.
+# Runs the GPU queue unattended: bash bench/on_gpu.sh 1 | 2 | ... | 10 | all. Each part takes less than eight minutes.
 #
-# Needs a GPU and a python3 with CuPy (torch for parts 1 and 3 to 7); installs nothing. Results and logs go to $RESULTS
+# Needs a GPU and a python3 with CuPy (torch for parts 1, 3 to 7 and 10); installs nothing. Results and logs go to $RESULTS
 # (default bench/out/gpu), and each step appends a line to steps.jsonl. Steps that have passed are skipped. After a
 # failed step the next one runs, and the exit status is 1. A step that ran out of time (status 3) resumes when run again.
 set -u
@@ -108,17 +108,22 @@ part_8() { # bottlenecks of the fastest tiles of parts 5 and 6, and the cost mod
   step costs-backward 120 "$PYTHON" -m bench costs "$RESULTS/sweep-backward.json"
 }
 
-part_9() { # what every user can run: the engines proved, and the tiles of a few shapes measured, for this card; mods
-  step check 300 "$PYTHON" -m cupy_flash check
-  step tune 150 "$PYTHON" -m cupy_flash tune --causal --seqlens 2048,8192 --backward --minutes 2
+part_9() { # what every user can run: the engines proved, the tiles of a few shapes measured, and all of it in one file
+  step check 200 "$PYTHON" -m cupy_flash check
+  step tune 120 "$PYTHON" -m cupy_flash tune --causal --seqlens 2048,8192 --backward --minutes 1.5
+  step tune-decode 90 "$PYTHON" -m cupy_flash tune --decode --page 16 --seqlens 8192,32768 --minutes 1
+  step report 30 "$PYTHON" -m cupy_flash report --out "$RESULTS/report.json"
+}
+
+part_10() { # mods beside FlexAttention
   step mods 200 "$PYTHON" -m bench mods --gpu --out "$RESULTS"
 }
 
 case ${1:-} in
-  [1-9]) "part_$1" ;;
-  all) for part in 3 9 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
+  [1-9] | 10) "part_$1" ;;
+  all) for part in 3 9 10 5 6 2 8 7 4 1; do "part_$part"; done ;; # later parts read results of earlier ones
   *)
-    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | all" >&2
+    echo "usage: bash bench/on_gpu.sh 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10 | all" >&2
     exit 1
     ;;
 esac

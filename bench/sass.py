@@ -74,7 +74,7 @@ class Mainloop(NamedTuple):
         for instruction in self.steady:
             products += opcode(instruction) in CLASSES["products"]
             exps += opcode(instruction) in CLASSES["exp"]
-            if "DEPBAR" in instruction or "TRYWAIT" in instruction or instruction.startswith("BAR.SYNC"):
+            if "DEPBAR.LE" in instruction or "TRYWAIT" in instruction or instruction.startswith("BAR.SYNC"):
                 waits.append(Wait(instruction, products, exps))
         return waits
 

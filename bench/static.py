@@ -29,7 +29,7 @@ from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
-from cupy_flash.problem import Operands, Options, Saved
+from cupy_flash.problem import DOUBLE_BACKWARD, JVP, Operands, Options, Problem, Saved
 from cupy_flash.source import assemble
 
 from . import sass, static_mods
@@ -44,6 +44,7 @@ EVERY_OPTION: dict[str, Any] = dict(
     q_lengths=True, kv_lengths=True, dropout=0.1, return_lse=True,
 )  # fmt: skip
 CACHE_OPTIONS = {name: EVERY_OPTION[name] for name in ("window", "softcap", "alibi_slopes", "mask", "sink")}
+QKV = ("q", "k", "v")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "fp32 D 64": dict(dtype="float32", head_dim=64),
     "fp32 D 128": dict(dtype="float32", head_dim=128),
@@ -52,6 +53,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bf16 D 64": dict(dtype="bfloat16", head_dim=64, engine="simt"),
     "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64, engine="simt") | EVERY_OPTION,
     "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
+    # Derivatives in a direction of q, k and v.
+    "fp32 D 64 derivatives": dict(dtype="float32", head_dim=64, tangents=QKV),
+    "fp32 D 128 derivatives": dict(dtype="float32", head_dim=128, tangents=QKV),
+    "fp64 D 64 derivatives": dict(dtype="float64", head_dim=64, tangents=QKV),
+    "bf16 D 64 derivatives, all options": dict(dtype="bfloat16", head_dim=64, tangents=QKV) | EVERY_OPTION,
+    "bf16 D 64 derivatives": dict(dtype="bfloat16", head_dim=64, tangents=QKV),
+    "bf16 D 128 derivatives": dict(dtype="bfloat16", head_dim=128, tangents=QKV),
     # Tensor cores. bf16 differs in two instructions only, and sm_75 does not have it.
     "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
     "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),
@@ -120,6 +128,15 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Sass:
+    """The machine code of one mainloop iteration."""
+
+    per_score: dict[str, float]  # thread instructions of the steady path per score, by class
+    longest: float  # all those of the longest path
+    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+
+
+@dataclass(frozen=True)
 class Step:
     """Simulator counters of one kernel and tile: of one mainloop iteration, and of a whole small launch."""
 
@@ -129,7 +146,7 @@ class Step:
     per_score: dict[str, float]  # thread instructions per score, by class
     bank_conflicts: int  # excess shared-memory wavefronts of the launch
     bytes_over_least: float | None  # global bytes of the launch over their minimum; None if options read arrays
-    sass: dict[str, float] | None  # thread instructions of the mainloop per score, by class; None for simt
+    sass: Sass | None  # None for simt
 
 
 def compile_all(
@@ -166,7 +183,19 @@ def _use(library: str | None) -> None:
 
 def _compile(name: str, arch: str) -> list[Kernel]:
     gpu = device.named(arch, "cuda")
-    return [_compile_launch(name, launch, arch) for launch in ahead.launches(gpu, **PROBLEMS[name])]
+    return [_compile_launch(name, launch, arch) for launch in ahead.launches_of(_problems(**PROBLEMS[name]), gpu)]
+
+
+def _problems(tangents: tuple[str, ...] = (), **config: Any) -> list[Problem]:
+    """Return the problems of calls with these arguments of compile(), or their derivatives in a direction."""
+    problems = ahead.problems(**config)
+    if not tangents:
+        return problems
+    return [
+        problem._replace(derivative=DOUBLE_BACKWARD if problem.backward else JVP, tangents=tangents)
+        for problem in problems
+        if not problem.dlse
+    ]
 
 
 def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
@@ -192,7 +221,8 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        if step_arch(name) != arch or PROBLEMS[name].get("cache"):  # tests/serving counts what a decode reads
+        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
         for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:
@@ -238,7 +268,7 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
 
 
-def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
+def _sass(launch: Launch, arch: str) -> Sass | None:
     tile = launch.tile
     if tile is None or not launch.kernel.startswith(("mma/", "wgmma/")):
         return None
@@ -246,8 +276,10 @@ def _sass(launch: Launch, arch: str) -> dict[str, float] | None:
     block_q, block_kv, threads = tile
     if launch.kernel.startswith("wgmma/"):
         threads -= 128  # the producer warpgroup has no mainloop math
-    executed = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code).counts()
-    return {name: count * threads / (block_q * block_kv) for name, count in executed.items()}
+    mainloop = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code)
+    of_score = threads / (block_q * block_kv)
+    per_score = {name: count * of_score for name, count in mainloop.counts().items()}
+    return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
 
 
 def _least_bytes(function: str, config: dict[str, Any], block_q: int, block_kv: int) -> int:
@@ -385,16 +417,22 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
     step_tables = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
     tensor_core_steps = [step for step in steps if step["sass"] is not None]
     if tensor_core_steps:
-        classes = list(tensor_core_steps[0]["sass"])
-        rows = [
-            [
-                *_named(step),
-                *(f"{step['sass'][key]:.2f}" for key in classes),
-                f"{sum(count for key, count in step['sass'].items() if key != 'products'):.2f}",
-            ]
-            for step in tensor_core_steps
-        ]
-        columns = ["problem", "kernel", "tile", *classes, "all but products"]
+        classes = list(tensor_core_steps[0]["sass"]["per_score"])
+        rows = []
+        for step in tensor_core_steps:
+            per_score, waits = step["sass"]["per_score"], map(sass.Wait._make, step["sass"]["waits"])
+            rows.append(
+                [
+                    *_named(step),
+                    *(f"{per_score[key]:.2f}" for key in classes),
+                    f"{sum(count for key, count in per_score.items() if key != 'products'):.2f}",
+                    f"{step['sass']['longest']:.2f}",
+                    " ".join(f"{wait.products}/{wait.exps}" for wait in waits) or NOTHING,
+                ]
+            )
+        columns = [
+            "problem", "kernel", "tile", *classes, "all but products", "longest path", "products/exps before each wait"
+        ]  # fmt: skip
         step_tables.append(
             Table(
                 "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows

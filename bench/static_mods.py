@@ -88,7 +88,7 @@ def _count(engine: str, arch: str, mod: str, backward: bool) -> list[Added]:
 def _problem(engine: str, backward: bool, **mods: Any) -> Problem:
     problems = ahead.problems(dtype="bfloat16", head_dim=128, engine=engine, **mods)
     (problem,) = (each for each in problems if each.backward == backward and not each.dlse)
-    return problem._replace(q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS)
+    return problem._replace(q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, whole_heads=HEADS)
 
 
 def _instructions(launch: Launch, arch: str) -> tuple[float, float, int]:

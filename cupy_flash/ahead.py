@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .launch import Launch
 from .mask import Mask
 from .plan import launches_at_any_length
 from .pose import pose
+from .pose_cache import SPLIT_UNIT
 from .problem import DTYPES, FP8, Options, Packed, Problem
 
 if TYPE_CHECKING:
@@ -45,7 +47,12 @@ def device_for(arch: str | None) -> Device:
 
 def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
     """One launch per kernel that calls with these arguments (see `problems`) may need on a device."""
-    candidates = [launch for problem in problems(**arguments) for launch in launches_at_any_length(problem, on)]
+    return launches_of(problems(**arguments), on)
+
+
+def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
+    """One launch per kernel that these problems may need at any length on a device."""
+    candidates = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
     return tuple({launch.text_key: launch for launch in candidates}.values())
 
 
@@ -58,6 +65,10 @@ def problems(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    split_size: int | None = None,
+    rotary: Presence = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = True,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> list[Problem]:
     """The problems (forward, and backward without and with dlse) of calls with these options, at the smallest size.
@@ -79,15 +90,16 @@ def problems(
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     settings = Options.of("compile", options)
     forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
+    if not cache and (split_size is not None or rotary is not None or rotary_dim is not None):
+        raise ValueError("compile: split_size, rotary and rotary_dim are for a KV cache, with cache=True")
     if cache:
-        contiguous = Cache(
-            "bshd", forward.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=None
-        )
-        causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
+        contiguous = _contiguous_cache(forward, split_size, rotary, rotary_dim, rotary_interleaved)
+        causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
+        # A number of queries for each tile of a decode, and one that no such tile holds.
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)
-            for q_len in sorted({max(rows // group, 1) for rows in mma_decode.ROWS})  # one for each tile
+            for q_len in (*sorted({max(rows // group, 1) for rows in mma_decode.ROWS}), mma_decode.ROWS[-1] + 1)
         ]
     if not backward:
         return [forward]
@@ -96,6 +108,26 @@ def problems(
         forward._replace(backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
         for dlse in ((False, True) if settings.return_lse else (False,))
     ]
+
+
+def _contiguous_cache(
+    problem: Problem, split_size: int | None, rotary: Presence, rotary_dim: int | None, interleaved: bool
+) -> Cache:
+    """A contiguous cache to which a row is appended; ValueError or TypeError for options that a call would refuse."""
+    if split_size is not None and (split_size <= 0 or split_size % SPLIT_UNIT):
+        raise ValueError(f"compile: split_size must be a positive multiple of {SPLIT_UNIT}, not {split_size}")
+    cache = Cache(
+        "bshd", problem.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size
+    )
+    if rotary is None or rotary is False:
+        if rotary_dim is not None:
+            raise ValueError("compile: rotary_dim is that of tables, with rotary=True or their dtype")
+        return cache
+    dims = problem.head_dim // 2 * 2 if rotary_dim is None else rotary_dim
+    if not 0 < dims <= problem.head_dim or dims % 2:
+        raise ValueError(f"compile: rotary_dim must be even and in [2, {problem.head_dim}], not {dims}")
+    table = problem.dtype.name if rotary is True else element_dtype(rotary).name
+    return cache._replace(rotary=(dims, bool(interleaved)), rotary_dtypes=(table, table))
 
 
 def _problem(

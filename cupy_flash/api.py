@@ -403,7 +403,7 @@ def attention_jvp(
         a sink).
 
     Raises:
-        UnsupportedError: no engine of the backend computes it; none for GPUs does yet.
+        UnsupportedError: no engine of the backend computes it; the error has the reasons of each.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v, tq = np.random.default_rng(0).normal(size=(4, 1, 4, 2, 8))
@@ -502,7 +502,7 @@ def attention_double_backward(
         SecondGradients(dq, dk, dv, dbias, dsink, dcaptured, ddout, ddlse), each in the shape and dtype of its input.
 
     Raises:
-        UnsupportedError: no engine of the backend computes it; none for GPUs does yet.
+        UnsupportedError: no engine of the backend computes it; the error has the reasons of each.
     """
     name = "attention_double_backward"
     tangents, saved = Tangents(tq, tk, tv, tbias, tsink, tcaptured), Saved(dout, out, lse, dlse)
@@ -597,6 +597,10 @@ def compile(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    split_size: int | None = None,
+    rotary: Presence = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = True,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile what later calls on a GPU will need, before the first of them.
@@ -615,11 +619,15 @@ def compile(
         arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
         backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
         packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache` with causal=True and without split_size, contiguous and paged, and for
-            `append_to_kv_cache`, both without rotary tables; forward only.
-        **options: those of `attention`. For an array pass True, or the name of its dtype if that is not the usual one,
-            as in bias="float32" beside bfloat16. Of a number (scale, softcap, dropout, the sides of a window) only the
-            presence matters: the kernels serve all values.
+        cache: for `attention_with_kv_cache` with causal=True, contiguous and paged, and for `append_to_kv_cache`;
+            forward only.
+        split_size: with cache, that of the calls.
+        rotary: with cache, for calls with rotary tables: True for tables of the dtype of q, or the name of theirs.
+        rotary_dim: how many dimensions they rotate; None is D.
+        rotary_interleaved: as in `attention_with_kv_cache`.
+        **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
+            not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
+            window) count by presence as well, and stay free.
 
     Returns:
         A record for every kernel: name, target, path (None where nothing could be stored), resources, warnings.
@@ -638,7 +646,8 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, **options,
+        cache=cache, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
+        **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
@@ -657,13 +666,14 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
 
     Returns:
         Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
-        mask_mod their expressions, the slope of the score, and what they capture.
+        mask_mod their expressions, the slope of the score, and what they capture; under a mask_mod how many tiles are
+        skipped, computed without a mask, and masked, where lengths and the arrays that it reads are in host memory.
 
     Raises:
         UnsupportedError: no engine serves the problem.
     """
     settings = Options.of("explain", options)
-    problem, _ = pose("explain", (q, k, v), settings)
+    problem, operands = pose("explain", (q, k, v), settings)
     text = backends.plan_for(problem).explain()
     if problem.framework == "jax":
         from .adapters.jax import frame
@@ -674,7 +684,11 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     from .mods import explain as mods
     from .mods.trace import mod_of
 
-    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
+    text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
+    if not problem.mask_mod:
+        return text
+    chosen, counts = backends.tile_counts(problem, operands)
+    return f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
 
 
 def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:

@@ -128,7 +128,7 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
     """Options of `ring_attention` and `ulysses_attention`."""
 
 
-class CacheArgumentsWithoutLse(Ordering, Generic[T], total=False):
+class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
     """Options of `attention_with_kv_cache` except return_lse."""
 
     k: T | None

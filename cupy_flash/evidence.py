@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from . import environment
 from .device import Device
 
-FORMAT = 1  # version of the records; those of another version are ignored
+FORMAT = 2  # version of the records; those of another version are ignored
 FOLDER = "evidence"
 SECONDS = "s"  # the unit of measurements on a GPU; a simulator's is INSTRUCTIONS
 INSTRUCTIONS = "warp instructions"
@@ -61,8 +61,16 @@ class Tune(NamedTuple):
     measured: tuple[Measured, ...]
     default: tuple[str, str]  # engine and tile that were chosen without measurements
     complete: bool  # every candidate was measured
+    predicted: dict[str, float]  # the smallest predicted seconds of each engine; {} from another cost model
     date: str
     path: Path
+
+
+class Fit(NamedTuple):
+    """How the times of an engine on this kind of card compare with its cost model."""
+
+    scale: float  # the median, over buckets, of its fastest measurement to its smallest prediction
+    buckets: int
 
 
 Record = dict[str, Any]
@@ -137,8 +145,30 @@ def _tune(path: Path, record: Record) -> Tune | None:
     if len(current) < len(record["texts"]) or not any(each[:2] == default for each in measured):
         _ignore(path, "it is about other kernel texts" if len(current) < len(record["texts"]) else "it has no default")
         return None
+    predicted = record["predicted"] if record["costs"] == costs_text() else {}
     key, unit, complete = record["key"], record["unit"], record["complete"]
-    return Tune(key, unit, tuple(measured), default, complete, record["date"], path)
+    return Tune(key, unit, tuple(measured), default, complete, predicted, record["date"], path)
+
+
+def fits(device: Device, step: str) -> dict[str, Fit]:
+    """{engine: its Fit} from the complete measurements of a step, such as "forward", in seconds."""
+    return dict(_fits(device, step)) if has_card(device) else {}
+
+
+@lru_cache(maxsize=64)
+def _fits(device: Device, step: str) -> tuple[tuple[str, Fit], ...]:
+    from statistics import median
+
+    ratios: dict[str, list[float]] = {}
+    for tune in tunes(device):
+        if tune.unit != SECONDS or not tune.complete or tune.key.get("step") != step:
+            continue
+        if not tune.predicted:
+            _ignore(tune.path, "its predictions alone: they are of another cost model")
+        fastest = {each.engine: each.amount for each in reversed(tune.measured)}
+        for engine in fastest.keys() & tune.predicted.keys():
+            ratios.setdefault(engine, []).append(fastest[engine] / tune.predicted[engine])
+    return tuple((engine, Fit(median(ratios[engine]), len(ratios[engine]))) for engine in sorted(ratios))
 
 
 def store_check(device: Device, engine: str, reason: str | None, cases: list[Record]) -> Path:
@@ -153,9 +183,13 @@ def store_tune(
     unit: str,
     measured: Iterable[Measured],
     default: tuple[str, str],
+    predicted: Mapping[str, float],
     complete: bool,
 ) -> Tune:
-    """Store the measurements of a bucket of shapes, together with those that another process has stored meanwhile."""
+    """Store the measurements of a bucket of shapes, together with those that another process has stored meanwhile.
+
+    `predicted` holds the smallest predicted seconds of each engine, with which `fits` compares the measurements.
+    """
     folder, name = _prepared(device), tune_name(key)
     amounts = {each[:2]: each for each in measured}
     with _locked(folder):
@@ -168,12 +202,14 @@ def store_tune(
             "key": dict(key),
             "unit": unit,
             "default": list(default),
+            "predicted": dict(predicted),
+            "costs": costs_text(),
             "complete": complete,
             "measured": [list(each) for each in ordered],
             "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in ordered)},
         }
         path, date = _store(device, name, record)
-    return Tune(dict(key), unit, tuple(ordered), default, complete, date, path)
+    return Tune(dict(key), unit, tuple(ordered), default, complete, dict(predicted), date, path)
 
 
 @contextmanager
@@ -224,6 +260,15 @@ def text_of(engine: str) -> str:
     return text.hexdigest()
 
 
+@lru_cache(maxsize=1)
+def costs_text() -> str:
+    """The hash of the engines' modules, which hold the cost models."""
+    from hashlib import sha256
+
+    files = sorted((Path(__file__).parent / "engines").rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def stored() -> Iterator[tuple[Path, Record | str]]:
     """Every file in the folders with evidence, of all cards: its record, or why it is ignored.
 
@@ -254,14 +299,16 @@ def summary() -> list[str]:
     lines = []
     for folder, words in folders.items():
         tuned = words.count("tuned")
-        others = [word for word in words if word != "tuned"]
-        lines.append(f"{folder}: {', '.join([*others, *([f'{tuned} buckets tuned'] if tuned else [])])}")
+        facts = [word for word in words if word != "tuned"]
+        facts += [f"{tuned} bucket{'s' * (tuned != 1)} tuned"] if tuned else []
+        lines.append(f"{folder}: {', '.join(facts)}")
     return lines
 
 
 def forget() -> None:
     """Read the records again at the next plan, as another process would."""
     _check_of.cache_clear()
+    _fits.cache_clear()
     ignored.clear()
 
 
@@ -345,7 +392,10 @@ def _wrong_fields(name: str, record: Record) -> list[str]:
         valid["cases"] = isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
     else:
         measured, default, key = (record.get(field) for field in ("measured", "default", "key"))
+        predicted: Any = record.get("predicted")
         valid["key"] = isinstance(key, dict) and tune_name(key) == name
+        valid["predicted"] = isinstance(predicted, dict) and all(map(_is_amount, predicted.values()))
+        valid["costs"] = isinstance(record.get("costs"), str)
         valid["unit"] = record.get("unit") in (SECONDS, INSTRUCTIONS)
         valid["default"] = _are_texts(default)
         valid["complete"] = isinstance(record.get("complete"), bool)
@@ -357,7 +407,11 @@ def _is_measured(value: Any, engines: set[str]) -> bool:
     """Whether a value of JSON is [engine, tile, amount] of one of the engines, with a finite amount above 0."""
     if not isinstance(value, list) or len(value) != 3 or not _are_texts(value[:2]) or value[0] not in engines:
         return False
-    return type(value[2]) in (int, float) and 0 < value[2] < sys.float_info.max
+    return _is_amount(value[2])
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < sys.float_info.max
 
 
 def _are_texts(value: Any) -> bool:

@@ -147,7 +147,7 @@ CACHE_FEATURES = (
     Feature("causal", FLAG, True),
     *(_SHARED[name] for name in ("window", "scale", "softcap", "alibi_slopes", "sink")),
     Feature("mask", ARRAY, axes=("bhis",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend"),
-    *(_SHARED[name] for name in ("k_descale", "v_descale")),
+    *(_SHARED[name] for name in ("score_mod", "mask_mod", "k_descale", "v_descale")),
     Feature("split_size", WHOLE),
     _SHARED["layout"],
     Feature("out", ARRAY, axes=("bihd",), dtypes=FLOATING),

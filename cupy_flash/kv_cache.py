@@ -11,7 +11,7 @@ from .arrays import AnyArray, ArrayT
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import CacheArguments, CacheArgumentsWithoutLse, Layout, Window
+    from .arguments import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
 
 
 @overload
@@ -60,6 +60,8 @@ def attention_with_kv_cache(
     alibi_slopes: AnyArray | None = None,
     sink: AnyArray | None = None,
     mask: AnyArray | None = None,
+    score_mod: ScoreMod = None,
+    mask_mod: MaskMod = None,
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
     split_size: int | None = None,
@@ -88,14 +90,15 @@ def attention_with_kv_cache(
         cache_leftpad: int32 (B,): the keys before it are not seen. Contiguous caches alone.
         block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P]. Entries past
             L_b are never looked up.
-        slots: int64, one per row of k: the row is written to page slot // P, row slot % P (with Sc instead of P for a
-            contiguous cache), and dropped if the slot is negative. cache_seqlens then counts all keys, and s_b is 0.
-        positions: int32 (B, Sq), or (T,): the positions by which queries and appended keys are rotated, instead of
-            their places in the sequence.
+        slots: int64, one per row of k: it goes to page slot // P, row slot % P (of a contiguous cache Sc instead of P),
+            nowhere if negative. cache_seqlens then counts all keys, and s_b is 0.
+        positions: int32 (B, Sq), or (T,): the positions by which queries and appended keys are rotated, and the q_idx
+            of mods, instead of those where they lie.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
         max_seqlen_q: at least the longest of them.
         rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, a position
-            p by row p. k is rotated in float32 and rounded once to the dtype of the cache.
+            p by row p, and one before the first key by row 0. k is rotated in float32 and rounded once to the dtype of
+            the cache.
         rotary_sin: likewise.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
         causal: whether query i sees no key after its own position L_b - Sq + i.
@@ -104,9 +107,13 @@ def attention_with_kv_cache(
         softcap: as in `cupy_flash.attention`.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |L_b - Sq + i - j|.
         sink: floating (Hq,), as in `cupy_flash.attention`.
-        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend;
-            causal and window apply to all keys. A tree of drafted tokens is a mask with causal=False.
-        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor by which keys are multiplied. None is 1.
+        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend. All
+            earlier ones are seen as causal and window say. A tree of drafted tokens is a mask with causal=False.
+        score_mod: as in `cupy_flash.attention`, with q_idx = max(L_b - Sq + i, 0), or positions[b, i], and kv_idx = j
+            whatever the page. Captured arrays must have room for every position below the capacity.
+        mask_mod: likewise.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: a key stands for its numbers times the descale. None
+            is 1.
         v_descale: likewise.
         split_size: a multiple of 64: pieces of the keys end at its multiples, and the bits of a query then depend on
             its own sequence and the options alone: not on the batch, its order or padding, on page numbers, or on how
@@ -142,8 +149,8 @@ def attention_with_kv_cache(
 
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
-        rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, k_descale,
-        v_descale, split_size, layout, out, return_lse, backend, engine,
+        rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
+        mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
     if _is_torch(q):
         from .adapters.torch import cache

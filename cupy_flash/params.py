@@ -50,14 +50,14 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "", cache: bool = False) -> dict[str, np.dtype[Any]]:
+def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
     """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
-    `cache`: with the members of a KV cache.
+    `cache`: with the members of a KV cache. `direction`: with those of a JVP and of a double backward.
     """
     text = (kernel_folder() / "params.cuh").read_text()
-    switches = {"MODS": captured != "", "KV_CACHE": cache}
+    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
     lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype[Any]] = {}
@@ -131,9 +131,9 @@ def pack(
 
         members |= cache_members(problem, operands, workspaces, address, _tensor)
         return _filled("Params", members, cache=True)
-    if captured is None:
-        return _filled("Params", members)
-    return _filled("Params", members | {"captured": captured.members(address)}, captured.text)
+    if captured is not None:
+        members["captured"] = captured.members(address)
+    return _filled("Params", members, captured.text if captured else "", direction=problem.derivative != "")
 
 
 BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
@@ -147,15 +147,16 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """The function that returns the numbers of an array's member, by name; a gradient has that of its input."""
+    """The function that returns the numbers of an array's member, by name; its gradient and tangent have the same."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
-    forms |= dict.fromkeys(("lse", "dlse"), _rows)
+    forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
+    forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     for feature in ARRAYS:
         form = _pointer
         if has_strides(feature.name):
             form = _dense if feature.broadcast else _per_head
-        forms[feature.name] = forms[f"d{feature.name}"] = form
+        forms[feature.name] = forms[f"d{feature.name}"] = forms[f"t{feature.name}"] = form
     return forms
 
 
@@ -228,8 +229,8 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str, captured: str, cache: bool) -> _Struct:
-    dtype = dtypes(captured, cache)[name]
+def _struct(name: str, captured: str, cache: bool, direction: bool) -> _Struct:
+    dtype = dtypes(captured, cache, direction)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far
@@ -244,10 +245,15 @@ def _struct(name: str, captured: str, cache: bool) -> _Struct:
 
 
 def _filled(
-    name: str, members: dict[str, tuple[float, ...]], captured: str = "", *, cache: bool = False
+    name: str,
+    members: dict[str, tuple[float, ...]],
+    captured: str = "",
+    *,
+    cache: bool = False,
+    direction: bool = False,
 ) -> np.ndarray[Any, Any]:
     """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name, captured, cache)
+    layout = _struct(name, captured, cache, direction)
     numbers = layout.zeros.copy()
     for member, values in members.items():
         numbers[layout.places[member]] = values

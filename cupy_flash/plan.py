@@ -6,8 +6,10 @@ process reads once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import evidence
@@ -17,17 +19,19 @@ from .evidence import Measured, Tune
 from .features import ARRAYS, FEATURES, is_given
 from .launch import Launch
 from .params import Workspace
-from .problem import FP8, Problem, UnsupportedError
+from .problem import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 
 # The engines by name.
 MODULES: dict[str, Engine] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip
-WITH_CACHE = ("cpu_decode", "mma_decode")  # the engines that read a KV cache
-WITH_DERIVATIVES = ("cpu",)  # the engines that compute JVPs and double backwards
-# Engines that only a call which names them uses, until a check has passed on the card and a tune has measured them in
-# the bucket.
+DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
+WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
+WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
+# The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
+# Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
+CHOICES = {"mma_decode": mma_decode.choices}
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
 
 SIZES = ("queries", "keys", "rows")  # the fields of tune_key that no kernel depends on
@@ -49,7 +53,8 @@ class Plan(NamedTuple):
     threads: int  # CPU threads; on a GPU the threads of one block
     launches: tuple[Launch, ...]  # none on the CPU
     tile: Any  # a record of the engine's own type
-    cost: float  # predicted seconds of the bucket's last lengths; on the CPU summed over the cores, idle ones too
+    # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
+    cost: float
     refused: Refused  # the engines that were not chosen, and why
     measured: str = ""  # the measurement that decided; "" if the prediction did
 
@@ -94,7 +99,7 @@ class Plan(NamedTuple):
             )
         if MODULES[self.engine].MEASURED is None and not self.measured:
             lines.append("measured   not yet: the prediction alone, of this engine and of others, has chosen")
-        lines += _evidence_lines(self)
+        lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             lines.append(
@@ -146,12 +151,17 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
 
 
 def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
-    """Every legal tile of an engine for the problem of a plan, and the plan with it; the smallest prediction first."""
+    """The tiles that a tune may choose for the problem of a plan, and the plan with each; the smallest cost first."""
     problem, device = chosen.problem, chosen.device
     return [
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
-        for cost, tile in _by_cost(engine, last_of_bucket(problem), device)
+        for cost, tile in _ranked(engine, last_of_bucket(problem), device, measurable(engine, problem, device))
     ]
+
+
+def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:
+    """The tiles of an engine among which a measurement may choose: at least those that a prediction compares."""
+    return CHOICES.get(engine, MODULES[engine].tiles)(problem, device)
 
 
 def bucket_of(length: int) -> tuple[int, int]:
@@ -192,7 +202,7 @@ def tune_key(problem: Problem) -> dict[str, Any]:
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],
         "rows": bucket_of(problem.batch * problem.heads)[1],
-        "step": "backward" if problem.backward else "forward",
+        "step": _step(problem),
         "dtype": problem.dtype.name,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
@@ -206,6 +216,11 @@ def tune_key(problem: Problem) -> dict[str, Any]:
     }
 
 
+def _step(problem: Problem) -> str:
+    """What a problem computes, as measurements tell it apart: kernels of one step have the times of no other."""
+    return problem.derivative or ("backward" if problem.backward else "forward")
+
+
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """A launch of every kernel that the plans of this problem may have, whatever its batch, heads and lengths.
 
@@ -213,9 +228,8 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     """
     plan(problem, device)  # raises where nothing serves the problem
     launches: list[Launch] = []
-    for engine, module in MODULES.items():
-        if refusals(engine, problem, device):
-            continue
+    for engine in _defaults(problem, [engine for engine in MODULES if not refusals(engine, problem, device)]):
+        module = MODULES[engine]
         best: dict[object, Any] = {}
         for _, tile in _by_cost(engine, problem, device):
             best.setdefault(module.alike(tile), tile)
@@ -243,20 +257,43 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
     best = {engine: _by_cost(engine, problem, device)[0] for engine in MODULES if engine not in refused}
     if not best:
         return None
+    scales = scales_of(problem, device, best) if measure else {}
+    best = {engine: (cost * scales.get(engine, 1.0), tile) for engine, (cost, tile) in best.items()}
     fastest = None if tune is None else _fastest(problem, device, tune, best)
     if tune is None or fastest is None:
-        # An engine of ON_REQUEST is chosen by its measurement, never by its prediction.
-        defaults = [engine for engine in best if not _is_on_request(engine, problem)] or list(best)
-        chosen = min(defaults, key=lambda engine: best[engine][0])
+        chosen = min(_defaults(problem, best), key=lambda engine: best[engine][0])
         (cost, tile), words = best[chosen], ""
     else:
         measured, tile = fastest
         chosen, words = measured.engine, _comparison(measured, tune, best)
-        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile)
+        cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
     for engine, (seconds, _) in best.items():
         if engine != chosen:
-            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms",)
+            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms{_advantage(problem, chosen)}",)
     return Choice(chosen, tile, cost, tuple(refused.items()), words)
+
+
+def _defaults(problem: Problem, engines: Collection[str]) -> list[str]:
+    """The engines among which the smallest prediction chooses.
+
+    An engine on request serves where it is measured, never by its prediction. Where one row tile of mma_decode holds
+    all queries of a sequence, no other engine is a default: it alone reads each key once.
+    """
+    if _is_one_row_tile(problem) and "mma_decode" in engines:
+        return ["mma_decode"]
+    return [engine for engine in engines if not _is_on_request(engine, problem)] or list(engines)
+
+
+def _is_one_row_tile(problem: Problem) -> bool:
+    return problem.cache is not None and problem.q_len * problem.group <= mma_decode.ROWS[-1]
+
+
+def _advantage(problem: Problem, chosen: str) -> str:
+    """The rest of the reason against other engines than the chosen one: "" if the prediction is all of it."""
+    if chosen != "mma_decode" or not _is_one_row_tile(problem):
+        return ""
+    rows = problem.q_len * problem.group
+    return f", but one tile of mma_decode has all {rows} rows of a group, and reads each key once"
 
 
 def forget() -> None:
@@ -276,9 +313,24 @@ def predicted(problem: Problem, device: Device) -> Plan:
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
     """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
-    if problem.cache is not None and problem.cache.split_size is not None:
-        return None
-    return evidence.tune_of(tune_key(problem), device)
+    return None if _is_split(problem) else evidence.tune_of(tune_key(problem), device)
+
+
+def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
+    """{engine: factor of its predictions on this card}; {} where the card has no measurements to fit.
+
+    An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
+    with split_size have no factors: their bits must not depend on the machine's past.
+    """
+    fits = {} if _is_split(problem) else evidence.fits(device, _step(problem))
+    if not fits:
+        return {}
+    mean = prod(fit.scale ** (1 / len(fits)) for fit in fits.values())
+    return {engine: fits[engine].scale if engine in fits else mean for engine in engines}
+
+
+def _is_split(problem: Problem) -> bool:
+    return problem.cache is not None and problem.cache.split_size is not None
 
 
 def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
@@ -288,7 +340,7 @@ def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[s
         if measured.engine not in engines:
             continue
         if measured.engine not in tiles:
-            legal = MODULES[measured.engine].tiles(problem, device)
+            legal = measurable(measured.engine, problem, device)
             tiles[measured.engine] = {repr(tile): tile for tile in legal}
         tile = tiles[measured.engine].get(measured.tile)
         if tile is not None:
@@ -303,7 +355,7 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
     default = amounts[tune.default]
     beaten = "" if measured[:2] == tune.default else f", the predicted best {amount_text(default, tune.unit)}"
     return (
-        f"measured the fastest of {count} tiles in this bucket, "
+        f"measured the fastest of {count} tile{'s' * (count != 1)} in this bucket, "
         f"{amount_text(measured.amount, tune.unit)}{beaten} ({tune.path}, {tune.date})"
     )
 
@@ -311,6 +363,19 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
 def amount_text(amount: float, unit: str) -> str:
     """A measurement with its unit, seconds as milliseconds."""
     return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
+
+
+def _refit_lines(chosen: Plan) -> list[str]:
+    """The line of explain() about the factors of the predictions that it quotes."""
+    serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
+    fits = evidence.fits(chosen.device, _step(chosen.problem))
+    scales = scales_of(chosen.problem, chosen.device, serving)
+    texts = [
+        f"{engine} x {fits[engine].scale:.3g} ({fits[engine].buckets} bucket{'s' * (fits[engine].buckets != 1)})"
+        for engine in serving
+        if scales and engine in fits
+    ]
+    return [f"refitted   to measurements on {chosen.device.card}: {', '.join(texts)}"] if texts else []
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:
@@ -323,7 +388,18 @@ def _evidence_lines(chosen: Plan) -> list[str]:
     else:
         verdict = "passed" if check.passed else f"failed, {check.reason},"
         lines = [f"checked    {chosen.engine} {verdict} on {where} at {check.date}: {check.path}"]
-    return lines + [f"ignored    {path}: {why}" for path, why in sorted(evidence.ignored.items())]
+    return lines + _ignored_lines()
+
+
+def _ignored_lines() -> list[str]:
+    """The lines of explain() about ignored records: one for all that a folder has for one reason."""
+    paths: dict[tuple[Path, str], list[Path]] = {}
+    for path, why in sorted(evidence.ignored.items()):
+        paths.setdefault((path.parent, why), []).append(path)
+    return [
+        f"ignored    {alike[0] if len(alike) == 1 else f'{len(alike)} records in {folder}'}: {why}"
+        for (folder, why), alike in paths.items()
+    ]
 
 
 def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
@@ -350,9 +426,14 @@ def _pairs(problem: Problem) -> int:
 
 
 def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
-    """The legal tiles of an engine with their costs, the best first."""
-    module, pairs = MODULES[engine], _pairs(problem)
-    costs = [(module.seconds(problem, pairs, device, tile), tile) for tile in module.tiles(problem, device)]
+    """The tiles that a prediction compares with their costs, the best first."""
+    return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
+
+
+def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
+    """Tiles of an engine with their costs, the best first."""
+    pairs = _pairs(problem)
+    costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
     return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
 
@@ -368,7 +449,7 @@ def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = 
         reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
     if problem.cache is not None and engine not in WITH_CACHE:
         reasons.append("it reads no KV cache in this version")
-    if problem.derivative and engine not in WITH_DERIVATIVES:
+    if problem.derivative and problem.derivative not in WITH_DERIVATIVES.get(engine, ()):
         reasons.append(f"it computes no {problem.derivative} in this version")
     if device.backend not in MODULES[engine].BACKENDS:
         reasons.append(f"the call goes to backend {device.backend}")

@@ -66,7 +66,7 @@ def pose(
     With `tangents` the problem is the JVP in their direction; with `saved` too, the double backward of them.
     """
     requirements = Requirements(function)
-    mod = _traced(requirements, options)
+    mod = traced_mod(requirements, options)
     direction = {} if tangents is None else _direction(requirements, tangents, mod)
     call = read(requirements, _given(arrays, options, packed, saved, shard, mod) | direction)
     facts = _facts(call, options, packed, saved, shard, mod, tangents is not None)
@@ -85,7 +85,7 @@ def pose(
     elif seed is None:
         # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    names = _captured_names(mod)
+    names = captured_names(mod)
     operands: dict[str, Any] = {
         **call,
         "seed": seed,
@@ -100,7 +100,7 @@ ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
-def _traced(requirements: Requirements, options: Options) -> Mod | None:
+def traced_mod(requirements: Requirements, options: Options) -> Mod | None:
     """The traced score_mod and mask_mod; None without them, or where one cannot be traced, which is reported."""
     if options.score_mod is None and options.mask_mod is None:
         return None
@@ -115,7 +115,8 @@ def _traced(requirements: Requirements, options: Options) -> Mod | None:
         return None
 
 
-def _captured_names(mod: Mod | None) -> list[str]:
+def captured_names(mod: Mod | None) -> list[str]:
+    """The names of a mod's captured arrays among the arrays of a call, in the order of their slots."""
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 
@@ -130,7 +131,7 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) 
         is_sequence and len(tangents.tcaptured) == count,
         f"tcaptured must be a sequence with a tangent or None for each of the {count} captured arrays",
     ):
-        captured = zip(_captured_names(mod), tangents.tcaptured, strict=True)
+        captured = zip(captured_names(mod), tangents.tcaptured, strict=True)
         direction |= {f"t{name}": x for name, x in captured if x is not None}
     return direction
 
@@ -157,7 +158,7 @@ def _given(
     if shard.starts is not None:
         given["starts"] = shard.starts
     if mod is not None:
-        given |= zip(_captured_names(mod), mod.arrays, strict=True)
+        given |= zip(captured_names(mod), mod.arrays, strict=True)
     return given
 
 

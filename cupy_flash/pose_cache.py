@@ -11,15 +11,16 @@ import operator
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import environment
 from .arrays import Array, empty
 from .cache_records import Cache, CacheOperands
-from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, WINDOW
-from .pose import CACHED, array_facts, cached_if_plain
+from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
+from .pose import CACHED, array_facts, cached_if_plain, captured_names, traced_mod
 from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
@@ -33,11 +34,15 @@ from .requirements import (
 )
 from .spans import appended_places, positions_of_keys, positions_of_queries, read_spans
 
+if TYPE_CHECKING:
+    from .mods.trace import Mod
+
 BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == ARRAY)
-PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS))
+PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size is a multiple of it
+OVERLAP_WORK = 10_000  # steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # entries of an array that an error names
 
 
@@ -91,12 +96,15 @@ def _pose(
     length = _whole_length(requirements, options.cache_seqlens)
     if length is None and options.cache_seqlens is not None:
         given["cache_seqlens"] = options.cache_seqlens
+    mod = traced_mod(requirements, options)
+    given |= zip(captured_names(mod), () if mod is None else mod.arrays, strict=True)
     call = read(requirements, given)
-    facts = _facts(function, call, options, length is not None)
+    facts = _facts(function, call, options, length is not None, mod)
     stated: Stated = cached_if_plain(_state, facts.types)(facts)
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
-    operands = _operands(call, length, bounds)
+    operands = _operands(call, length, bounds, mod)
+    _check_overlap(requirements, call)
     if stated.readable and stated.problem is not None:
         _check_contents(requirements, stated.problem, operands, bounds)
     requirements.raise_if_unmet(call)
@@ -115,7 +123,7 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
     return None
 
 
-def _operands(call: dict[str, Array], length: int | None, bounds: str) -> Operands:
+def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
     """The operands of a call, as far as its arrays could be read; an append has an empty q."""
     nested: dict[str, Any] = {name: call.get(name) for name in CacheOperands._fields}
     if length is not None:
@@ -126,6 +134,8 @@ def _operands(call: dict[str, Array], length: int | None, bounds: str) -> Operan
         q = empty((0,) * len(k.shape), k.dtype, k)
     named: dict[str, Any] = {name: call.get(name) for name in Operands._fields}
     named |= {"q": q, "k": call.get("k_cache"), "v": call.get("v_cache"), "out": None}
+    if mod is not None:
+        named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
     return Operands(**named | {"cu_seqlens_q": call.get(bounds), "cache": CacheOperands(**nested)})
 
 
@@ -152,6 +162,7 @@ class Facts(NamedTuple):
     window: Any
     backend: Any
     one_length: bool
+    mods: str  # the text; "" without
     types: tuple[type, ...]
     arrays: tuple[tuple[str, CacheArrayFacts], ...]
 
@@ -169,7 +180,7 @@ class Stated(NamedTuple):
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 
 
-def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_length: bool) -> Facts:
+def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_length: bool, mod: Mod | None) -> Facts:
     plain, window, backend = _plain_of(options), options.window, options.backend
     if backend is None:
         backend = environment.backend()
@@ -179,7 +190,8 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
         for name, x in call.items()
     ]
     types = tuple(map(type, (*plain, backend, *sides)))
-    return Facts(function, plain, window, backend, one_length, types, tuple(arrays))
+    text = "" if mod is None else mod.text
+    return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
 
 
 def _has_rows(array: Array) -> bool:
@@ -208,6 +220,7 @@ def _state(facts: Facts) -> Stated:
     if sizes is not None and attends and {"k", "v"} & arrays.keys():
         sizes = _check_rows_beside_queries(requirements, arrays, layout, sizes)
     unsupported = _check_what_goes_together(requirements, facts, arrays, attends)
+    mods = _check_mods(requirements, facts, arrays, sizes)
     agreed = not requirements.unmet
     readable = sizes is not None and _check_indices(requirements, arrays, sizes) and agreed
     _check_numbers(requirements, options)
@@ -218,7 +231,7 @@ def _state(facts: Facts) -> Stated:
     _check_others(requirements, arrays, layout, sizes)
     if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
         requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
-    return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported))
+    return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported), mods)
 
 
 class CacheSizes(NamedTuple):
@@ -390,7 +403,8 @@ def _check_what_goes_together(
     paged, has_rows = "block_table" in arrays, "cache_batch_idx" in arrays
     require(not (paged and has_rows), "cache_batch_idx is for contiguous caches, without block_table")
     require(rotates == ("rotary_sin" in arrays), "rotary_cos and rotary_sin are given together or not at all")
-    require(rotates or "positions" not in arrays, "positions are those of rotary, with rotary_cos and rotary_sin")
+    has_positions = "positions" in arrays
+    require(rotates or facts.mods != "" or not has_positions, "positions are for rotary tables, score_mod and mask_mod")
     unsupported = []
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
@@ -405,6 +419,26 @@ def _check_what_goes_together(
             repeats = name in arrays and arrays[name].repeats
             require(not repeats, f"{name} repeats its elements (a stride of 0): rows cannot be appended")
     return unsupported
+
+
+def _check_mods(
+    requirements: Requirements, facts: Facts, arrays: dict[str, Any], sizes: CacheSizes | None
+) -> dict[str, Any]:
+    """The fields of a Problem for its mods; positions of captured arrays reach up to the capacity."""
+    if not facts.mods:
+        return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
+    from .mods.facts import check_captured
+    from .mods.ir import parse
+
+    program = parse(facts.mods)
+    if sizes is not None:
+        check_captured(requirements, arrays, program, (sizes.batch, sizes.heads, sizes.capacity, sizes.capacity))
+    return dict(
+        mods=facts.mods,
+        score_mod=program.score is not None,
+        mask_mod=program.mask is not None,
+        captured_gradient=(False,) * len(program.arrays),
+    )
 
 
 def _check_pages(arrays: dict[str, Any], sizes: CacheSizes) -> list[str]:
@@ -538,6 +572,7 @@ def _with_problem(
     layout: str,
     readable: bool,
     unsupported: tuple[str, ...],
+    mods: dict[str, Any],
 ) -> Stated:
     """The problem, with neutral values in the place of options that are wrong."""
     like = arrays["q" if "q" in arrays else "k"]
@@ -594,10 +629,7 @@ def _with_problem(
         engine=options["engine"],
         cache=cache,
         bias_gradient=False,
-        mods="",
-        score_mod=False,
-        mask_mod=False,
-        captured_gradient=(),
+        **mods,
         **numbers,
         **array_facts(named),
     )
@@ -605,6 +637,65 @@ def _with_problem(
 
 
 # Contents
+
+
+def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
+    """No array that a call reads or returns may lie in a cache: the append would change it, or it the cache.
+
+    jax's arrays are left out: XLA decides over their memory, and while it traces they have none.
+    """
+    others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
+    if not others:
+        return
+    caches = [(name, call[name], _extent(call[name])) for name in ("k_cache", "v_cache") if name in call]
+    for name in others:
+        array = call[name]
+        first, end = _extent(array)
+        for cache_name, cache, (cache_first, cache_end) in caches:
+            if first < cache_end and cache_first < end and _share_an_element(array, cache):
+                requirements.require(False, f"{name} overlaps {cache_name} in memory")
+
+
+def _share_an_element(a: Array, b: Array) -> bool:
+    """Whether arrays whose ranges of addresses overlap have an element in common; none if that is hard to solve."""
+    if a.device != b.device or a.framework in ("jax", "xla"):
+        return False
+    try:
+        shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+    return shared
+
+
+@lru_cache(maxsize=CACHED)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """The first element of an array and that after its last one, counted from element 0."""
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + 1
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """The first address of an array, and that after its last element."""
+    first, end = _span(array.shape, array.strides)
+    size = array.dtype.itemsize
+    return array.pointer + first * size, array.pointer + end * size
+
+
+def _addresses(array: Array) -> np.ndarray:
+    """A NumPy array at the addresses of another, perhaps on a GPU, whose elements must never be touched."""
+    size = array.dtype.itemsize
+    holder = SimpleNamespace(
+        __array_interface__={
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (array.pointer, True),
+            "shape": array.shape,
+            "strides": tuple(stride * size for stride in array.strides),
+        }
+    )
+    return np.asarray(holder)
 
 
 def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
@@ -618,6 +709,12 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
         return
     require = requirements.require
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(operands, name)
+        if descale is not None and descale.device == "cpu":
+            values = descale.numpy()
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            require(legal, f"{name} must be finite and not negative")
     tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
     if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
         return
@@ -645,6 +742,8 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
             require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
     if given.rotary_cos is not None and cache.rotary is not None:
         _check_positions(requirements, problem, operands, spans)
+    elif given.positions is not None:
+        _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
     if given.k is not None and not requirements.unmet:
         block, row = appended_places(problem, operands, spans)
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
@@ -676,7 +775,8 @@ def _check_positions(requirements: Requirements, problem: Problem, operands: Ope
     assert given is not None and given.rotary_cos is not None
     table = given.rotary_cos.shape[0]
     if given.positions is not None:
-        _check_range(requirements, "positions", given.positions.numpy(), 0, table - 1)
+        last = table - 1 if not problem.mods else min(table, problem.kv_len) - 1
+        _check_range(requirements, "positions", given.positions.numpy(), 0, last)
         return
     positions = [positions_of_queries(problem, operands, spans)]
     if given.k is not None:

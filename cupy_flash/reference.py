@@ -480,7 +480,11 @@ def attention_with_kv_cache(
             known = min(tail.shape[-1], length)
             seen[..., length - known :] &= tail[..., tail.shape[-1] - known :]
         rotated = rotate(rows, length - len(rows), b).astype(storage)
-        settings = _options_of_sequence(Options(mask=seen, dtype=dtype, **{"causal": True} | options), b)
+        q_idx = np.maximum(length - len(rows) + np.arange(len(rows)), 0)
+        if positions is not None:
+            q_idx = np.asarray(rows_of(np.asarray(positions), b))
+        mods = _mods_of_sequence(options, b, q_idx)
+        settings = _options_of_sequence(Options(mask=seen, dtype=dtype, **{"causal": True} | options | mods), b)
         one = _forward(settings, 0, *map(_packed_heads_first, (rotated, K, V)))
         here = b if cu_seqlens_q is None else slice(bounds[b], bounds[b + 1])
         out[here] = one.out[0].swapaxes(0, 1)
@@ -489,6 +493,16 @@ def attention_with_kv_cache(
         caches = [cache.swapaxes(1, 2) for cache in caches]
         out = out if cu_seqlens_q is not None else out.swapaxes(1, 2)
     return out, lse, caches[0], caches[1]
+
+
+def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str, Any]:
+    """The mods among the options as functions of one sequence: with its number, and the position of each query."""
+    mods: dict[str, Any] = {}
+    if (score_mod := options.get("score_mod")) is not None:
+        mods["score_mod"] = lambda s, _, h, i, j: score_mod(s, b, h, q_idx[i], j)
+    if (mask_mod := options.get("mask_mod")) is not None:
+        mods["mask_mod"] = lambda _, h, i, j: mask_mod(b, h, q_idx[i], j)
+    return mods
 
 
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:

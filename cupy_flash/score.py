@@ -30,6 +30,17 @@ class Positions(NamedTuple):
     step: int
 
 
+QUERIES, KEYS = 0, 1  # the axes of a tile
+
+
+class Cut(NamedTuple):
+    """A half-open range of queries or keys."""
+
+    axis: int
+    start: int
+    stop: int
+
+
 class ScoreTile(NamedTuple):
     """Coordinates of a tile of scores: sequence index, query head, half-open ranges of queries and keys."""
 
@@ -40,7 +51,7 @@ class ScoreTile(NamedTuple):
     kv_start: int
     kv_stop: int
     positions: Positions
-    is_cut: bool = False  # whether a mask_mod may hide any of its scores
+    masked: Cut | None = None  # the part of it of which a mask_mod may hide scores
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -322,6 +333,19 @@ class MaskMod:
         """The mask, True = attend, which broadcasts to (queries, keys) of the tile."""
         (visible,) = self.function(None, *self.inputs.of(tile))
         return np.asarray(visible)
+
+    def hide(self, S: np.ndarray[Any, Any], tile: ScoreTile) -> None:
+        """Set the scores of a tile that the mask hides to -inf; those outside of tile.masked are seen."""
+        if tile.masked is None:
+            return
+        axis, start, stop = tile.masked
+        if axis == KEYS:
+            S = S[:, start - tile.kv_start : stop - tile.kv_start]
+            tile = tile._replace(kv_start=start, kv_stop=stop)
+        else:
+            S = S[start - tile.q_start : stop - tile.q_start]
+            tile = tile._replace(q_start=start, q_stop=stop)
+        np.copyto(S, -np.inf, where=~self.visible(tile))
 
 
 def _times(dS: np.ndarray[Any, Any], factor: Any) -> np.ndarray[Any, Any]:

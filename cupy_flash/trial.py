@@ -1,6 +1,8 @@
 """One call as a record without arrays: what `check` and `tune` run, and what CUPY_FLASH_RECORD writes.
 
 Its JSON, `Trial.record`, is readable and complete: `Trial.of` makes the same call again, with the same random arrays.
+The contents of arrays are not recorded. A call whose work depends on them, or that a Trial cannot state for another
+reason, is recorded as its description and that reason (`recorded_line`).
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import named_dtype
+from .cache_trial import SEED, CacheTrial, falling, pack
 from .features import ARRAY, FEATURES, NUMBER, is_given
 from .pose import PLAIN_OPTIONS
-from .problem import DTYPES, FP8, Options, Packed, Problem
+from .problem import DTYPES, FP8, Operands, Options, Packed, Problem
 from .requirements import Requirements, check_options
 
 # The options that a Trial names by their presence: numbers without a field of their own, and arrays.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
 NUMBERS = {"softcap": 15.0, "dropout": 0.25}
-SEED = 20
+NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that cannot be made again
 
 
 class Call(NamedTuple):
@@ -56,6 +59,9 @@ class Trial:
     packed: bool = False
     deterministic: bool = False
     backward: bool = True
+    mods: str = ""  # score_mod and mask_mod, as Mod.encoded; "" without
+    captured: tuple[tuple[int, ...], ...] = ()  # the shapes of the arrays that they read
+    cache: CacheTrial | None = None  # of a call of attention_with_kv_cache
 
     def __post_init__(self) -> None:
         wrong = (
@@ -83,8 +89,33 @@ class Trial:
         options["window"] = self.window
         check_options(requirements, options, None, self.packed is True, np.float32)
         wrong += requirements.unmet
+        wrong += self._wrong_mods() + self._wrong_cache()
         if wrong:
             raise ValueError("; ".join(wrong))
+
+    def _wrong_mods(self) -> list[str]:
+        """What is wrong with the text of the mods and the shapes of their arrays."""
+        if self.mods == "" and self.captured == ():
+            return []
+        from .mods.ir import checked  # imported by the first call that has a mod
+        from .mods.trace import decoded
+
+        try:
+            program = checked(self.mods.rpartition("\n")[0])
+            decoded(self.mods, ())
+        except ValueError as error:
+            return [f"mods is {error}"]
+        ranks, shapes = [element.rank for element in program.arrays], self.captured
+        if [len(shape) for shape in shapes] != ranks or any(type(n) is not int for shape in shapes for n in shape):
+            return [f"captured must be {len(ranks)} shapes of {ranks} dimensions, not {shapes!r}"]
+        return []
+
+    def _wrong_cache(self) -> list[str]:
+        """What does not go together with a KV cache."""
+        if self.cache is None:
+            return []
+        excluded = dict(backward=self.backward, mods=self.mods, deterministic=self.deterministic)
+        return [f"{name} is not for calls on a KV cache" for name, value in excluded.items() if value]
 
     @classmethod
     def of(cls, record: Any) -> Trial:
@@ -95,28 +126,34 @@ class Trial:
         unknown = [name for name in record if name not in names]
         if unknown:
             raise ValueError(f"{', '.join(map(repr, unknown))} are not of {', '.join(names)}")
-        pairs: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
+        pairs = {name: _as_tuples(value) for name, value in record.items()}
+        if pairs.get("cache") is not None:
+            pairs["cache"] = CacheTrial.of(pairs["cache"])
+        if not isinstance(pairs.get("mods", ""), str):
+            raise TypeError(f"mods must be a text, not {pairs['mods']!r}")
+        shapes = pairs.get("captured", ())
+        if not isinstance(shapes, tuple) or not all(isinstance(shape, tuple) for shape in shapes):
+            raise TypeError(f"captured must be a list of shapes, not {shapes!r}")
         return cls(**pairs)
 
     @classmethod
-    def of_problem(cls, problem: Problem) -> Trial | None:
-        """The Trial of a call's Problem; None for what a Trial cannot state: mods, KV caches, shards, empty arrays."""
-        if problem.mods or problem.cache is not None or problem.shard:
-            return None
-        if 0 in (problem.batch, problem.q_len, problem.kv_len):
-            return None
+    def of_call(cls, problem: Problem, operands: Operands) -> Trial:
+        """The Trial of a call, for which there is no `obstacle`."""
         mask = problem.mask
         corner = "top_left" if mask.top_left else "bottom_right"
+        layout = problem.layout if problem.cache is None else problem.cache.layout
+        layout = "bshd" if layout == "thd" else layout
         features = {feature.name: feature for feature in FEATURES}
         return cls(
             problem.dtype.name, problem.head_dim, problem.head_dim_v, problem.batch, problem.q_len, problem.kv_len,
-            problem.heads, problem.kv_heads, "bshd" if problem.layout == "thd" else problem.layout,
+            problem.heads, problem.kv_heads, layout,
             causal=corner if mask.edges and (mask.right == 0 or mask.top_left) else False,
             window=None if mask.left is None and mask.right in (None, 0) else (mask.left, mask.right),
             options=tuple(name for name in OPTIONS if is_given(problem, features[name])),
             packed=problem.layout == "thd", deterministic=problem.deterministic, backward=problem.backward,
+            mods="\n".join((problem.mods, " ".join(map(repr, operands.numbers)))) if problem.mods else "",
+            captured=tuple(x.shape for x in operands.captured or ()),
+            cache=None if problem.cache is None else CacheTrial.of_cache(problem.cache, problem.layout == "thd"),
         )  # fmt: skip
 
     @property
@@ -125,26 +162,19 @@ class Trial:
         default = asdict(Trial())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
-    def append_to(self, file: str) -> None:
-        """Append the record as a line of JSON, in one write: processes that record to one file do not mix lines."""
-        import json
-
-        line = json.dumps(self.record | {"backward": self.backward}) + "\n"
-        # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(file, flags, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
-
     def __str__(self) -> str:
         dim = str(self.head_dim) if self.head_dim_v in (None, self.head_dim) else f"{self.head_dim}/{self.head_dim_v}"
         words = [self.dtype, f"D {dim}", f"{self.batch} x {self.heads} heads", f"{self.q_len} x {self.kv_len}"]
         words += [] if self.causal is False else ["causal" if self.causal is True else f"causal {self.causal}"]
         words += [] if self.window is None else [f"window {self.window}"]
         words += [name for name in ("packed", "deterministic") if getattr(self, name)]
-        return ", ".join((*words, *self.options))
+        words += self.options
+        if self.mods:
+            from .mods.ir import parse
+
+            words.append(str(parse(self.mods.rpartition("\n")[0])))
+        words += [] if self.cache is None else [str(self.cache)]
+        return ", ".join(words)
 
     def call(self, seed: int = SEED) -> Call:
         """The call with random normal arrays of NumPy."""
@@ -161,17 +191,16 @@ class Trial:
         k = normal(self.batch, self.kv_len, self.kv_heads, self.head_dim)
         v = normal(self.batch, self.kv_len, self.kv_heads, dim_v)
         dout, dlse = normal(self.batch, self.q_len, self.heads, dim_v), normal(self.batch, self.q_len, self.heads)
-        options = {name: self._option(name, rng, out_dtype) for name in self.options}
+        options = {name: self.option(name, rng, out_dtype) for name in self.options}
         options |= {"causal": self.causal, "window": self.window}
+        if self.mods:
+            options["score_mod"] = self._mod(rng)
         if "dropout" in self.options:
             options["seed"] = SEED
         if self.packed:  # sequences of falling lengths
-            q_rows, kv_rows = (
-                np.maximum(length - np.arange(self.batch) * (length // (2 * self.batch)), 1)
-                for length in (self.q_len, self.kv_len)
-            )
-            q, dout, dlse = (_pack(x, q_rows) for x in (q, dout, dlse))
-            k, v = _pack(k, kv_rows), _pack(v, kv_rows)
+            q_rows, kv_rows = falling(self.q_len, self.batch), falling(self.kv_len, self.batch)
+            q, dout, dlse = (pack(x, q_rows) for x in (q, dout, dlse))
+            k, v = pack(k, kv_rows), pack(v, kv_rows)
             q_bounds, kv_bounds = (np.cumsum([0, *rows], dtype=np.int32) for rows in (q_rows, kv_rows))
             packed = Packed(q_bounds, kv_bounds, self.q_len, self.kv_len)
             dlse = np.ascontiguousarray(dlse.T)
@@ -184,7 +213,8 @@ class Trial:
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         return Call(q, k, v, options, dout.astype(out_dtype), dlse, packed)
 
-    def _option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
+    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
+        """The value of an option of OPTIONS; `dtype` is that of floating arrays of any dtype."""
         if name in NUMBERS:
             return NUMBERS[name]
         sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
@@ -199,7 +229,66 @@ class Trial:
             return rng.standard_normal(shape, np.float32).astype(dtype)
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
+    def _mod(self, rng: np.random.Generator) -> Any:
+        """The Mod of the call: floating arrays are normal, and whole numbers, which are indices or flags, are small."""
+        from .mods.ir import parse
+        from .mods.trace import decoded
 
-def _pack(x: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Padded (B, S, ...) -> (T, ...)."""
-    return np.concatenate([row[:length] for row, length in zip(x, lengths, strict=True)])
+        arrays = [
+            rng.standard_normal(shape, np.float32).astype(named_dtype(element.dtype))
+            if "float" in element.dtype
+            else rng.integers(0, 2, shape).astype(element.dtype)
+            for element, shape in zip(parse(self.mods.rpartition("\n")[0]).arrays, self.captured, strict=True)
+        ]
+        return decoded(self.mods, arrays)
+
+
+def _as_tuples(value: Any) -> Any:
+    """The lists of a JSON value as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def obstacle(problem: Problem) -> str:
+    """Why a Trial cannot state a call; "" if it can."""
+    if problem.derivative:
+        return f"tune measures no {problem.derivative}"
+    if problem.shard:
+        return "it is a shard of a larger call"
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        return "an array is empty"
+    if problem.cache is not None and problem.cache.dtype.name == FP8:
+        return f"no engine of GPUs reads a KV cache of {FP8}"
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return "with split_size its tile does not depend on measurements"
+    if problem.mods:
+        from .mods.ir import order, parse
+
+        mask = parse(problem.mods).mask
+        if mask is not None and any(node.op == "load" for node in order((mask,))):
+            return "its mask_mod reads arrays, on whose contents, which are not recorded, its time depends"
+    return ""
+
+
+def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """The JSON by which a call is recorded: that of its Trial, or its description and why it has none."""
+    reason = obstacle(problem)
+    if not reason:
+        try:
+            trial = Trial.of_call(problem, operands)
+            return trial.record | {"backward": trial.backward}
+        except ValueError as error:  # an option that a Trial lacks must not end the caller's run
+            reason = str(error)
+    return {NOT_REPLAYED: reason, DESCRIPTION: str(problem)}
+
+
+def append_line(record: Mapping[str, Any], file: str) -> None:
+    """Append a line of JSON in one write: processes that record to one file do not mix lines."""
+    import json
+
+    # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(file, flags, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(record) + "\n").encode())
+    finally:
+        os.close(descriptor)

@@ -11,14 +11,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import backends, evidence, plan
+from . import backends, evidence, peers, plan
+from .cache_trial import cache_call
 from .checks import calls
 from .checks.calls import COMPILE_SECONDS, Task
 from .checks.verdicts import LOSSES, SECONDS, SIMULATED_SECONDS, Report, device_of, valid_backend
@@ -27,8 +28,9 @@ from .evidence import Measured, Tune
 from .isolated import Announce, Lost, Worker
 from .plan import MODULES, Plan, amount_text, candidates
 from .pose import pose
-from .problem import FP8, Operands, Options, Saved
-from .trial import Trial
+from .pose_cache import CacheOptions, pose_with_cache
+from .problem import FP8, Operands, Options, Problem, Saved
+from .trial import DESCRIPTION, NOT_REPLAYED, Trial
 
 SAMPLES, WARM_UP = 9, 2
 FLUSHED_BYTES = 256 << 20  # more than the L2 of any GPU
@@ -43,6 +45,7 @@ class Candidates(NamedTuple):
     default: tuple[str, str]  # engine and tile that the plan chooses without measurements
     tiles: tuple[tuple[str, str], ...]  # the default first, the others by their predicted time
     left_out: dict[str, str]  # engines with the reason
+    predicted: dict[str, float]  # the smallest predicted seconds of each engine
 
 
 class Result(NamedTuple):
@@ -52,6 +55,7 @@ class Result(NamedTuple):
     tune: Tune | None  # None where even the default tile could not be measured
     left_out: dict[str, str]  # engines and tiles with the reason
     measured_now: int  # tiles that this run has measured
+    peers: dict[str, float | str]  # the seconds of other implementations, or why one has none
 
     @property
     def gain(self) -> float:
@@ -74,7 +78,18 @@ class Result(NamedTuple):
             lines.append(f"  default  {' '.join(self.tune.default)}: {default}; gain {self.gain:.2f}x")
             if not self.tune.complete:
                 lines.append("  not all tiles are measured yet: run again to resume")
+        lines += [
+            f"  peer     {name}: {amount if isinstance(amount, str) else amount_text(amount, evidence.SECONDS)}"
+            for name, amount in self.peers.items()
+        ]
         return "\n".join(lines + [f"  left out {name}: {reason}" for name, reason in self.left_out.items()])
+
+
+class NotReplayed(NamedTuple):
+    """A recorded call that cannot be made again, so that it is not measured."""
+
+    call: str  # its description
+    reason: str
 
 
 class Results(NamedTuple):
@@ -83,6 +98,8 @@ class Results(NamedTuple):
     device: Device
     results: tuple[Result, ...]
     left: int  # calls for which no time was left
+    no_peers: str  # why no other implementation was measured; "" where some may have been
+    not_replayed: tuple[NotReplayed, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -97,18 +114,28 @@ class Results(NamedTuple):
                 "backward": result.trial.backward,
                 "gain": result.gain,
                 "left_out": result.left_out,
+                "peers": result.peers,
                 "measured": [] if result.tune is None else [list(each) for each in result.tune.measured],
                 "unit": None if result.tune is None else result.tune.unit,
                 "file": None if result.tune is None else str(result.tune.path),
             }
             for result in self.results
         ]
-        return {"device": str(self.device), "card": self.device.card, "complete": self.complete, "calls": cases}
+        return {
+            "device": str(self.device), "card": self.device.card, "complete": self.complete, "calls": cases,
+            "no_peers": self.no_peers, "not_replayed": [each._asdict() for each in self.not_replayed],
+        }  # fmt: skip
 
     def __str__(self) -> str:
         lines = [f"measured on {self.device.card}, {self.device}", *map(str, self.results)]
+        if self.no_peers:
+            lines.append(f"no peers were measured for comparison: {self.no_peers}")
         if self.left:
-            lines.append(f"out of time: {self.left} calls are left, run again to resume")
+            count = self.left + len(self.results)
+            lines.append(f"out of time, {self.left} of {count} calls left: run again to resume")
+        if self.not_replayed:
+            lines.append(f"recorded calls that cannot be made again and are not measured: {len(self.not_replayed)}")
+            lines += [f"  {each.call}: {each.reason}" for each in self.not_replayed]
         return "\n".join(lines)
 
 
@@ -135,7 +162,8 @@ def tune(
         report: called with a line of text for each measurement.
 
     Returns:
-        The measurements of each call and what they gain over the default; `print` shows them.
+        The measurements of each call and what they gain over the default, and on a GPU the times of torch's SDPA and
+        of flash-attn where they are installed; `print` shows them.
 
     Raises:
         RuntimeError: there is no GPU, or the worker process did not start.
@@ -150,10 +178,13 @@ def tune(
     for shape in records:
         if not isinstance(shape, Mapping):
             raise TypeError(f"a call is a mapping of names to values, not {shape!r}")
-    trials = [Trial.of({"backward": False, **shape}) for shape in records] + (
-        [] if like is None else recorded(Path(like))
-    )
-    return run_tune(trials, backend, minutes, report or (lambda line: None), work)
+    trials, not_replayed = ([], ()) if like is None else recorded(Path(like))
+    trials = [Trial.of({"backward": False, **shape}) for shape in records] + trials
+    if not trials and not_replayed:
+        reasons = "".join(f"\n- {each.call}: {each.reason}" for each in not_replayed)
+        raise ValueError(f"no call of {like} can be made again:{reasons}")
+    results = run_tune(trials, backend, minutes, report or (lambda line: None), work)
+    return results._replace(not_replayed=not_replayed)
 
 
 def run_tune(
@@ -181,14 +212,24 @@ def run_tune(
     with Worker(work) as worker:
         on = device_of(worker, backend)
         evidence.require_storable(on)
+        no_peers = _no_peers(worker, backend)
         for number, trial in enumerate(trials):
             if clock() >= until:
                 break
             run = _Run(worker, Task("", backend, trial=trial, seconds=seconds or limit), on, clock, until, report)
             report(f"{number + 1}/{len(trials)} {'backward' if trial.backward else 'forward'} {trial}")
-            results.append(run.result())
+            result = run.result()
+            results.append(result if no_peers else result._replace(peers=run.peers()))
     plan.forget()
-    return Results(on, tuple(results), len(trials) - len(results))
+    return Results(on, tuple(results), len(trials) - len(results), no_peers)
+
+
+def _no_peers(worker: Worker, backend: str) -> str:
+    """Why no other implementation can be measured; "" if some can."""
+    try:
+        return str(worker(Task("peers", backend), until=math.inf))
+    except Lost as lost:  # an import of torch that fails must not end the tune
+        return lost.reason
 
 
 class _Run:
@@ -205,22 +246,36 @@ class _Run:
     def result(self) -> Result:
         """Measure what is not measured yet, storing after each tile: an interrupted run loses none."""
         try:
-            found: Candidates = self.worker(self.task._replace(kind="candidates"), until=math.inf)
+            found: Candidates | dict[str, str] = self.worker(self.task._replace(kind="candidates"), until=math.inf)
         except Lost as lost:
-            return Result(self.trial, None, {"every tile": lost.reason}, 0)
+            found = {"every tile": lost.reason}
+        if not isinstance(found, Candidates):
+            return Result(self.trial, None, found, 0, {})
         self.left_out.update(found.left_out)
         before = evidence.tune_of(found.key, self.on)
         if before is not None and before.default == found.default:
-            if before.complete:
+            if before.complete and before.predicted == found.predicted:
                 self.report(f"  measured before: {before.path}")
-                return Result(self.trial, before, self.left_out, 0)
+                return Result(self.trial, before, self.left_out, 0, {})
             self.measured = list(before.measured)
         known = {each[:2] for each in self.measured}
         pending = [tile for tile in found.tiles if tile not in known]
         complete = self._measure(found, pending)
         measures_default = any(each[:2] == found.default for each in self.measured)
         tune = self._store(found, complete) if measures_default else None
-        return Result(self.trial, tune, self.left_out, len(self.measured) - len(known))
+        return Result(self.trial, tune, self.left_out, len(self.measured) - len(known), {})
+
+    def peers(self) -> dict[str, float | str]:
+        """The seconds of other implementations, or why one has none: for comparison alone, no plan reads them."""
+        amounts: dict[str, float | str] = {}
+        for name in peers.names(self.trial):
+            if self.clock() >= self.until:
+                break
+            try:
+                amounts[name] = self.worker(self.task._replace(kind="peer", tile=name), until=math.inf)
+            except Lost as lost:
+                amounts[name] = lost.reason
+        return amounts
 
     def _measure(self, found: Candidates, pending: list[tuple[str, str]]) -> bool:
         """Measure the pending tiles in order; whether none is left."""
@@ -250,41 +305,67 @@ class _Run:
         return True
 
     def _store(self, found: Candidates, complete: bool) -> Tune:
-        return evidence.store_tune(self.on, found.key, self.unit, self.measured, found.default, complete)
+        return evidence.store_tune(
+            self.on, found.key, self.unit, self.measured, found.default, found.predicted, complete
+        )
 
 
-def recorded(file: Path) -> list[Trial]:
-    """The calls that a run with CUPY_FLASH_RECORD has written; ValueError for a line that states none."""
-    trials = []
+def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
+    """The calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
+
+    Raises ValueError for a line that states neither.
+    """
+    calls: dict[Trial | NotReplayed, None] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                trials.append(Trial.of(json.loads(line.decode())))
+                calls[_recorded_call(json.loads(line.decode()))] = None
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{file}:{number} states no call: {error}") from None
-    return list(dict.fromkeys(trials))
+    not_replayed = tuple(call for call in calls if isinstance(call, NotReplayed))
+    return [call for call in calls if isinstance(call, Trial)], not_replayed
+
+
+def _recorded_call(record: Any) -> Trial | NotReplayed:
+    if not isinstance(record, Mapping) or NOT_REPLAYED not in record:
+        return Trial.of(record)
+    return NotReplayed(str(record.get(DESCRIPTION)), str(record[NOT_REPLAYED]))
 
 
 # ---- in the worker process
 
 
 def work(task: Task, announce: Announce) -> Any:
-    """The device; the Candidates of a call; or a tile's amount, or as a text why it has none."""
+    """Answer a request: the device, why there are no peers, a call's Candidates, or a tile's or a peer's amount."""
     if task.kind == "device":
         return calls.find_device(task, announce)
+    if task.kind == "peers":
+        announce("the import of torch", COMPILE_SECONDS)
+        return peers.missing() if task.backend == "cuda" else "a simulator runs none"
+    if task.kind == "peer":
+        return measure_peer(task, announce)
     if task.kind == "candidates":
         announce("the plan of the call", COMPILE_SECONDS)
         return find_candidates(task)
     return measure(task, announce)
 
 
-def find_candidates(task: Task) -> Candidates:
-    """The tiles of every engine that may serve a call."""
+def find_candidates(task: Task) -> Candidates | dict[str, str]:
+    """The tiles of every engine that may serve a call; {engine: its reasons} where none does."""
     assert task.trial is not None
-    chosen, _ = _posed(task.backend, task.trial, None)
-    problem, on = plan.last_of_bucket(chosen.problem), chosen.device
+    stated, _ = _stated(task.backend, task.trial, None)
+    on = backends.device_of(stated)
+    reasons = {
+        engine: "; ".join(plan.refusals(engine, stated, on))
+        for engine, module in MODULES.items()
+        if on.backend in module.BACKENDS
+    }
+    if all(reasons.values()):
+        return reasons
+    chosen = plan.plan(stated, on)
+    problem = plan.last_of_bucket(stated)
     default = plan.predicted(problem, on)
-    tiles, left_out = [], {}
+    tiles, left_out, predicted = [], {}, {}
     for engine, module in MODULES.items():
         named = problem._replace(engine=engine)
         if on.backend not in module.BACKENDS or plan.refusals(engine, named, on):
@@ -295,10 +376,12 @@ def find_candidates(task: Task) -> Candidates:
         elif check is None and engine in plan.ON_REQUEST and problem.dtype.name != FP8:
             left_out[engine] = f"no check has passed it on this card: {evidence.CHECK_COMMAND}"
         else:
-            tiles += [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]
+            ranked = [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]
+            predicted[engine] = ranked[0][0]
+            tiles += ranked
     first = (default.engine, repr(default.tile))
     others = [name for _, name in sorted(tiles, key=lambda each: each[0]) if name != first]
-    return Candidates(plan.tune_key(problem), first, (first, *others), left_out)
+    return Candidates(plan.tune_key(problem), first, (first, *others), left_out, predicted)
 
 
 def measure(task: Task, announce: Announce) -> float | str:
@@ -316,8 +399,20 @@ def measure(task: Task, announce: Announce) -> float | str:
     return METERS["cuda" if task.backend == "cuda" else "simulator"](each, operands)
 
 
-def median_seconds(chosen: Plan, operands: Operands) -> float:
-    """The median time of a plan on a GPU, in seconds, with L2 flushed before each sample."""
+def measure_peer(task: Task, announce: Announce) -> float:
+    """The seconds of another implementation."""
+    assert task.trial is not None
+    announce(f"the arrays of {task.tile}", COMPILE_SECONDS)
+    call = peers.peer(task.tile, task.trial)
+    announce(task.tile, task.seconds)
+    return median_seconds(call)
+
+
+def median_seconds(call: Callable[[], Any]) -> float:
+    """The median time of a call on a GPU, in seconds, with L2 flushed before each sample.
+
+    It is that of the default stream, which CuPy and torch share.
+    """
     import cupy
 
     flush = cupy.empty(FLUSHED_BYTES, cupy.uint8)
@@ -326,7 +421,7 @@ def median_seconds(chosen: Plan, operands: Operands) -> float:
         flush.fill(0)
         begin, end = (cupy.cuda.Event() for _ in range(2))
         begin.record()
-        _run(chosen, operands)
+        call()
         end.record()
         end.synchronize()
         if sample >= WARM_UP:
@@ -349,7 +444,10 @@ def warp_instructions(chosen: Plan, operands: Operands) -> float:
     return float(total)
 
 
-METERS: dict[str, Callable[[Plan, Operands], float]] = {"cuda": median_seconds, "simulator": warp_instructions}
+METERS: dict[str, Callable[[Plan, Operands], float]] = {
+    "cuda": lambda chosen, operands: median_seconds(partial(_run, chosen, operands)),
+    "simulator": warp_instructions,
+}
 
 
 @lru_cache(maxsize=1)
@@ -368,13 +466,21 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
 
 
 def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
-    """The plan and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    """The plan and the operands of a call."""
+    problem, operands = _stated(backend, trial, saved)
+    return backends.plan_for(problem), operands
+
+
+def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Problem, Operands]:
+    """The problem and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    if trial.cache is not None:
+        q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
+        return pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
     call = calls.on_backend(backend, trial.call())
     options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
     out, lse = (call.dout, call.dlse) if saved is None else saved
     posed = Saved(call.dout, out, lse, None) if trial.backward else None
-    problem, operands = pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
-    return backends.plan_for(problem), operands
+    return pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
 
 
 def _run(chosen: Plan, operands: Operands) -> tuple[Any, ...]:

@@ -70,6 +70,15 @@ constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
+// A direction of the inputs, of a JVP or a double backward. An input without a tangent does not move.
+#define DIRECTION 0
+constexpr bool TQ = false;
+constexpr bool TK = false;
+constexpr bool TV = false;
+constexpr bool TBIAS = false;
+constexpr bool TSINK = false;
+constexpr bool TCAPTURED = false;  // an array that score_mod reads moves
+
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table

@@ -1,9 +1,18 @@
 // delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
 // a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
-// also zeroes the dQ workspace. grid (row tiles, heads, sequences)
+// also zeroes the dQ workspace. DIRECTION: also writes eps = rowsum(dO * tO). grid (row tiles, heads, sequences)
 #include "dq_sums.cuh"
 #include "number.cuh"
 #include "sequence.cuh"
+
+// The sum of dO * O of a row, in all lanes of its warp.
+__device__ inline real row_product(const element* dO, const element* O, int lane) {
+  real sum = 0;
+  for (int d = lane; d < HEAD_DIM_V; d += WARP) sum += to_real(dO[d]) * to_real(O[d]);
+#pragma unroll
+  for (int other = WARP / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+  return sum;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_constant__ Params p) {
   Sequence sequence(p, blockIdx.z);
@@ -21,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     }
   }
   for (int i = first; i < sequence.q_len; i += step) {
-    real sum = 0;
-    for (int d = lane; d < HEAD_DIM_V; d += WARP)
-      sum += to_real(dO[i * p.dout.row + d]) * to_real(O[i * p.out.row + d]);
-#pragma unroll
-    for (int other = WARP / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+    real sum = row_product(dO + i * p.dout.row, O + i * p.out.row, lane);
+#if DIRECTION
+    real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
+    if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
+#endif
     if constexpr (DLSE) sum -= sequence.queries<real>(p.dlse, head)[i * p.dlse.row];
     if constexpr (LSE2) {
       real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];

@@ -1,5 +1,5 @@
-// dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, deterministic: one block per head. grid
-// (heads)
+// dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, deterministic: one block per head.
+// DIRECTION: of the second gradient, eps + delta * (tsink - mu) instead of delta. grid (heads)
 #include "number.cuh"
 #include "sequence.cuh"
 
@@ -7,13 +7,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_cons
   __shared__ real sums[THREADS];
   int head = blockIdx.x;
   real sink = to_real(((const sink_element*)p.sink)[head]), sum = 0;
+#if DIRECTION
+  real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
+#endif
   for (int b = 0; b < p.batch; ++b) {
     Sequence sequence(p, b);
     const real* lse = sequence.queries<real>(p.lse, head);
     const real* delta = sequence.queries<real>(p.delta, head);
     for (int i = threadIdx.x; i < sequence.q_len; i += THREADS) {
       real x = lse[i * p.lse.row];
-      if (x != -infinity()) sum += exp(sink - x) * delta[i * p.delta.row];
+      if (x == -infinity()) continue;
+      real change = delta[i * p.delta.row];
+#if DIRECTION
+      real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];
+      change = sequence.queries<real>(p.eps, head)[i * p.eps.row] + change * c;
+#endif
+      sum += exp(sink - x) * change;
     }
   }
   sums[threadIdx.x] = sum;

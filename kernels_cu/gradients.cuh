@@ -64,10 +64,13 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       int query = query_of(m, n, e), i = i0 + query, j = j0 + key_of(m, n, e);
       float& s = S[m][n + e / 4][e % 4];
       bool seen = !masked || (TRANSPOSED ? band.queries(j)(i) : band.keys(i)(j));
-      if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+      if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
       if (MASK_MOD && masked) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
       if constexpr (SCORE_MOD) {
-        float x = score.apply<SCORE_GRADIENT>(s, masked ? band.query(i) : i, masked ? band.key(j) : j, derivatives[e]);
+        Position at_query(i0 + query_of(0, 0, 0), query - query_of(0, 0, 0));
+        Position at_key(j0 + key_of(0, 0, 0), key_of(m, n, e) - key_of(0, 0, 0));
+        if (masked) at_query = band.query(i), at_key = band.key(j);
+        float x = score.apply<SCORE_GRADIENT>(s, at_query, at_key, derivatives[e]);
         s = seen ? x : -infinity();
       } else if constexpr (MODIFIED)
         s = seen ? score.apply(s, i, j, derivatives[e]) : -infinity();

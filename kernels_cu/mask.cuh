@@ -10,6 +10,9 @@ struct Band {
   int high;
   int q_len;
   int kv_len;
+#if KV_CACHE
+  int leftpad;  // no query sees the keys before it
+#endif
   Mod mod;
 
   __device__ Band(const Params& p, const Sequence& sequence)
@@ -19,16 +22,30 @@ struct Band {
     high = kv_len + 1;
     if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
     if (WINDOW_RIGHT) high = inside(floor_div((long long)sequence.offset + p.window_right, sequence.step));
+#if KV_CACHE
+    leftpad = sequence.leftpad;
+#endif
   }
 
   __device__ int inside(long long bound) const {
     return min(max(bound, (long long)(-q_len - 1)), (long long)(kv_len + 1));
   }
 
-  // Rounds down. Without a shard b is the constant 1, and the compiler removes the division.
+  // The first key from `j` on that is no padding.
+  __device__ int key_after_padding(int j) const {
+#if KV_CACHE
+    return max(j, leftpad);
+#else
+    return j;
+#endif
+  }
+
+  // Rounds down. Without a shard b is 1, and the compiler removes the division.
   __device__ static long long floor_div(long long a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
-  __device__ bool sees(int i, int j) const { return i + low <= j && j <= i + high && i < q_len && j < kv_len; }
+  __device__ bool sees(int i, int j) const {
+    return key_after_padding(i + low) <= j && j <= i + high && i < q_len && j < kv_len;
+  }
 
   // Clamps a position to the last one, so that a mod reads its captured arrays in bounds without a branch.
   __device__ int query(int i) const { return min(i, q_len - 1); }
@@ -45,21 +62,21 @@ struct Band {
 
   // The keys that query i sees; the queries that see key j.
   __device__ Range keys(int i) const {
-    return i < q_len ? Range{max(i + low, 0), min(i + high, kv_len - 1) + 1} : Range{0, 0};
+    return i < q_len ? Range{max(key_after_padding(i + low), 0), min(i + high, kv_len - 1) + 1} : Range{0, 0};
   }
   __device__ Range queries(int j) const {
     return j < kv_len ? Range{max(j - high, 0), min(j - low, q_len - 1) + 1} : Range{0, 0};
   }
 
   // Bounds of the keys seen by queries [q_start, q_stop), and of the queries that see keys [kv_start, kv_stop).
-  __device__ int kv_begin(int q_start) const { return min(max(q_start + low, 0), kv_len); }
+  __device__ int kv_begin(int q_start) const { return min(max(key_after_padding(q_start + low), 0), kv_len); }
   __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }
   __device__ int q_begin(int kv_start) const { return min(max(kv_start - high, 0), q_len); }
   __device__ int q_end(int kv_stop) const { return max(min(kv_stop - low, q_len), 0); }
 
   // The keys that every query of the tile sees; empty if the tile exceeds the sequence.
   __device__ Range sees_all(int q_start, int q_stop) const {
-    return q_stop <= q_len ? Range{q_stop - 1 + low, min(q_start + high + 1, kv_len)} : Range{0, 0};
+    return q_stop <= q_len ? Range{key_after_padding(q_stop - 1 + low), min(q_start + high + 1, kv_len)} : Range{0, 0};
   }
   // The queries that see every key of the tile; empty if the tile exceeds the sequence.
   __device__ Range seen_by_all(int kv_start, int kv_stop) const {
@@ -68,8 +85,13 @@ struct Band {
 };
 
 struct DenseMask {
-  __device__ static bool sees(const Params& p, int b, int h, int i, int j) {
+  // Whether query i of head h sees key j, both of the band.
+  __device__ static bool sees(const Params& p, const Band& band, int b, int h, int i, int j) {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
+#if KV_CACHE
+    j -= band.kv_len - p.mask_keys;  // with a cache the mask has the last keys alone
+    if (j < 0) return true;
+#endif
     return mask[b * p.mask.batch + h * p.mask.head + i * p.mask.row + j * p.mask.column] != 0;
   }
 };

@@ -10,6 +10,16 @@ struct DenseGradient {
   int columns;
 };
 
+// Position of a query or key: a base, and what an unrolled loop over the rows or columns of a tile adds to it. A
+// score_mod computes the distance of two bases once, and per score only adds a constant.
+struct Position {
+  int base;
+  int offset;
+
+  __device__ Position(int base, int offset = 0) : base(base), offset(offset) {}
+  __device__ operator int() const { return base + offset; }
+};
+
 #if MODS
 #include "mod_functions.cuh"
 #include "traced.cuh"

@@ -73,6 +73,16 @@ struct Params {
   int kv_len;
   int window_left;  // -1: unbounded
   int window_right;
+#if DIRECTION
+  Operand tq;  // tangents of the inputs that move, and of the results
+  Operand tk;
+  Operand tv;
+  Operand tout;
+  Operand tlse;
+  Operand eps;  // workspace, shaped like delta
+  Dense tbias;
+  void* tsink;
+#endif
 #if KV_CACHE
   Operand k_new;  // rows to append; null: none
   Operand v_new;

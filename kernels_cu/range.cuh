@@ -238,8 +238,8 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
       int rest = n;
 #pragma unroll
       for (int d = RANK - 1; d >= 0; --d) {
-        int extent = box[d].hi - box[d].lo + 1;
-        place += (long long)(box[d].lo + rest % extent) * stride[d];
+        int extent = box[d].hi - box[d].lo + 1, inside = d == 0 ? rest : rest % extent;  // n < count
+        place += (long long)(box[d].lo + inside) * stride[d];
         rest /= extent;
       }
       T x = (T)data[place];

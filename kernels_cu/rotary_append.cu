@@ -1,9 +1,22 @@
-// Prepares a decode: appends the rows of k and v to the KV cache and, with rotary tables, rotates the appended keys and
+// Before attention: appends the rows of k and v to the KV cache and, with rotary tables, rotates the appended keys and
 // copies q, rotated, to a workspace. One warp per row of a head. grid (row blocks, heads, sequences)
 #include "ptx.cuh"
 #include "sequence.cuh"
 
 constexpr int WARPS = THREADS / WARP;
+
+__device__ inline float mul_rn(float a, float b) {
+  return __fmul_rn(a, b);
+}
+__device__ inline double mul_rn(double a, double b) {
+  return __dmul_rn(a, b);
+}
+__device__ inline float add_rn(float a, float b) {
+  return __fadd_rn(a, b);
+}
+__device__ inline double add_rn(double a, double b) {
+  return __dadd_rn(a, b);
+}
 
 // Column d of a row, rotated by a position: a pair (x, y) becomes (x cos - y sin, x sin + y cos). Products and sums are
 // rounded one by one, so that the CPU engine writes the same bits.
@@ -17,8 +30,7 @@ __device__ inline real rotated(const Params& p, const element* row, int d, int p
   int at = min(max(position, 0), p.rotary_rows - 1);
   real cos = (real)to_real(((const cos_element*)p.rotary_cos)[at * p.cos_row + pair]);
   real sin = (real)to_real(((const sin_element*)p.rotary_sin)[at * p.sin_row + pair]);
-  return second ? __fadd_rn(__fmul_rn(other, sin), __fmul_rn(own, cos))
-                : __fsub_rn(__fmul_rn(own, cos), __fmul_rn(other, sin));
+  return second ? add_rn(mul_rn(other, sin), mul_rn(own, cos)) : add_rn(mul_rn(own, cos), -mul_rn(other, sin));
 }
 
 // The position of row i of q or k, whose first row has position `first`.

@@ -1,4 +1,5 @@
-// Score modifications between q.k and the softmax, with their gradients. Twin of score.py.
+// Score modifications between q.k and the softmax, with their gradients, tangents and second gradients. Twin of
+// score.py.
 //
 //     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 #pragma once
@@ -39,6 +40,11 @@ struct Score {
       s = (real)p.softcap * t;
       if constexpr (!BY_BIAS) derivative = 1 - t * t;
     }
+    return shifted(s, i, j, derivative, hidden);
+  }
+
+  // s with ALiBi and the bias; derivative 0 where the bias is -inf.
+  __device__ real shifted(real s, int i, int j, real& derivative, bool& hidden) const {
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
       // A bias of -inf hides the key for every q.k: adding it would keep a NaN and turn +inf into NaN.
@@ -52,7 +58,7 @@ struct Score {
 
   // Score of query i and key j from q.k. Sets `derivative`, which gradient() needs.
   template <bool BY_BIAS = false>
-  __device__ real apply(real product, int i, int j, real& derivative) const {
+  __device__ real apply(real product, Position i, Position j, real& derivative) const {
     bool hidden = false;
     real s = unmodified<BY_BIAS>(product, i, j, derivative, hidden);
 #if MODS
@@ -68,6 +74,58 @@ struct Score {
 
   // Gradient of scale * q.k, or of the bias: the gradient ds of the score times the derivative from apply().
   __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
+
+#if DIRECTION
+  // A score in a direction of the inputs.
+  struct Moved {
+    real score;
+    real tangent;
+    real slope;  // derivative of the score by scale * q.k or, BY_BIAS, by the bias; that of the tangents is the same
+    real curve;  // derivative of the tangent by scale * q.k, or by the bias
+  };
+
+  // Score of query i and key j from q.k, with its tangent from that of q.k, before the score_mod.
+  template <bool BY_BIAS>
+  __device__ Moved unmodified_moved(real product, real tproduct, int i, int j, bool& hidden) const {
+    Moved x = {scale * product, scale * tproduct, 1, 0};
+    if constexpr (SOFTCAP) {
+      real t = tanh(x.score / (real)p.softcap), slope = 1 - t * t;
+      x.score = (real)p.softcap * t;
+      if constexpr (!BY_BIAS) x.slope = slope, x.curve = -2 / (real)p.softcap * t * slope * x.tangent;
+      x.tangent *= slope;
+    }
+    x.score = shifted(x.score, i, j, x.slope, hidden);
+    if constexpr (TBIAS) x.tangent += to_real(((const bias_element*)p.tbias.data)[bias_index(p.tbias, i, j)]);
+    return x;
+  }
+
+  // Score of query i and key j from q.k, with its tangent from that of q.k.
+  template <bool BY_BIAS = false>
+  __device__ Moved moved(real product, real tproduct, int i, int j) const {
+    bool hidden = false;
+    Moved x = unmodified_moved<BY_BIAS>(product, tproduct, i, j, hidden);
+#if MODS
+    if constexpr (SCORE_MOD) {
+      real slope, curve, tangent = hidden ? 0 : x.tangent;
+      real modified = mod.moved(hidden ? 0 : x.score, tangent, mod.query(head, i), mod.key(j), tangent, slope, curve);
+      if (!hidden) x.score = modified, x.tangent = tangent;
+      x.curve = times(x.slope, curve) + times(x.curve, slope);
+      x.slope = times(x.slope, slope);
+    }
+#endif
+    return x;
+  }
+
+  // Turns the gradients of the score and of its tangent into those of scale * q.k and of its tangent, in place; or into
+  // those of the bias and its tangent. Both are 0 for a hidden score, of which the slope may be NaN.
+  __device__ static void second_gradient(real& ds, real& dts, const Moved& x) {
+    if (ds == 0 && dts == 0) return;
+    if constexpr (SOFTCAP || SCORE_MOD) {
+      ds = times(ds, x.slope) + times(dts, x.curve);
+      dts = times(dts, x.slope);
+    }
+  }
+#endif
 
   // x * derivative; 0 for x = 0, where a score_mod's derivative may be infinite.
   __device__ static real times(real x, real derivative) {

@@ -34,10 +34,19 @@ struct HeadRows {
   long long stride;
   int aligned;
 
-  __device__ TileRows<T> tile(int first) const { return {data, stride, first, aligned}; }
+  // `pages` are those of CacheRows; only these have any.
+  __device__ TileRows<T> tile(int first, const int* pages = nullptr) const { return {data, stride, first, aligned}; }
 };
 
-// Coordinates of a tile's TMA box along the rows and the batch; the caller adds column and head.
+#if KV_CACHE
+template <typename T>
+using KeyRows = CacheRows<T>;
+#else
+template <typename T>
+using KeyRows = HeadRows<T>;
+#endif
+
+// TMA coordinates of a tile, beside its column and head.
 struct Box {
   int row;
   int batch;
@@ -128,14 +137,17 @@ struct Sequence {
   }
 #if KV_CACHE
   template <typename T>
-  __device__ CacheRows<T> key_rows(const Operand& x, int kv_head) const {
+  __device__ KeyRows<T> key_rows(const Operand& x, int kv_head) const {
     return {blocks, (T*)x.data + kv_head * x.head + (PAGED ? 0 : blocks.row() * x.batch), x.batch, x.row, x.aligned};
   }
+  // The keys of a range that are in memory: none of a sequence that has no valid row of a contiguous cache.
+  __device__ Range readable(Range keys) const { return blocks.exists() ? keys : Range{0, 0}; }
 #else
   template <typename T>
-  __device__ HeadRows<T> key_rows(const Operand& x, int kv_head) const {
+  __device__ KeyRows<T> key_rows(const Operand& x, int kv_head) const {
     return {keys<T>(x, kv_head), x.row, x.aligned};
   }
+  __device__ Range readable(Range keys) const { return keys; }
 #endif
   __device__ Box key_box(int first) const { return {kv_start + first, PACKED ? 0 : batch}; }
 };

@@ -28,7 +28,7 @@ struct Places {
   __device__ Places(const Params& p, const Sequence& sequence, const Band& band) {
     int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
     units = row_tiles * (p.heads / p.group);
-    keys = {max(band.kv_begin(0), sequence.leftpad), sequence.q_len ? band.kv_end(sequence.q_len) : 0};
+    keys = {band.kv_begin(0), sequence.q_len ? band.kv_end(sequence.q_len) : 0};
     if (keys.begin >= keys.end) keys = {0, 0};
     first = keys.begin / PLACE_KEYS;
     each = max((keys.end + PLACE_KEYS - 1) / PLACE_KEYS - first, 1);

@@ -22,8 +22,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from ..mods.trace import Mod
+from ..pose_cache import CacheOptions
 from ..problem import UnsupportedError
 from .torch import attention, attention_varlen
+from .torch.cache import attend
 
 NAME = "cupy_fa"  # not "flash": transformers treats names that contain it as kernels to download
 
@@ -153,6 +155,7 @@ class LazyMask(torch.Tensor):
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
+    lengths: Any  # int32 (B,): the keys that exist in a static cache, of which the last Sq are the queries; or None
 
     @staticmethod
     def of(
@@ -163,11 +166,13 @@ class LazyMask(torch.Tensor):
         window: tuple[int, int] | None,
         padding: Padding | None,
         mod: Mod | None = None,
+        lengths: Any = None,
     ) -> LazyMask:
         """A mask with this shape and pattern; `dense` makes its elements for operators that read them."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool, device=device)
         mask.dense = functools.cache(dense)
         mask.causal, mask.window, mask.padding, mask.mod = causal, window, padding, mod
+        mask.lengths = lengths
         return mask
 
     @property
@@ -190,8 +195,8 @@ def attention_mask(
 ) -> Any:
     """Mask function for transformers: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
 
-    sdpa_mask builds the tensor for static caches, for one query, under torch.compile, and for mask functions that no
-    Mod traces. Models in `ADDITIVE` get an additive mask.
+    sdpa_mask builds the tensor for windows of static caches, for one query, under torch.compile, and for mask functions
+    that no Mod traces. Models in `ADDITIVE` get an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
@@ -203,13 +208,16 @@ def attention_mask(
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
-    # A static cache has its offset on the device, and while tracing, tensors cannot be read.
+    # While tracing, tensors cannot be read.
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
     # Layers that share keys and values (Gemma 4) may get only the last queries, and slice the mask for them: None would
     # mean the first queries.
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
+    is_static = isinstance(q_offset, torch.Tensor) and is_padding and not is_tracing(q_offset) and not is_sliced
+    if is_static and pattern == (True, None) and kv_offset == 0:
+        return _mask_of_static_cache(sizes, arguments)
     if not is_known:
         return sdpa_mask(**sizes, **arguments)
     causal, window = pattern or (False, None)
@@ -231,6 +239,27 @@ def attention_mask(
         causal=causal,
         window=window,
         padding=padding,
+    )
+
+
+def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> LazyMask:
+    """The causal LazyMask of a cache of fixed size, which keeps its length on the device."""
+    batch_size, q_length, kv_length, q_offset, _ = sizes.values()
+    tokens, device = arguments.get("attention_mask"), arguments.get("device", "cpu")
+    padding = None
+    if tokens is not None:
+        # Of keys that do not exist yet the lengths tell; the others may be padding.
+        padding = Padding(F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True))
+        padding = None if padding.none else padding
+    arguments = arguments | dict(allow_is_causal_skip=False)  # its elements are never None
+    return LazyMask.of(
+        shape=(batch_size, 1, q_length, kv_length),
+        device=device,
+        dense=functools.partial(sdpa_mask, **sizes, **arguments),
+        causal=True,
+        window=None,
+        padding=padding,
+        lengths=(q_offset.reshape(-1) + q_length).to(torch.int32).expand(batch_size).contiguous(),
     )
 
 
@@ -297,6 +326,8 @@ IGNORED = frozenset(
         "logits_to_keep", "return_dict",
     }
 )  # fmt: skip
+# Those of a paged cache of continuous batching.
+OF_PAGES = frozenset({"cache", "read_index", "write_index", "block_table"})
 # Keyword arguments for kernels only: eager attention lacks them because the model puts them into its mask instead.
 OF_KERNELS = frozenset({"block_indices"})
 
@@ -330,6 +361,8 @@ def attention_forward(
         scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias,
         deterministic=bool(deterministic),
     )  # fmt: skip
+    if kwargs.get("cache") is not None:
+        return _attend_on_pages(module, query, key, value, options, kwargs), None
     if k.shape[2] != v.shape[2]:  # in Nemotron 3 one of them has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if indices is not None:
@@ -362,8 +395,6 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
     A model also passes on arguments of its caller that are meant for other parts of it. An argument that the model's
     own eager_attention_forward does not have cannot change the result.
     """
-    if kwargs.get("cache") is not None:
-        raise UnsupportedError("cupy_fa: no engine of this version reads the paged cache of continuous batching")
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
             'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
@@ -371,11 +402,12 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
     # For position_ids that restart in each sequence, transformers has built a mask by a function of them.
     is_separated = attention_mask is not None and getattr(attention_mask, "mod", True) is not None
     sequences = kwargs.get("cu_seq_lens_q")
+    is_separated |= kwargs.get("cache") is not None
     if sequences is not None and sequences.shape[0] > 2 and not is_separated:
         raise UnsupportedError(
             "cupy_fa: several sequences in one row by cu_seq_lens_q need position_ids that restart in each of them"
         )
-    known = IGNORED | {"cache", "output_attentions", "cu_seq_lens_q"}
+    known = IGNORED | {"output_attentions", "cu_seq_lens_q"} | (OF_PAGES if kwargs.get("cache") is not None else set())
     unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
     refused = [name for name in unknown if name in OF_KERNELS or _is_argument_of_eager(type(module), name)]
     if refused:
@@ -396,6 +428,8 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
         return attention(q, k, v, mask_mod=mask.mod, **options)
     options |= dict(causal=mask.causal, window=mask.window)
     padding = mask.padding
+    if mask.lengths is not None:
+        return _attend_on_static_cache(mask, q, k, v, options)
     if padding is None:
         return attention(q, k, v, **options)
     is_relative = mask.causal or mask.window is not None
@@ -414,3 +448,40 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
         )  # fmt: skip
         return packing.unpack(packed, q.shape[0], q.shape[1])
     return attention(q, k, v, mask=padding.valid[:, None, None, :], **options)
+
+
+def _attend_on_static_cache(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    """Attention on the keys that exist in a static cache; as a KV cache where no option and no gradient hinders."""
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if records or mask.padding is not None or options["dropout"] or options["bias"] is not None:
+        valid = None if mask.padding is None else mask.padding.valid[:, None, None, :]
+        return attention(q, k, v, mask=valid, kv_lengths=mask.lengths, **options)
+    names = ("scale", "softcap", "sink", "causal")
+    return attend(q, k, v, CacheOptions(cache_seqlens=mask.lengths, **{name: options[name] for name in names}))
+
+
+def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any], words: Any) -> Any:
+    """Attention of packed tokens (1, H, T, D) on the paged cache of continuous batching: (1, T, Hq, D).
+
+    The cache either returns the keys of all sequences in a row, after it has stored the new ones, or names the pages,
+    and then the call stores them. Boundaries of sequences take the place of a mask.
+    """
+    words = dict(words)
+    key, value = words["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options = {name: option for name, option in options.items() if option is not None}
+    window = words.get("sliding_window")
+    options |= dict(causal=True, window=None if window is None else (window - 1, 0))
+    q_bounds, k_bounds = (words[f"cu_seq_lens_{side}"].to(torch.int32) for side in "qk")
+    longest = int(words["max_length_q"])
+    if words.get("block_table") is None:
+        out = attention_varlen(q, k, v, q_bounds, k_bounds, longest, int(words["max_length_k"]), **options)
+        return out[None]
+    if options.pop("dropout") or "bias" in options:
+        raise UnsupportedError("cupy_fa: dropout or a position_bias on the pages of continuous batching")
+    del options["deterministic"]
+    settings = CacheOptions(
+        k=k, v=v, cache_seqlens=k_bounds.diff() - q_bounds.diff(), block_table=words["block_table"],
+        cu_seqlens_q=q_bounds, max_seqlen_q=longest, **options,
+    )  # fmt: skip
+    return attend(q, words["k_cache"], words["v_cache"], settings)[None]

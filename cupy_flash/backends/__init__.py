@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import device, environment, partials
 from ..arrays import Array
@@ -14,6 +14,9 @@ from ..device import Device
 from ..launch import Launch
 from ..plan import Plan, last_of_bucket, plan
 from ..problem import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
+
+if TYPE_CHECKING:
+    from ..mods.visits import TileCounts
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -52,14 +55,14 @@ def plan_for(problem: Problem) -> Plan:
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     """Plan and run a forward problem; returns (out, lse)."""
     if _RECORD is not None:
-        _record(problem, _RECORD)
+        _record(problem, operands, _RECORD)
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
 def backward(problem: Problem, operands: Operands) -> Gradients:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
     if _RECORD is not None:
-        _record(problem, _RECORD)
+        _record(problem, operands, _RECORD)
     return run_backward(_fitted(plan_for(problem), operands), operands)
 
 
@@ -67,33 +70,33 @@ _RECORD = environment.record_file()  # read once: calls of a process that record
 _recorded: set[Problem] = set()
 
 
-def _record(problem: Problem, file: str) -> None:
+def _record(problem: Problem, operands: Operands, file: str) -> None:
     """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
 
     A file that cannot be written ends the recording with a warning: the call itself goes on.
     """
     global _RECORD
-    from ..trial import Trial
+    from ..trial import append_line, recorded_line
 
     bucket = last_of_bucket(problem)
     if bucket not in _recorded:
         _recorded.add(bucket)
-        trial = Trial.of_problem(problem)
-        if trial is not None:
-            try:
-                _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
-                trial.append_to(_RECORD)
-            except OSError as error:
-                _RECORD = None
-                warnings.warn(
-                    f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        try:
+            _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
+            append_line(recorded_line(problem, operands), _RECORD)
+        except OSError as error:
+            _RECORD = None
+            warnings.warn(
+                f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
     """Plan and run a JVP; returns (out, lse, tout, tlse)."""
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
     chosen = _fitted(plan_for(problem), operands)
     results: tuple[Array, Array, Array, Array] = _derivatives(chosen).jvp(chosen, operands)
     return results
@@ -104,22 +107,40 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
 
     The JVP in the direction of the cotangents comes first: its tout is ddout, its tlse ddlse.
     """
-    forward = problem._replace(
-        backward=False, derivative=JVP, bias_gradient=False, captured_gradient=(False,) * len(operands.captured)
-    )
-    _, _, tout, tlse = jvp(forward, operands)
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    _, _, tout, tlse = jvp(along_cotangents(problem), operands)
     chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
     gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
+def along_cotangents(problem: Problem) -> Problem:
+    """The JVP that a double backward takes first, in the direction of its cotangents."""
+    captured_gradient = (False,) * len(problem.captured_gradient)
+    return problem._replace(backward=False, derivative=JVP, bias_gradient=False, captured_gradient=captured_gradient)
+
+
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
-    """On the CPU, the plan with the best tile for the pairs that mask_mod, which may read captured arrays, leaves."""
-    if chosen.device.backend != "cpu" or not chosen.problem.mask_mod:
+    """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
+    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
         return chosen
     from . import cpu
 
     return cpu.fitted(chosen, operands)
+
+
+def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts | None]:
+    """The plan as it runs, and how many of its tiles are empty, full and cut under the mask_mod.
+
+    None where the arrays that say so are on a GPU, or the tiles are too many to count.
+    """
+    from . import cpu
+
+    chosen = _fitted(plan_for(problem), operands)
+    arrays = (*operands.captured, operands.q_lengths, operands.kv_lengths)
+    on_host = all(array is None or array.device == "cpu" for array in arrays)
+    return chosen, cpu.tile_counts(chosen, operands) if on_host else None
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mask import Band, Mask
 from ..mods.ir import order
-from ..mods.visits import Visit, VisitedPairs, Visits
+from ..mods.visits import TileCounts, Visit, VisitedPairs, Visits, count_tiles
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
@@ -40,6 +40,7 @@ from .workers import Stop, run_tasks
 # none underflows, and no sum over 2^31 keys, each scaled by up to 2^16 for dropout, overflows.
 BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
+MOST_COUNTED = 2**18  # tiles that tile_counts classifies, within some 0.1 s
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -193,6 +194,26 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
 
 
+def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
+    """The classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
+
+    The arrays that the mask reads and the lengths must be in host memory.
+    """
+    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes
+    sequences = _sequences(problem, operands)
+    read = classes.mask.inputs
+    tiles = sum(-(-each.q_len // plan.block_q) * -(-each.kv_len // plan.block_kv) for each in sequences)
+    if tiles * (problem.heads if "h" in read else 1) > MOST_COUNTED:
+        return None
+    count = cache(partial(count_tiles, classes, block_q=plan.block_q, block_kv=plan.block_kv))
+    total = np.zeros(len(TileCounts._fields), np.int64)
+    for sequence in sequences:
+        for head in range(problem.heads):
+            batch, head = (n if name in read else 0 for name, n in (("b", sequence.batch), ("h", head)))
+            total += count(problem.first_batch + batch, problem.first_head + head, sequence.band, sequence.positions)
+    return TileCounts(*total.tolist())
+
+
 class Softmax:
     """Online softmax over one query tile: row max m and row sum l (rows,), both including the sink.
 
@@ -308,7 +329,7 @@ class Call:
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
         """The key tiles that a query tile visits, last first."""
         if self.visits is None:
-            return [Visit(*tile, False) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
+            return [Visit(*tile, None) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
         place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
 
@@ -320,7 +341,7 @@ class Call:
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
         """The query tiles that visit a key tile, first to last."""
         if self.visits is None:
-            return [Visit(*tile, False) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
+            return [Visit(*tile, None) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
         place = self._place(sequence, head)
         return self.visits.q_tiles(*place, kv_start)
 
@@ -330,13 +351,13 @@ class Call:
             np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
         if self.mask is not None:
             np.copyto(S, -np.inf, where=~tile.cut(self.mask))
-        if self.mask_mod is not None and tile.is_cut:
-            np.copyto(S, -np.inf, where=~self.mask_mod.visible(tile))
+        if self.mask_mod is not None:
+            self.mask_mod.hide(S, tile)
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
         """Whether any score of the tile may be masked."""
         given = self.mask is not None or self.bias is not None
-        return given or tile.is_cut or not band.sees_all(*tile.queries, *tile.keys)
+        return given or tile.masked is not None or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
         """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""

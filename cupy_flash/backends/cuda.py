@@ -25,6 +25,12 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         return kernels.forward(plan, operands, _start)
 
 
+def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """Launch the JVP on the current stream; returns (out, lse, tout, tlse)."""
+    with _explained():
+        return kernels.jvp(plan, operands, _start)
+
+
 def append(plan: Plan, operands: Operands) -> None:
     """Launch the append to a KV cache on the current stream."""
     with _explained():
@@ -33,6 +39,12 @@ def append(plan: Plan, operands: Operands) -> None:
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Launch the backward on the current stream; returns the gradients."""
+    with _explained():
+        return kernels.backward(plan, operands, _start)
+
+
+def double_backward(plan: Plan, operands: Operands) -> Gradients:
+    """Launch the double backward on the current stream; returns the second gradients."""
     with _explained():
         return kernels.backward(plan, operands, _start)
 

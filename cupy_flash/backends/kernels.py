@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS, fixed_slots
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -46,8 +46,9 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            size = dtypes()["Params"].itemsize
-            params = np.ndarray((), f"V{size}", params)  # a kernel without mods has no `captured`, the last member
+            size, align = params.dtype.fields["captured"][1], params.dtype.alignment
+            # The kernel does not know this member, the last one: the struct ends before it, padded.
+            params = np.ndarray((), f"V{-(-size // align) * align}", params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
@@ -74,6 +75,15 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
     return out, lse
 
 
+def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Array, Array]:
+    """(out, lse, tout, tlse) of the call, the latter two the tangents of the former."""
+    problem, q = plan.problem, operands.q
+    out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
+    lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
+    start(_work(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
+    return out, lse, tout, tlse
+
+
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
     launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
@@ -81,7 +91,7 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from out, lse and their gradients."""
+    """Gradients of the call, from out, lse and their gradients; in a direction, second gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = _work(plan, operands, gradients)
@@ -119,7 +129,8 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
 # Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
-    return frozenset(("lse", "dlse", "seed", *(feature.name for feature in ARRAYS if has_strides(feature.name))))
+    strided = [feature.name for feature in ARRAYS if has_strides(feature.name)]
+    return frozenset(("lse", "dlse", "tlse", "seed", *strided, *(f"t{name}" for name in strided)))
 
 
 def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:

@@ -14,11 +14,12 @@ from ..backends import plan_for
 from ..backends.kernels import compile_launch
 from ..device import Device
 from ..isolated import Announce
-from ..plan import WITH_CACHE, Plan
+from ..mods.trace import Mod
+from ..plan import DECODERS, Plan
 from ..pose import pose
 from ..problem import FP8, Options, Packed, Saved
 from ..trial import Call, Trial
-from . import micro_kernels
+from . import micro_kernels, simulated
 from .references import Results, references
 from .tolerance import deviation
 
@@ -64,12 +65,12 @@ def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
     dims = [each for each in HEAD_DIMS[engine] if (engine, arch, *each) != ("mma_decode", "sm_75", 256, 256)]
     base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
     cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
-    if engine in WITH_CACHE:
+    if engine in DECODERS:
         base = replace(base, q_len=1, causal=True, backward=False)
         cases = [replace(case, q_len=1, causal=True, backward=False) for case in cases]
         cases += [replace(base, **options) for options in CACHE_OPTIONS]
         cases += [replace(base, dtype=dtype) for dtype in dtypes[1:]]
-    if quick or engine in WITH_CACHE:
+    if quick or engine in DECODERS:
         return cases[: 1 if quick else None]
     cases += [replace(base, **row) for row in ROWS[1:]]
     cases += [replace(base, dtype=dtype, causal=True) for dtype in dtypes[1:]]
@@ -86,7 +87,7 @@ class Task(NamedTuple):
     engine: str = ""
     trial: Trial | None = None
     number: int = 0  # index of a micro-kernel
-    tile: str = ""  # the repr of the one that a tune measures
+    tile: str = ""  # what a tune measures: the repr of a tile, or the name of a peer
     seconds: float = 20.0  # limit of a run
 
     @property
@@ -115,12 +116,12 @@ def find_device(task: Task, announce: Announce) -> Device:
 
 
 def run_micro_kernel(task: Task, announce: Announce) -> str | None:
-    """Compare an instruction's results on the GPU with the simulator's."""
+    """Compare an instruction's results on the GPU with the simulator's stored ones."""
     kernel = micro_kernels.kernels()[task.number]
-    announce(f"{kernel.name} on the simulator", REFERENCE_SECONDS)
-    expected = micro_kernels.simulate(kernel)
     announce(kernel.name, task.seconds)
-    return micro_kernels.difference(micro_kernels.run_on_gpu(kernel), expected, kernel.relative)
+    out = micro_kernels.run_on_gpu(kernel)
+    announce(f"{kernel.name}: the comparison", REFERENCE_SECONDS)
+    return simulated.wrong(kernel, out)
 
 
 def run_call(task: Task, announce: Announce) -> str | None:
@@ -151,7 +152,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         given: Any = options | table | dict(backend=task.backend, engine=task.engine, return_lse=True)
         # The kernels of append and merge are compiled by the call: they have no limit of their own.
         announce(f"{task.name}: {'pages' if paged else 'contiguous'}", COMPILE_SECONDS + task.seconds)
-        arrays, given = _move(task.backend, (arrays, given))
+        arrays, given = move(task.backend, (arrays, given))
         results = on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))
         wrong = _compare(results, list(exact[:2]), list(low[:2]))
         if wrong is not None:
@@ -292,18 +293,20 @@ def _run(task: Task, call: Call) -> list[Any]:
 
 def on_backend(backend: str, call: Call) -> Call:
     """The call with CuPy arrays for "cuda", else itself."""
-    q, k, v, options, dout, dlse, packed = _move(backend, tuple(call))
+    q, k, v, options, dout, dlse, packed = move(backend, tuple(call))
     return Call(q, k, v, options, dout, dlse, None if packed is None else Packed(*packed))
 
 
-def _move(backend: str, x: Any) -> Any:
-    """An array as CuPy's for "cuda", also those in tuples, lists and dicts; anything else unchanged."""
+def move(backend: str, x: Any) -> Any:
+    """An array as CuPy's for "cuda", also those in tuples, lists, dicts and mods; anything else unchanged."""
     if backend != "cuda":
         return x
     if isinstance(x, (tuple, list)):
-        return [_move(backend, each) for each in x]
+        return [move(backend, each) for each in x]
     if isinstance(x, dict):
-        return {name: _move(backend, each) for name, each in x.items()}
+        return {name: move(backend, each) for name, each in x.items()}
+    if isinstance(x, Mod):
+        return x.with_arrays(tuple(move(backend, x.arrays)))
     import cupy
 
     return cupy.asarray(x) if isinstance(x, np.ndarray) else x

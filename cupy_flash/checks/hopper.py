@@ -1,6 +1,6 @@
 """Micro-kernels of Hopper's asynchronous instructions: wgmma, bulk copies, mbarriers, clusters.
 
-Each is the body of a kernel of helpers/micro.py, for the simulator and for a GPU. Their results are exact.
+Each is the body of a kernel of micro_kernels.py, for the simulator and for a GPU. Their results are exact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HopperCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `source` and `run` of helpers/micro.py."""
+        """Keyword arguments for `micro_kernels.source`."""
         static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {
             "shared": "" if self.dynamic else static,

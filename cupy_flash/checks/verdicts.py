@@ -156,7 +156,7 @@ def device_of(worker: Worker, backend: str) -> Device:
 
 def _refusal(engine: str, on: Device) -> str:
     """Why an engine serves no call on a device; "" if it does."""
-    with_cache = engine in plan.WITH_CACHE
+    with_cache = engine in plan.DECODERS
     problem = problems(dtype="float16", head_dim=64, backward=False, cache=with_cache, engine=engine)[0]
     return "; ".join(plan.MODULES[engine].refusals(problem, on))
 
@@ -164,7 +164,7 @@ def _refusal(engine: str, on: Device) -> str:
 def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -> list[Task]:
     simulated = backend != "cuda"
     cases = trials(engine, on.arch, simulated, quick)
-    kind = "KV cache" if engine in plan.WITH_CACHE else "call"
+    kind = "KV cache" if engine in plan.DECODERS else "call"
     tasks = [Task(kind, backend, engine, trial, seconds=seconds) for trial in cases]
     if simulated or kind != "call":
         return tasks

@@ -12,7 +12,7 @@ import numpy as np
 from .. import __version__, ahead, device, environment, evidence, nvrtc, source
 from ..backends import SIMULATED
 from ..device import Device
-from ..plan import MODULES, WITH_CACHE, unproved
+from ..plan import DECODERS, MODULES, unproved
 from . import cache
 
 # Versions are read from package metadata, without an import.
@@ -124,6 +124,6 @@ def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]
     The problem is fp16, the one dtype that all engines have on all GPUs, with D 64, and of a KV cache for engines that
     serve nothing else; `requested` is its engine=.
     """
-    with_cache = engine in WITH_CACHE
+    with_cache = engine in DECODERS
     problem, *_ = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
     return [*MODULES[engine].refusals(problem, on), *unproved(engine, problem, on)]

@@ -12,7 +12,9 @@ from ..problem import DTYPES, FP8
 from .check import add_backend, add_json, progress
 from .problem_arguments import size
 
-SEQLENS, TOKENS, HIDDEN = (512, 2048, 8192), 16384, 2048  # by default B * S = TOKENS and H * D = HIDDEN
+SEQLENS = (512, 2048, 8192)
+TOKENS = 16384  # by default B * S, so that calls of all lengths take similar times
+HIDDEN = 2048  # by default H * D, the width of a model of a billion parameters
 
 
 def add(commands: Any) -> None:
@@ -37,7 +39,9 @@ def add(commands: Any) -> None:
     command.add_argument("--seqlens", type=sizes, default=SEQLENS, metavar="S,...", help=text)
     command.add_argument("--causal", action="store_true", help="with causal=True")
     command.add_argument("--backward", action="store_true", help="measure the backward too")
-    command.add_argument("--decode", action="store_true", help="one query on S keys")
+    text = "one query per sequence on a KV cache of S keys, as a server decodes"
+    command.add_argument("--decode", action="store_true", help=text)
+    command.add_argument("--page", type=size, metavar="P", help="with --decode: keys of a page; default: contiguous")
     command.add_argument("--minutes", type=positive, metavar="N", help="start no measurement after N minutes")
     add_json(command)
     command.set_defaults(run=run)
@@ -63,6 +67,11 @@ def run(like: Path | None, backend: str, minutes: float | None, **arguments: Any
     """Run the tune and print what it gained; return 3 if time ran out, 1 if a call could not be measured, else 0."""
     from ..tuning import tune
 
+    decode = arguments["decode"]
+    if decode and (arguments["backward"] or arguments["causal"]):
+        raise ValueError("--decode has no backward, and its one query sees all keys: omit --backward and --causal")
+    if arguments["page"] is not None and not decode:
+        raise ValueError("--page is for --decode")
     shapes = [] if like is not None else list(calls(**arguments))
     try:
         with ended_by_signal():
@@ -88,6 +97,7 @@ def calls(
     causal: bool,
     backward: bool,
     decode: bool,
+    page: int | None,
     json: bool,
 ) -> list[dict[str, Any]]:
     """The calls that the arguments state: each length forward and, with backward, backward."""
@@ -95,8 +105,8 @@ def calls(
     return [
         dict(
             dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, heads=heads, kv_heads=kv_heads or heads,
-            batch=batch or max(TOKENS // length, 1), q_len=1 if decode else length, kv_len=length, causal=causal,
-            backward=step,
+            batch=batch or max(TOKENS // length, 1), q_len=1 if decode else length, kv_len=length,
+            causal=causal or decode, backward=step, cache={"page": page} if decode else None,
         )
         for length in seqlens
         for step in ((False, True) if backward else (False,))

@@ -8,6 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
+from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import (
     captured_reads,
@@ -26,8 +27,9 @@ MEASURED: str | None = None
 LARGEST = 512  # head dimension
 # Limit of registers per thread that hold accumulators and fragments across a mainloop step; the rest of the 255 holds
 # operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
-LIVE = {"forward": 164, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
+LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
 LIVE_IN_OPTIONS = 20  # subtracted with a score modification, dropout or, of the forward, a mask_mod
+LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads keep page numbers and look-ups in flight
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
 # Architectures with 16-byte red.global.add.v4.f32: there the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -41,8 +43,8 @@ ADDED_BYTES = 16  # bandwidth of red to global memory
 INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
-INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "backward_q": 4.5, "backward_kv": 5}
-INSTRUCTIONS_OF_STEP = {"forward": 80, "backward_q": 120, "backward_kv": 200}
+INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "jvp": 11, "backward_q": 4.5, "backward_kv": 5}
+INSTRUCTIONS_OF_STEP = {"forward": 80, "jvp": 200, "backward_q": 120, "backward_kv": 200}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -80,13 +82,17 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """The engine refuses dtypes other than fp16 and bf16 (on sm_75: than fp16), and head dimensions above LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem)
+    """Refused are a JVP in fp16, dtypes but fp16 and bf16 (on sm_75: but fp16), and head dimensions above LARGEST."""
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
     elif dtype == "bfloat16" and device.arch == "sm_75":
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
+    elif dtype == "float16" and problem.derivative:
+        reasons.append(
+            "P (tS - mu), of which a JVP multiplies V, may exceed the range of float16; bfloat16 has that of S"
+        )
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -98,7 +104,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
-        return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles("forward", problem, device)]
+        kernel = _row_kernel(problem)
+        return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
     bias = bias_tile(problem, device)
     if _needs_bias_tile(problem) and bias is None:
         return []
@@ -111,6 +118,11 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
+
+
+def _row_kernel(problem: Problem) -> str:
+    """The kernel whose blocks own queries."""
+    return "backward_q" if problem.backward else "jvp" if problem.derivative else "forward"
 
 
 def bias_tile(problem: Problem, device: Device) -> Tile | None:
@@ -133,8 +145,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
     if tile.q_tile is not None:
-        kernel = "backward_q" if problem.backward else "forward"
-        total += _seconds(kernel, problem, device, tile.q_tile, heads, problem.q_len, pairs)
+        total += _seconds(_row_kernel(problem), problem, device, tile.q_tile, heads, problem.q_len, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
         total += _seconds("backward_kv", problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
@@ -149,12 +160,14 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """For a backward: delta and lse2, and the sums of dQ where the dK/dV kernel accumulates it."""
-    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None) if problem.backward else ()
+    """For a backward delta, lse2 and the sums of dQ that the dK/dV kernel adds; for a KV cache rotated rows of q."""
+    if not problem.backward:
+        return rotated_rows(problem, q_rows)
+    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
-    """The forward; or the row kernels around dK/dV, dQ and dbias."""
+    """The forward or JVP; or the row kernels around dK/dV, dQ and dbias."""
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
@@ -162,7 +175,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        return nonempty(with_mods(problem, [_launch("mma/forward", problem, q_tile, q_grid(q_tile))]))
+        steps = append_launches(problem, fragment_constants(problem) | cache_constants(problem))
+        steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
@@ -192,7 +207,8 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
     by_key = kernel == "mma/backward_kv"
-    constants: dict[str, Constant] = fragment_constants(problem) | {
+    constants: dict[str, Constant] = fragment_constants(problem) | cache_constants(problem)
+    constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
         "BLOCK_KV": tile.rows if by_key else tile.step,
@@ -237,6 +253,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     limit = LIVE[kernel]
     walks = problem.mask_mod and kernel == "forward"  # the loads walk over the tiles, too, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
+    limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
@@ -249,7 +266,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
         tile
         for stages in stage_counts
         for tile in (shape._replace(stages=stages),)
-        if _shared_bytes(kernel, problem, tile) <= device.shared_bytes
+        if _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step) <= device.shared_bytes
     ]
 
     def preferred(tile: Tile) -> tuple[bool, int, int]:
@@ -270,8 +287,9 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
     # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
-    copies = {"forward": 1, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
-    columns = {"forward": v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
+    # JVP: S and tS, and their packed halves.
+    copies = {"forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
+    columns = {"forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
     q = m * (k // 4 if tile.q_in_registers else 4)
     return int(copies * scores) + m * columns // (2 * tile.column_warps) + q
 
@@ -283,6 +301,9 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     if kernel == "forward":
         q = 2 * tile.rows * k
         return max(tile.stages * stage + (0 if tile.q_in_registers else q), q, 2 * tile.rows * v)
+    if kernel == "jvp":
+        tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
+        return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)
     operands = 2 * tile.rows * (k + v)
     if kernel == "backward_kv":
         dS = 2 * tile.rows * -(-tile.step // (16 * tile.column_warps)) * 16 * tile.column_warps
@@ -295,7 +316,7 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
     """Occupancy: resident blocks per SM."""
-    shared = _shared_bytes(kernel, problem, tile)
+    shared = _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
@@ -303,7 +324,9 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Predicted seconds of one kernel: resident blocks share an SM's throughput, a single warp overlaps nothing."""
     k, v = _padded(problem, tile.column_warps)
-    scores, sums = {"forward": (k, v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[kernel]
+    scores, sums = {"forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[
+        kernel
+    ]
     row_warps = tile.threads // 32 // tile.column_warps
     loaded = 2 * tile.step * (k + v)
     read = 2 * tile.step * row_warps * (scores * tile.column_warps + sums) + (

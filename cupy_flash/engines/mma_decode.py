@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..device import Device
-from ..launch import Constant, Launch
+from ..launch import Launch
 from ..params import Workspace
-from ..problem import FP8, Problem
+from ..problem import Problem
+from .cached import ROW_THREADS, append_launches, cache_constants, cache_refusals, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
@@ -27,7 +28,7 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import ELEMENTS, grid_refusals, known_constants, nonempty, rows_of_heads, sequences
+from .shared import grid_refusals, known_constants, nonempty
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -35,15 +36,12 @@ MEASURED: str | None = None
 LARGEST = 256  # head dimension
 ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first value that fits shared memory
-ROW_THREADS = 128  # threads of a block of rotary_append.cu and merge.cu
 ACCUMULATORS = 128  # registers per thread that may hold O
 ACCUMULATORS_IN_OPTIONS = 150  # registers per thread that may hold O and S, if scores are modified or masked
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has half the K extent
 LIVE = 136  # registers per thread up to which Q stays in them beside O and S
 OTHER_REGISTERS = 100  # registers per thread beside those that hold O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
-ROWS_OF_APPEND = 4  # rows of a block of rotary_append.cu
-BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
 
 # Cost model, per SM and clock. Not measured on a GPU by this project yet.
 MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
@@ -53,7 +51,7 @@ LAUNCHES = 6e-6  # seconds of two launches in a stream
 
 
 class Tile(NamedTuple):
-    """The tile of a decode. A row's arithmetic is the same in all of them, so the choice changes no bit."""
+    """The tile of a decode. A row's arithmetic is the same in all tiles of one block_kv."""
 
     block_q: int  # queries, each with all heads of its group
     block_kv: int
@@ -65,18 +63,15 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """The engine refuses calls without a KV cache, dtypes of other than 16 bits, and head dimensions above LARGEST."""
-    cache = problem.cache
-    if cache is None:
+    """Refused are calls without a KV cache, other dtypes than 16-bit ones, and head dimensions above LARGEST."""
+    if problem.cache is None:
         return ["it serves attention on a KV cache alone"]
-    reasons = grid_refusals(problem)
+    reasons = grid_refusals(problem) + cache_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
     elif dtype == "bfloat16" and device.arch == "sm_75":
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
-    if cache.dtype.name == FP8:
-        reasons.append(f"it reads no caches of {FP8} in this version")
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -88,7 +83,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """The one tile: the smallest legal one that holds the queries of a sequence, else the largest.
+    """The one tile of a prediction: the smallest legal one that holds the queries of a sequence, else the largest.
 
     It depends on the head dimension, the group and the queries of a sequence alone, never on the batch.
     """
@@ -97,32 +92,37 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best number of stages."""
-    return [tile for rows in ROWS if (tile := _tile(problem, device, rows)) is not None]
+    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best keys and stages."""
+    by_rows = (_tiles_of_rows(problem, device, rows) for rows in ROWS)
+    return [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
 
 
-def _tile(problem: Problem, device: Device, rows: int) -> Tile | None:
+def choices(problem: Problem, device: Device) -> list[Tile]:
+    """Every legal tile, among which a measurement may choose."""
+    return [tile for rows in ROWS for tile in _tiles_of_rows(problem, device, rows)]
+
+
+def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
-        return None
+        return []
     if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
-        return None
+        return []
     in_registers = accumulators + scores + q <= LIVE
-    legal = [
+    return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
         for keys in KEYS
         for stages in ((1,) if device.arch == "sm_75" else (2, 3, 4))  # sm_75 has no cp.async
         for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, 0),)
-        if _shared_bytes(problem, tile) <= device.shared_bytes
+        if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
     ]
 
-    def preferred(tile: Tile) -> tuple[int, int, int, int, int]:
-        """Sort key: two blocks per SM hide each other's latencies; bytes in flight hide the latency of memory."""
-        resident = tile.blocks // device.units
-        in_flight = resident * (tile.stages - 1) * tile.block_kv
-        return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
 
-    return max(legal, key=preferred, default=None)
+def _preference(tile: Tile, device: Device) -> tuple[int, int, int, int, int]:
+    """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
+    resident = tile.blocks // device.units
+    in_flight = resident * (tile.stages - 1) * tile.block_kv
+    return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
 
 
 def alike(tile: Tile) -> object:
@@ -168,32 +168,25 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
         Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
         Workspace("part_lse", rows, np.dtype(np.float32), ()),
     )
-    if cache.rotary is None:
-        return parts
-    columns = -(-problem.head_dim // 8) * 8
-    shape, strides = rows_of_heads(problem, q_rows, columns)
-    return (*parts, Workspace("q", (*shape, columns), problem.dtype, (*strides, 8)))
+    return (*parts, *rotated_rows(problem, q_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """The append with rotation, where there is any; the decode; and the merge of partial results."""
     cache = problem.cache
     assert cache is not None
-    constants = fragment_constants(problem) | {
+    constants = fragment_constants(problem) | cache_constants(problem)
+    constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.rows,
         "BLOCK_KV": tile.block_kv,
         "COLUMN_WARPS": 1,
         "STAGES": tile.stages,
         "Q_IN_REGISTERS": tile.q_in_registers,
-        "KV_CACHE": True,
-        "PAGED": cache.page is not None,
         "SPLIT_SIZE": cache.split_size or 0,
     }
     of_rows = constants | {"THREADS": ROW_THREADS}
-    steps = []
-    if cache.appended is not None or cache.rotary is not None:
-        steps.append(_append(problem, of_rows))
+    steps = append_launches(problem, of_rows)
     grid = _grid(problem, tile)
     shared = _shared_bytes(problem, tile)
     steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), tile.threads, shared))
@@ -201,22 +194,6 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
     return nonempty(steps)
-
-
-def _append(problem: Problem, constants: dict[str, Constant]) -> Launch:
-    cache = problem.cache
-    assert cache is not None
-    rows = max(problem.q_len, 0 if problem.q_len and problem.layout == "thd" else cache.appended or 0)
-    heads = problem.kv_heads
-    if cache.rotary is not None and cache.rotary_dtypes is not None:
-        (dims, interleaved), (cos, sin) = cache.rotary, cache.rotary_dtypes
-        heads = problem.heads
-        constants = constants | {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
-        constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
-    blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
-    return Launch(
-        "rotary_append", known_constants("rotary_append", constants), (blocks, heads, sequences(problem)), ROW_THREADS
-    )
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
@@ -270,5 +247,5 @@ def _resident(problem: Problem, device: Device, tile: Tile) -> int:
     """Occupancy: resident blocks per SM."""
     accumulators, scores, q = _live(problem, tile.rows)
     registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
-    shared = _shared_bytes(problem, tile) + 2 * 4 * tile.block_kv
+    shared = _shared_bytes(problem, tile) + static_bytes(problem, tile.block_kv)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))

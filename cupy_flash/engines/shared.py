@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..features import FEATURES, is_given
+from ..features import DIFFERENTIATED, FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, Problem
@@ -34,7 +34,10 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
         "CAPTURED_GRADIENT": False,
+        "DIRECTION": problem.derivative != "",
+        "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
+    constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
     for feature in FEATURES:
         if feature.constant:
             constants[feature.constant] = is_given(problem, feature)
@@ -47,9 +50,9 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
 CACHE_CONSTANTS = ("KV_CACHE", "PAGED", "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
-    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER"),
+    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "dsink": (*SEQUENCE_CONSTANTS, "sink_element"),
+    "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "DIRECTION", "TSINK"),
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
@@ -200,9 +203,12 @@ def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
 
     counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
     longest = cuda_code.LARGE if is_part(problem) else max(counts)
+    moved = None
+    if problem.derivative:
+        moved = tuple(f"array{slot}" in problem.tangents for slot in range(len(problem.captured_gradient)))
     return cuda_code.headers(
         problem.mods, problem.backward, longest, is_part(problem), problem.captured_gradient,
-        fixed_slots(problem), **part
+        fixed_slots(problem), moved=moved, **part
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
+from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
 from .shared import (
     added_launches,
     captured_reads,
@@ -42,8 +43,8 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """The engine refuses fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    """Refused are fp8, a grid that is too large, and head dimensions above 256."""
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + forward_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -64,7 +65,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     return [
         tile
         for tile in sizes
-        if max(_shared_bytes(problem, tile).values()) <= device.shared_bytes
+        if max(_shared_bytes(problem, tile).values()) + static_bytes(problem, tile.block_kv) <= device.shared_bytes
         and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
     ]
 
@@ -72,7 +73,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Waves of blocks times the time of one block: FMAs, and operand loads amortised over the tile's scores."""
     dims = problem.head_dim + problem.head_dim_v
-    products = dims * (7 / 2 if problem.backward else 1)
+    if problem.derivative:
+        products = dims * (15 / 2 if problem.backward else 3)
+    else:
+        products = dims * (7 / 2 if problem.backward else 1)
     loads = 4 * dims * (1 / tile.block_q + 1 / tile.block_kv)
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     waves = -(-blocks // device.units)
@@ -92,15 +96,18 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The delta of every row, for a backward."""
-    return row_workspaces(problem, q_rows, "delta") if problem.backward else ()
+    """For a backward delta of every row, and eps if it is a double one; with a KV cache the rotated rows of q."""
+    if not problem.backward:
+        return rotated_rows(problem, q_rows)
+    return row_workspaces(problem, q_rows, "delta", *(("eps",) if problem.derivative else ()))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The forward; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
+    """The forward or JVP; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    constants: dict[str, Constant] = shared_constants(problem) | {
+    constants: dict[str, Constant] = shared_constants(problem) | cache_constants(problem)
+    constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
@@ -114,19 +121,21 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
     if not problem.backward:
-        forward = launch("simt/forward", (q_tiles, problem.heads, sequences(problem)))
-        return nonempty(with_mods(problem, [forward]))
+        name = "simt/jvp" if problem.derivative else "simt/forward"
+        forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), forward]))
+    step = "simt/second" if problem.derivative else "simt/backward"
     backward = [
         launch("delta", (q_tiles, problem.heads, sequences(problem))),
-        launch("simt/backward_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
-        launch("simt/backward_q", (q_tiles, problem.heads, sequences(problem))),
+        launch(f"{step}_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
+        launch(f"{step}_q", (q_tiles, problem.heads, sequences(problem))),
     ]
-    backward += added_launches(problem, launch("simt/backward_captured", (q_tiles, problem.heads, sequences(problem))))
+    backward += added_launches(problem, launch(f"{step}_captured", (q_tiles, problem.heads, sequences(problem))))
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
-        backward.append(launch("simt/backward_bias", (slices, heads, batch)))
-    backward += owned_launches(problem, tile[:2], lambda grid: launch("simt/backward_bias", grid))
+        backward.append(launch(f"{step}_bias", (slices, heads, batch)))
+    backward += owned_launches(problem, tile[:2], lambda grid: launch(f"{step}_bias", grid))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
@@ -137,7 +146,7 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))
-    return [x for x in launches(problem, device, largest) if x.kernel == "simt/backward_captured"]
+    return [x for x in launches(problem, device, largest) if x.kernel.endswith("_captured")]
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
@@ -150,24 +159,34 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
         return (-(-dim // (LANES * chunk)) * LANES | 1) * chunk
 
     k, v = row(problem.head_dim), row(problem.head_dim_v)
+    tq, tk, tv = (name in problem.tangents for name in ("q", "k", "v"))
+    by_query, by_key = block_q * (block_kv + 8), block_kv * (block_q + 8)  # P
     if not problem.backward:
-        return {"simt/forward": size * (block_q * k + block_kv * max(k, v) + block_q * (block_kv + 8))}
-    operands = (block_q + block_kv) * (k + v) + 2 * block_q
-    by_query = size * (operands + block_q * (block_kv + 8))
-    by_key = size * (operands + block_kv * (block_q + 8))
+        forward = block_q * k * (1 + tq) + block_kv * max(k, v)
+        if not problem.derivative:
+            return {"simt/forward": size * (forward + by_query)}
+        return {"simt/jvp": size * (forward + by_query * (1 + problem.moves_probabilities))}
+    if problem.derivative:
+        step, rows = "simt/second", 4
+    else:
+        step, rows = "simt/backward", 2
+    operands = block_q * (k * (1 + tq) + v + rows) + block_kv * (k * (1 + tk) + v * (1 + tv))
     return {
-        "simt/backward_kv": by_key,
-        **dict.fromkeys(("simt/backward_q", "simt/backward_bias", "simt/backward_captured"), by_query),
+        f"{step}_kv": size * (operands + by_key),
+        **dict.fromkeys((f"{step}_q", f"{step}_bias", f"{step}_captured"), size * (operands + by_query)),
     }
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:
-    """32-bit accumulator registers per thread: S (and dP), and its share of O, of dQ, or of dK and dV."""
+    """32-bit accumulator registers per thread: S (and dP), and its share of O, of dQ, or of dK and dV.
+
+    In a direction there are twice as many tiles of scores, and the tangent of O.
+    """
     rows = tile.threads // LANES
-    scores = tile.block_q * tile.block_kv // tile.threads
+    scores = tile.block_q * tile.block_kv // tile.threads * (2 if problem.derivative else 1)
     k, v = (-(-dim // 32) * 32 // LANES for dim in (problem.head_dim, problem.head_dim_v))
     if problem.backward:
         numbers = 2 * scores + max(tile.block_kv // rows * (k + v), tile.block_q // rows * k)
     else:
-        numbers = scores + tile.block_q // rows * v
+        numbers = scores + tile.block_q // rows * v * (2 if problem.derivative else 1)
     return numbers * problem.accumulation.itemsize // 4

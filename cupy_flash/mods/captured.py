@@ -8,14 +8,15 @@ import numpy as np
 
 from ..arrays import Array, empty
 from ..problem import Operands, Problem
-from .cuda_code import captured_numbers, captured_struct, chunked, sum_type, table_of
+from .cuda_code import captured_numbers, captured_struct, chunked, sum_type, table_of, with_tangents
 from .ir import parse
 
 
 class Captured:
     """The arrays and numbers that the mods of a call read, and what their kernels write.
 
-    `fixed` are the slots of those whose gradients are summed in fixed point.
+    In a direction the arrays are followed by their tangents. `fixed` are the slots of those whose gradients are summed
+    in fixed point.
 
     `workspaces` are tables of extremes; sums of gradients, in fixed point the largest contribution to each; and, of the
     arrays that get one, the gradients.
@@ -23,8 +24,13 @@ class Captured:
 
     def __init__(self, problem: Problem, operands: Operands, fixed: tuple[int, ...]) -> None:
         self.program, self.numbers, self.wanted = parse(problem.mods), operands.numbers, problem.captured_gradient
-        self.fixed = fixed
-        self.arrays = {f"captured{slot}": array for slot, array in enumerate(operands.captured)}
+        self.fixed, self.count = fixed, len(operands.captured)
+        arrays: tuple[Array | None, ...] = operands.captured
+        if problem.derivative:
+            self.program, self.wanted = with_tangents(self.program), (*self.wanted, *(False for _ in arrays))
+            arrays += operands.tcaptured or (None,) * len(arrays)
+        self.captured = arrays
+        self.arrays = {f"captured{slot}": array for slot, array in enumerate(arrays) if array is not None}
         self.workspaces: dict[str, Array | None] = {}
         for slot in chunked(self.program):
             shape, dtype = table_of(self.program, slot, operands.captured[slot].shape)
@@ -48,13 +54,17 @@ class Captured:
         """The gradients of the arrays by slot, None where there is none; None without a score_mod."""
         if self.program.score is None:
             return None
-        return tuple(self.workspaces.get(f"gradient{slot}") for slot in range(len(self.arrays)))
+        return tuple(self.workspaces.get(f"gradient{slot}") for slot in range(self.count))
 
     def members(self, address: Callable[[Array], int]) -> tuple[float, ...]:
         """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
         for name, array in self.arrays.items():
             if any(abs(stride) >= 2**31 for stride in array.strides):
                 raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
-        arrays = [(address(array), array.shape, array.strides) for array in self.arrays.values()]
+        ranks = [(0,) * element.rank for element in self.program.arrays]
+        arrays = [
+            (0, zeros, zeros) if array is None else (address(array), array.shape, array.strides)
+            for array, zeros in zip(self.captured, ranks, strict=True)
+        ]
         workspaces = {name: address(array) for name, array in self.workspaces.items() if array is not None}
         return captured_numbers(self.program, arrays, workspaces, self.numbers)

@@ -4,6 +4,7 @@
     Mod::Query q = mod.query(head, i);         once per query and head
     Mod::Key k = mod.key(j);                   once per key
     s = mod.score(s, q, k, slope);             for every score; slope is the derivative of the new score by the old
+    s = mod.moved(s, ts, q, k, tangent, slope, curve);    in a direction; curve is the tangent's derivative by s
     seen = mod.sees(q, k);                     for every score of a cut tile
     Truth seen = mod.tile(heads, queries, keys);    once per tile: may any be seen, may any be hidden
 
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite
+from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite, tangent
 from .intervals import Abstraction
 from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
@@ -35,7 +36,9 @@ STORED = {
 }  # fmt: skip
 
 # Positions, heads and sequences are below it. The text of a longer call has LARGE, which takes more 64-bit arithmetic.
-SMALL, LARGE = 2**24, 2**31
+# Reals hold every integer up to MOST_EXACT, so also the distance of any two rows of tiles of SMALL positions.
+MOST_EXACT = 2**24
+SMALL, LARGE = MOST_EXACT - 2**10, 2**31
 
 INFIX = {
     "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
@@ -50,13 +53,15 @@ CALLS = {
     "shl": "mod_shl", "shr": "mod_shr",
 }  # fmt: skip
 
+DISTANCE = "distance"  # q - kv or kv - q as a real, an operator of this module alone
+
 BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
 
 
 def stage(node: Node) -> str:
     """The earliest stage that knows the inputs of a node."""
     of_query, of_key = bool(node.inputs & {"h", "q"}), "kv" in node.inputs
-    if "score" in node.inputs or (of_query and of_key):
+    if node.inputs & {"score", "tscore"} or (of_query and of_key):
         return SCORE
     return QUERY if of_query else KEY if of_key else BATCH
 
@@ -133,6 +138,11 @@ def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple
     return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
 
 
+def with_tangents(program: Program) -> Program:
+    """The program whose arrays are followed by their tangents, which `derive.tangent` reads."""
+    return program._replace(arrays=program.arrays * 2)
+
+
 def headers(
     mods: str,
     backward: bool,
@@ -142,6 +152,7 @@ def headers(
     fixed: tuple[int, ...] = (),
     read: int | None = None,
     measure: bool = False,
+    moved: tuple[bool, ...] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The generated headers of a kernel, (name, text), from the text of a Program.
 
@@ -150,8 +161,9 @@ def headers(
     call is part of a larger one. With `read`, a number among `gradient_reads`, the slope is the derivative by that
     read, and `Mod::gradient` is where its sums go.
     With `measure`, gradients are not added: the largest contributions of a row are found, for their fixed point.
+    `moved` says, in a direction, which captured arrays have a tangent.
     """
-    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, part, wanted, fixed, read, measure)
+    return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, part, wanted, fixed, read, measure, moved)
 
 
 @lru_cache(maxsize=256)
@@ -164,13 +176,17 @@ def _headers(
     fixed: tuple[int, ...],
     read: int | None,
     measure: bool,
+    moved: tuple[bool, ...] | None,
 ) -> tuple[tuple[str, str], ...]:
     program, reads = parse(mods), gradient_reads(mods, wanted, part)
     by = derivative(program.score) if backward and program.score is not None else None
+    if moved is not None:
+        program, wanted = with_tangents(program), (*wanted, *(False for _ in moved))
     if read is None:
-        text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure)
+        text = mod_struct(program, by, largest, wanted, reads, fixed=fixed, measure=measure, part=part, moved=moved)
     else:
-        text = mod_struct(program, Derivative(reads[read].factor, ()), largest, wanted, target=reads[read], fixed=fixed)
+        by, target = Derivative(reads[read].factor, ()), reads[read]
+        text = mod_struct(program, by, largest, wanted, target=target, fixed=fixed, part=part, moved=moved)
     return ("captured.cuh", captured_struct(program, wanted, fixed)), ("traced.cuh", text)
 
 
@@ -183,20 +199,54 @@ def mod_struct(
     target: Read | None = None,
     fixed: tuple[int, ...] = (),
     measure: bool = False,
+    part: bool = False,
+    moved: tuple[bool, ...] | None = None,
 ) -> str:
     """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
 
     `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
-    the score. `fixed` and `measure` are as in `headers`.
+    the score. `fixed`, `measure`, `part` and `moved` are as in `headers`; in a direction the program has the tangents.
     """
-    return "\n".join([*_Writer(program, by, largest, wanted, reads, target, fixed, measure).struct(), ""])
+    writer = _Writer(program, by, largest, wanted, reads, target, fixed, measure, part, moved)
+    return "\n".join([*writer.struct(), ""])
 
 
-ADD_GRADIENTS = "  __device__ void add_gradients(real ds, real s, const Query& q, const Key& k, RowSums& sums) const"
+ADD_GRADIENTS = "  __device__ void add_gradients({scores}, const Query& q, const Key& k, RowSums& sums) const {{"
 ADD_ROW = (
     "  template <typename Total>",
     "  __device__ void add_row(const RowSums& sums, const Query& q, bool leader, Total total) const {",
 )
+
+
+class _Moving(NamedTuple):
+    """A score in a direction: its tangent and the derivatives of both."""
+
+    tangent: Node
+    slope: Node  # of the score, by the old score or by `target`
+    curve: Node  # of the tangent
+    by_load: dict[Node, Node]  # derivatives of the tangent by the elements that it reads
+
+    @staticmethod
+    def of(score: Node, moved: tuple[bool, ...], target: Read | None) -> _Moving:
+        moving = tangent(score, moved)
+        of_tangent = derivative(moving)
+        by_load, zero = dict(of_tangent.loads), score.graph.const(0.0)
+        if target is None:
+            return _Moving(moving, derivative(score).slope, of_tangent.slope, by_load)
+        return _Moving(moving, target.factor, by_load.get(target.element, zero), by_load)
+
+    def map(self, function: Callable[[Node], Node]) -> _Moving:
+        """The same with every derivative replaced by function(derivative)."""
+        by_load = {load: function(factor) for load, factor in self.by_load.items()}
+        return _Moving(function(self.tangent), function(self.slope), function(self.curve), by_load)
+
+    @property
+    def roots(self) -> list[Node]:
+        return [self.tangent, self.slope, self.curve]
+
+    def by(self, read: Read) -> Node:
+        """The derivative of the tangent by an element that the score reads."""
+        return self.by_load.get(read.element, self.tangent.graph.const(0.0))
 
 
 class _Writer:
@@ -212,23 +262,34 @@ class _Writer:
         target: Read | None,
         fixed: tuple[int, ...],
         measure: bool,
+        part: bool,
+        moved: tuple[bool, ...] | None,
     ) -> None:
+        self.bounds = Abstraction(_Bounds(program, largest))
+        self.score = None if program.score is None else self._in_reals(program.score)
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
-        self.fixed, self.measure = fixed, measure
-        self.slope = None if by is None else by.slope
-        # (element, derivative of the score by it) for each read whose elements several blocks may add to
-        self.reads = [(read.element, read.factor) for read in reads if not read.is_owned]
-        self.roots = [root for root in (program.score, self.slope, program.mask) if root is not None]
-        for load, d in self.reads:
-            self.roots += [d, *load.args]
-        inline = ("const", "score", "b", "h", "q", "kv")
+        self.fixed, self.measure, self.part = fixed, measure, part
+        self.slope = None if by is None else self._in_reals(by.slope)
+        self.moving = None
+        if moved is not None and program.score is not None:
+            self.moving = _Moving.of(program.score, moved, target).map(self._in_reals)
+        # (element, derivatives of the score and of its tangent by it) for each read that several blocks may add to
+        self.reads = []
+        for read in (read for read in reads if not read.is_owned):
+            of_tangent = () if self.moving is None else (self.moving.by(read),)
+            self.reads.append((read.element, (self._in_reals(read.factor), *of_tangent)))
+        self.roots = [root for root in (self.score, self.slope, program.mask) if root is not None]
+        self.roots += self.moving.roots if self.moving is not None else []
+        for load, factors in self.reads:
+            self.roots += [*factors, *load.args]
+        inline = ("const", "score", "tscore", "b", "h", "q", "kv")
         self.nodes = [node for node in order(self.roots) if node.op not in inline]
         self.number = {node: number for number, node in enumerate(self.nodes)}
-        self.bounds = Abstraction(_Bounds(program, largest))
         self.at = BATCH
 
     def struct(self) -> list[str]:
-        infinite = self.slope is not None and may_be_infinite(self.slope)
+        slopes = [] if self.moving is None else [self.moving.slope, self.moving.curve]
+        infinite = any(may_be_infinite(slope) for slope in (self.slope, *slopes) if slope is not None)
         lines = [
             "struct Mod {",
             f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
@@ -239,39 +300,59 @@ class _Writer:
         lines += [f"  {member};" for member in self._members(BATCH)]
         for name, head in ((QUERY, " int head;"), (KEY, "")):
             members = "".join(f" {member};" for member in self._members(name))
-            lines.append(f"  struct {name.title()} {{{head} int position;{members} }};")
+            lines.append(f"  struct {name.title()} {{{head} int position; int offset;{members} }};")
         lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
         # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
-        if self._reads("b"):  # the number of the sequence in the whole
+        if self.part and self._reads("b"):  # the number of the sequence in the whole
             lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
         for name, arguments, start in (
-            (QUERY, "int head, int position", "head, position"),
-            (KEY, "int position", "position"),
+            (QUERY, "int head, Position at", "head, position, offset"),
+            (KEY, "Position at", "position, offset"),
         ):
             lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if name == QUERY and self._reads("h"):
+            if self.part and name == QUERY and self._reads("h"):
                 lines.append("    head += p.first_head % p.whole_heads;")
-            lines.append(
-                f"    if constexpr (SHARD) position = {'q' if name == QUERY else 'kv'}_first + position * p.step;"
-            )
+            lines.append("    int position = at, offset = at.offset;")
+            first = "q_first" if name == QUERY else "kv_first"
+            lines.append(f"    if constexpr (SHARD) position = {first} + position * p.step, offset = 0;")
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
-        return [*lines, *self._score(), *self._sees(), *self._tile(), *self._fill_tables(), *self._gradients(), "};"]
+        return [
+            *lines,
+            *self._score(),
+            *self._moved(),
+            *self._sees(),
+            *self._tile(),
+            *self._fill_tables(),
+            *self._gradients(),
+            "};",
+        ]
 
     def _score(self) -> list[str]:
         lines = ["  __device__ real score(real s, const Query& q, const Key& k, real& slope) const {"]
-        if self.program.score is None:
+        if self.score is None:
             return [*lines, "    slope = 1;", "    return s;", "  }"]
-        targets = [root for root in (self.program.score, self.slope) if root is not None]
+        targets = [root for root in (self.score, self.slope) if root is not None]
         lines += self._body(SCORE, targets)
         if self.slope is not None:
             lines.append(f"    slope = {self._name(self.slope)};")
-        return [*lines, f"    return {self._name(self.program.score)};", "  }"]
+        return [*lines, f"    return {self._name(self.score)};", "  }"]
+
+    def _moved(self) -> list[str]:
+        if self.moving is None:
+            return []
+        assert self.score is not None
+        values = {"tangent": self.moving.tangent, "slope": self.moving.slope, "curve": self.moving.curve}
+        results = "".join(f", real& {name}" for name in values)
+        lines = [f"  __device__ real moved(real s, real ts, const Query& q, const Key& k{results}) const {{"]
+        lines += self._body(SCORE, [self.score, *values.values()])
+        lines += [f"    {name} = {self._name(value)};" for name, value in values.items()]
+        return [*lines, f"    return {self._name(self.score)};", "  }"]
 
     def _sees(self) -> list[str]:
         lines = ["  __device__ bool sees(const Query& q, const Key& k) const {"]
@@ -284,7 +365,7 @@ class _Writer:
         if self.program.mask is None:
             return [head, "    return always();", "  }"]
         lines = [head]
-        if self._reads("h"):
+        if self.part and self._reads("h"):
             lines.append("    int first_head = p.first_head % p.whole_heads;")
             lines.append("    heads = {heads.lo + first_head, heads.hi + first_head};")
         lines.append("    if constexpr (SHARD) {")
@@ -327,9 +408,9 @@ class _Writer:
     def _measurements(self) -> list[str]:
         """Code that finds the largest row sum of |contribution| to each slot, the scale of its fixed-point sums."""
         lines = [f"  struct RowSums {{{''.join(f' real x{slot};' for slot in self.fixed)} }};"]
-        lines.append(f"{ADD_GRADIENTS} {{")
-        lines += self._body(SCORE, [d for _, d in self.reads])
-        lines += [f"    sums.x{load.value} += abs(ds * {self._name(d)});" for load, d in self.reads]
+        lines.append(self._add_gradients())
+        lines += self._body(SCORE, [factor for _, factors in self.reads for factor in factors])
+        lines += [f"    sums.x{load.value} += abs({self._contribution(factors)});" for load, factors in self.reads]
         lines += ["  }", *ADD_ROW]
         for slot in self.fixed:
             lines.append(f"    real x{slot} = total(sums.x{slot});")
@@ -341,16 +422,24 @@ class _Writer:
         by_row = [n for n, (load, _) in enumerate(self.reads) if "kv" not in load.inputs and "score" not in load.inputs]
         places = [node for load, _ in self.reads for node in load.args]
         lines = [f"  struct RowSums {{{''.join(f' real x{n};' for n in by_row)} }};"]
-        lines.append(f"{ADD_GRADIENTS} {{")
-        lines += self._body(SCORE, [*(d for _, d in self.reads), *places])
-        for n, (load, d) in enumerate(self.reads):
-            product = f"ds * {self._name(d)}"
+        lines.append(self._add_gradients())
+        lines += self._body(SCORE, [*(factor for _, factors in self.reads for factor in factors), *places])
+        for n, (load, factors) in enumerate(self.reads):
+            product = self._contribution(factors)
             lines.append(f"    sums.x{n} += {product};" if n in by_row else f"    {self._addition(load, product)}")
         lines += ["  }", *ADD_ROW]
         for n in by_row:
             lines.append(f"    real x{n} = total(sums.x{n});")
             lines.append(f"    if (leader && x{n} != 0) {self._addition(self.reads[n][0], f'x{n}')}")
         return [*lines, "  }"]
+
+    def _add_gradients(self) -> str:
+        scores = ("ds", "s") if self.moving is None else ("ds", "dts", "s", "ts")
+        return ADD_GRADIENTS.format(scores=", ".join(f"real {score}" for score in scores))
+
+    def _contribution(self, factors: tuple[Node, ...]) -> str:
+        """What one score adds to the gradient of an element that it reads."""
+        return " + ".join(f"{ds} * {self._name(d)}" for ds, d in zip(("ds", "dts"), factors, strict=False))
 
     def _gradient(self) -> list[str]:
         """The function that describes the sums of `target` as the gradient of a bias, broadcast over unread inputs."""
@@ -393,6 +482,31 @@ class _Writer:
 
     # ---- values
 
+    def _in_reals(self, root: Node) -> Node:
+        """The real expression with sums of ints in reals, of which one side is then converted once per query or key."""
+        renamed: dict[Node, Node] = {}
+        for node in order((root,)):
+            if node.op == REAL:
+                renamed[node] = self._real_sum(node.args[0])
+            else:
+                args = tuple(renamed[arg] for arg in node.args)
+                renamed[node] = node.graph.node(node.op, node.kind, args, node.value)
+        return renamed[root]
+
+    def _real_sum(self, x: Node) -> Node:
+        """An int or bool as a real. Where all terms are exact in reals, these are converted in place of their sum."""
+        is_sum = stage(x) == SCORE and x.op in ("abs", "neg", "add", "sub", "mul")
+        if not is_sum or not all(self._is_exact(term) for term in (x, *x.args)):
+            return x.graph.cast(x, REAL)
+        if x.op == "sub" and {arg.op for arg in x.args} == {"q", "kv"}:
+            return x.graph.node(DISTANCE, REAL, x.args)
+        return x.graph.node(x.op, REAL, tuple(self._real_sum(arg) for arg in x.args))
+
+    def _is_exact(self, x: Node) -> bool:
+        """Whether reals hold every value of an int."""
+        lo, hi = self.bounds.interval(x)
+        return bool(lo >= -MOST_EXACT and hi <= MOST_EXACT)
+
     def _kept(self, name: str) -> list[Node]:
         """The values of a stage that later ones read."""
         later = set(self.roots)
@@ -420,8 +534,8 @@ class _Writer:
         prefix = "" if own in (here, BATCH) else f"{'q' if own == QUERY else 'k'}."
         if node.op == "const":
             return _literal(node)
-        if node.op == "score":
-            return "s"
+        if node.op in ("score", "tscore"):
+            return "s" if node.op == "score" else "ts"
         if node.op == "b":
             return "batch"
         if node.op == "h":
@@ -436,6 +550,10 @@ class _Writer:
             return f"({TYPES[kind]})p.captured.number{node.value}"
         if op == "load":
             return self._load(node)
+        if op == DISTANCE:
+            a, b = ("q" if arg.op == "q" else "k" for arg in node.args)
+            of_rows = f"({a}.position - {a}.offset) - ({b}.position - {b}.offset)"  # the same for all columns of a tile
+            return f"(real)({of_rows}) - (real)({b}.offset - {a}.offset)"
         x = [self._name(arg) for arg in node.args]
         if op in ARITHMETIC:
             if kind == REAL or not self._may_wrap(node):

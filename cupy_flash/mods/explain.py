@@ -6,6 +6,7 @@ from .derive import derivative
 from .facts import floating_reads
 from .ir import expression
 from .trace import Mod
+from .visits import TileCounts
 
 
 def explain(mod: Mod) -> str:
@@ -23,3 +24,15 @@ def explain(mod: Mod) -> str:
     if mod.numbers:
         lines.append(f"numbers    {', '.join(f'n{index} = {number:g}' for index, number in enumerate(mod.numbers))}")
     return "\n".join(lines)
+
+
+def explain_tiles(counts: TileCounts | None, block_q: int, block_kv: int) -> str:
+    """The number of tiles of each class, in a line; None: they are classified by the kernels alone."""
+    if counts is None:
+        return "classes    of tiles are not counted: arrays of the mask are on a GPU, or there are too many tiles"
+    total = max(sum(counts), 1)
+    shares = (
+        f"{count} {name} ({count / total:.0%})"
+        for name, count in zip(("skipped", "unmasked", "masked"), counts, strict=True)
+    )
+    return f"classes    {', '.join(shares)} of the tiles of {block_q} x {block_kv}, all heads and sequences"

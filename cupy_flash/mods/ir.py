@@ -401,6 +401,51 @@ def parse(text: str) -> Program:
     return Program(roots["score"], roots["mask"], arrays, tuple(numbers_line.split()[1:]))
 
 
+UNARY = frozenset(("neg", "abs", "sign", "not", "stop", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin",
+                   "cos", "tanh", "erf", *ROUNDINGS, *KINDS[1:]))  # fmt: skip
+
+
+def checked(text: str) -> Program:
+    """The program of a text from elsewhere; ValueError unless a trace could have made it.
+
+    Every node is made anew: a trace has simplified it already, so that another node shows that it is none of a trace.
+    """
+    try:
+        program = parse(text)
+        graph, made = Graph(), dict[Node, Node]()
+        for node in order(program.roots):
+            made[node] = _made_anew(graph, node, tuple(made[arg] for arg in node.args), program)
+        score, mask = (None if root is None else made[root] for root in (program.score, program.mask))
+        legal = (score is None or score.kind == REAL) and (
+            mask is None or (mask.kind == BOOL and "score" not in mask.inputs)
+        )
+        legal = legal and bool(program.roots) and {element.dtype for element in program.arrays} <= LOADED.keys()
+        if not legal or program._replace(score=score, mask=mask).text != text:
+            raise ValueError("it is not the text of a trace")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no text of a traced function: {error}") from None
+    return program
+
+
+def _made_anew(graph: Graph, node: Node, args: tuple[Node, ...], program: Program) -> Node:
+    """The node in another graph, as a trace makes it."""
+    if node.op in INPUTS and node.op != "tscore":
+        return graph.input(node.op)
+    if node.op == "const":
+        return graph.const(node.value, node.kind)
+    if node.op == "argument":
+        return graph.argument(node.value, program.numbers[node.value])
+    if node.op == "load":
+        element = program.arrays[node.value]
+        if len(args) != element.rank or any(arg.kind not in (INT, LONG) for arg in args):
+            raise ValueError(f"array{node.value} has {element.rank} whole indices")
+        return graph.load(node.value, args, LOADED[element.dtype])
+    known = node.op in FOLD or node.op in KINDS[1:] or node.op in ("where", "not", "stop")
+    if not known or len(args) != (3 if node.op == "where" else 1 if node.op in UNARY else 2):
+        raise ValueError(f"{node.op} of {len(args)} operands")
+    return graph.make(node.op, *args)
+
+
 def _value(op: str, kind: str, text: str) -> Any:
     if op == "const":
         return text == "True" if kind == BOOL else float(text) if kind == REAL else int(text)

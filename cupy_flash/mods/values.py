@@ -160,6 +160,12 @@ class Traced:
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return call(function.__name__, args, kwargs, function)
 
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return operator.floordiv(self, other), operator.mod(self, other)
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return operator.floordiv(other, self), operator.mod(other, self)
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise Untraceable(f"{self.described} cannot be made an array: {AS_IT_IS}")
 
@@ -233,9 +239,9 @@ def _install_operators() -> None:
     def unary(name: str) -> Callable[[Any], Any]:
         return lambda x: call(name, (x,))
 
-    for name in (*BINARY, *COMPARE):
+    for name in (*BINARY, *COMPARE, "matmul"):
         setattr(Traced, f"__{name}__", binary(name))
-    for name in BINARY:
+    for name in (*BINARY, "matmul"):
         setattr(Traced, f"__r{name}__", binary(name, swapped=True))
     for name in ("neg", "pos", "abs", "invert"):
         setattr(Traced, f"__{name}__", unary(name))
@@ -671,6 +677,8 @@ def _reduction(op: str, kind: str | None = None) -> Callable[..., Value]:
 
 
 def _dot(trace: Trace, x: Any, y: Any, **kwargs: Any) -> Value:
+    if not all(isinstance(lift(trace, row), Row) for row in (x, y)):
+        raise Untraceable("a product of rows takes two rows of captured arrays: write * for numbers")
     pairs = _elementwise(trace, "mul", FUNCTIONS["mul"], (x, y), {})
     return _reduction("add")(trace, pairs)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mask import Band
-from ..score import Positions
+from ..score import KEYS, QUERIES, Cut, Positions
 from .tiles import CUT, EMPTY, FULL, TileClasses
 
 GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
@@ -20,7 +20,7 @@ class Visit(NamedTuple):
 
     start: int
     stop: int
-    cut: bool  # whether the mask_mod may hide any of its scores
+    cut: Cut | None  # the part of it of which the mask_mod may hide scores
 
 
 class Visits:
@@ -32,21 +32,21 @@ class Visits:
 
     def __init__(self, classes: TileClasses, block_q: int, block_kv: int) -> None:
         self.classes, self.block_q, self.block_kv = classes, block_q, block_kv
-        self._found: dict[object, list[list[Visit]]] = {}
+        self._found: dict[object, list[list[Run]]] = {}
 
     def kv_tiles(self, batch: int, head: int, band: Band, positions: Positions, q_start: int) -> list[Visit]:
         """The key tiles that the query tile from q_start on visits, last first, as Band.kv_tiles."""
         rows = self._rows(batch, head, band, positions, by_query=True)
         q_stop = min(q_start + self.block_q, band.q_len)
-        return _clipped(rows[q_start // self.block_q], *band.kv_range(q_start, q_stop))[::-1]
+        return _clipped(rows[q_start // self.block_q], KEYS, *band.kv_range(q_start, q_stop))[::-1]
 
     def q_tiles(self, batch: int, head: int, band: Band, positions: Positions, kv_start: int) -> list[Visit]:
         """The query tiles that visit the key tile from kv_start on, first to last, as Band.q_tiles."""
         rows = self._rows(batch, head, band, positions, by_query=False)
         kv_stop = min(kv_start + self.block_kv, band.kv_len)
-        return _clipped(rows[kv_start // self.block_kv], *band.q_range(kv_start, kv_stop))
+        return _clipped(rows[kv_start // self.block_kv], QUERIES, *band.q_range(kv_start, kv_stop))
 
-    def _rows(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Visit]]:
+    def _rows(self, batch: int, head: int, band: Band, positions: Positions, by_query: bool) -> list[list[Run]]:
         read = self.classes.mask.inputs
         key = (by_query, batch if "b" in read else 0, head if "h" in read else 0, band.q_len, band.kv_len, positions)
         if key not in self._found:
@@ -76,6 +76,27 @@ def _places(first: int, step: int, length: int, block: int) -> tuple[np.ndarray,
     """Positions of the first and the last row of each tile."""
     starts = np.arange(0, length, block)
     return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
+
+
+class TileCounts(NamedTuple):
+    """The tiles of a call by class: skipped, computed without a mask, masked."""
+
+    empty: int
+    full: int
+    cut: int
+
+
+def count_tiles(
+    classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
+) -> TileCounts:
+    """The classes of the tiles of one sequence and head under the mask_mod and the band together."""
+    found = classes_of(classes, batch, head, band, positions, block_q, block_kv)
+    i, j = np.arange(0, band.q_len, block_q)[:, None], np.arange(0, band.kv_len, block_kv)
+    last_i, last_j = np.minimum(i + block_q, band.q_len) - 1, np.minimum(j + block_kv, band.kv_len) - 1
+    empty = (found == EMPTY) | (last_j < i + band.low) | (j > last_i + band.high)
+    full = (found == FULL) & (j >= last_i + band.low) & (last_j <= i + band.high) & ~empty
+    skipped, unmasked = int(empty.sum()), int(full.sum())
+    return TileCounts(skipped, unmasked, found.size - skipped - unmasked)
 
 
 class VisitedPairs:
@@ -109,8 +130,17 @@ class VisitedPairs:
         return int(visited.sum()) * size, int(cut.sum()) * size
 
 
-def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Visit]]:
-    """The tiles that each row of classes visits: ranges without an EMPTY class, split at multiples of `block`.
+class Run(NamedTuple):
+    """Positions without an EMPTY class, and those from the first to the last class among them that is not FULL."""
+
+    start: int
+    stop: int
+    cut_start: int
+    cut_stop: int  # at most cut_start if all are FULL
+
+
+def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Run]]:
+    """The runs of each row of classes, split at multiples of `block`.
 
     Column n of classes covers [n grain, (n + 1) grain).
     """
@@ -119,19 +149,23 @@ def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Visit]]:
     per_block = block // grain
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
     last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
-    not_full = np.pad((classes != FULL).cumsum(axis=1), ((0, 0), (1, 0)))
-    cut = not_full[rows, last + 1] > not_full[rows, first]
-    visits: list[list[Visit]] = [[] for _ in classes]
-    columns = ((first * grain).tolist(), ((last + 1) * grain).tolist(), cut.tolist())
-    for row, *visit in zip(rows.tolist(), *columns, strict=True):
-        visits[row].append(Visit(*visit))
-    return visits
+    is_full = classes == FULL
+    # The columns that are not FULL nearest to each column, at or after it and at or before it.
+    after = np.minimum.accumulate(np.where(is_full, len(column), column)[:, ::-1], axis=1)[:, ::-1]
+    before = np.maximum.accumulate(np.where(is_full, -1, column), axis=1)
+    columns = (first, last + 1, np.minimum(after[rows, first], last + 1), before[rows, last] + 1)
+    found: list[list[Run]] = [[] for _ in classes]
+    for row, *run in zip(rows.tolist(), *((grain * n).tolist() for n in columns), strict=True):
+        found[row].append(Run(*run))
+    return found
 
 
-def _clipped(visits: list[Visit], start: int, stop: int) -> list[Visit]:
+def _clipped(found: list[Run], axis: int, start: int, stop: int) -> list[Visit]:
     """The visits inside [start, stop)."""
-    return [
-        Visit(max(visit.start, start), min(visit.stop, stop), visit.cut)
-        for visit in visits
-        if visit.start < stop and visit.stop > start
-    ]
+    visits = []
+    for run in found:
+        if run.start < stop and run.stop > start:
+            cut_start, cut_stop = max(run.cut_start, start), min(run.cut_stop, stop)
+            cut = Cut(axis, cut_start, cut_stop) if cut_start < cut_stop else None
+            visits.append(Visit(max(run.start, start), min(run.stop, stop), cut))
+    return visits

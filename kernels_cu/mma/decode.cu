@@ -59,12 +59,9 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
-          bool seen = !MASKED || (keys(j) && j >= part.sequence.leftpad);
-          if constexpr (DENSE_MASK) {
-            int masked = j - (part.sequence.kv_len - p.mask_keys);  // the mask covers the last p.mask_keys keys
-            if (seen && masked >= 0)
-              seen = DenseMask::sees(p, part.sequence.batch, head, min(i, part.sequence.q_len - 1), masked);
-          }
+          bool seen = !MASKED || keys(j);
+          if constexpr (DENSE_MASK)
+            seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, part.band.query(i), j);
           float derivative;
           float s = MODIFIED ? score.apply(S[m][n][e], i, j, derivative) : S[m][n][e];
           S[m][n][e] = seen ? s : -infinity();
@@ -139,55 +136,6 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
   }
 }
 
-using Slots = Pipeline<STAGES, K_BYTES + V_BYTES>;
-
-// Loads the tiles of K and V of a part. One thread per page looks up the pages of a tile, one tile ahead of its load,
-// and passes them on through shared memory.
-struct KeyLoads {
-  const Blocks& blocks;
-  Range keys;
-  Range readable;
-  CacheRows<element> K;
-  CacheRows<element> V;
-  Loader<BLOCK_KV, HEAD_DIM> K_loader;
-  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
-  int (&pages_smem)[2][BLOCK_KV];
-  int lookups;  // number of pages of a tile
-
-  __device__ KeyLoads(const Params& p, const Part& part, int (&pages_smem)[2][BLOCK_KV])
-      : blocks(part.sequence.blocks),
-        keys(part.keys),
-        readable(blocks.exists() ? keys : Range{0, 0}),
-        K(part.sequence.key_rows<element>(p.k, part.kv_head)),
-        V(part.sequence.key_rows<element>(p.v, part.kv_head)),
-        K_loader(K.stride),
-        V_loader(V.stride),
-        pages_smem(pages_smem),
-        lookups(max(BLOCK_KV >> blocks.page_log2, 1)) {}
-
-  // Looks up this thread's page of the tile at `start`; returns -1, without a look-up, if no key of the page is needed.
-  __device__ int look_up(int start) const {
-    if (!PAGED || threadIdx.x >= lookups) return -1;
-    int key = start + ((int)threadIdx.x << blocks.page_log2);
-    bool needed = key < keys.end && key + (1LL << blocks.page_log2) > keys.begin;
-    return needed ? blocks.block_of(key) : -1;
-  }
-  __device__ void store_page(int start, int page) const {
-    if (PAGED && threadIdx.x < lookups) pages_smem[start / BLOCK_KV % 2][threadIdx.x] = page;
-  }
-  __device__ void load(Slots& slots, int start) const {
-    if (start < keys.end) {
-      const int* pages = pages_smem[start / BLOCK_KV % 2];
-      auto K_tile = K.tile(start, pages), V_tile = V.tile(start, pages);
-      bool whole = start >= readable.begin && start + BLOCK_KV <= readable.end;
-      auto reads = [&](int key) { return readable(key) && K_tile.has(key); };
-      K_loader.load(slots.next(), K_tile, whole, reads);
-      V_loader.load(slots.next() + K_BYTES, V_tile, whole, reads);
-    }
-    slots.commit();
-  }
-};
-
 // Stores O, row max and row sum of this warp where store_part reads them.
 __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Softmax2 (&softmax)[M][2],
                            const float (&O)[M][fragments_of(HEAD_DIM_V)][4]) {
@@ -214,23 +162,29 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   float scale_log2 = log2_scale_of(p);
   auto K_lane = Tile<HEAD_DIM>::lane_of_B(), Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
-  KeyLoads loads(p, part, pages_smem);
-  Slots slots(Q_smem + Q_BYTES);
+  KvLoads loads(p, part.sequence, part.kv_head, pages_smem);
+  Pipeline<STAGES, K_BYTES + V_BYTES> slots(Q_smem + Q_BYTES);
+  auto load = [&](int start) {
+    if (start < part.keys.end) loads.load(slots.next(), start, part.keys);
+    slots.commit();
+  };
   int first = part.keys.begin / BLOCK_KV * BLOCK_KV;
   Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
-  unmasked = {max(unmasked.begin, part.sequence.leftpad), min(unmasked.end, part.keys.end)};
+  unmasked.end = min(unmasked.end, part.keys.end);
 
   __syncthreads();  // all warps have finished with the shared memory of the previous part
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
   for (int start = first; start < first + (STAGES - 1) * BLOCK_KV; start += BLOCK_KV) {
-    loads.store_page(start, loads.look_up(start));
+    loads.pages.look_up(start, part.keys);
+    loads.pages.store();
     if constexpr (PAGED) __syncthreads();
-    loads.load(slots, start);
+    load(start);
   }
   int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
-  loads.store_page(ahead, loads.look_up(ahead));
+  loads.pages.look_up(ahead, part.keys);
+  loads.pages.store();
   cp_async_wait_group<STAGES - 1>();  // Q has arrived
   __syncthreads();
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
@@ -243,12 +197,12 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   for (int start = first; start < part.keys.end; start += BLOCK_KV) {
     if constexpr (STAGES == 1) {
       __syncthreads();
-      loads.load(slots, ahead);
+      load(ahead);
     }
     unsigned int tile = slots.wait();
-    if constexpr (STAGES > 1) loads.load(slots, ahead);
+    if constexpr (STAGES > 1) load(ahead);
     ahead += BLOCK_KV;
-    int page = loads.look_up(ahead);
+    loads.pages.look_up(ahead, part.keys);
     unsigned int K_smem = tile + 16 * warp * Tile<HEAD_DIM>::ROW;
     unsigned int V_smem = tile + K_BYTES + 16 * warp * Tile<HEAD_DIM_V>::ROW;
     float S_rmem[M][N][4];
@@ -265,7 +219,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
     unsigned int P_rmem[M][N / 2][4];
     round_fragments(P_rmem, S_rmem);
     accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
-    loads.store_page(ahead, page);
+    loads.pages.store();
   }
 
   cp_async_wait_group<0>();

@@ -24,21 +24,18 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
+  __shared__ int pages_smem[2][BLOCK_KV];
   unsigned char* smem = (unsigned char*)shared;
   // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]).
   // Q_IN_REGISTERS: Q is loaded through the space of the first stages. The epilogue stages O in the same memory.
-  unsigned int Q_smem = smem_address(smem);
-  unsigned int KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
+  unsigned int Q_smem = smem_address(smem), KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
 
-  int head = blockIdx.y, kv_head = head / p.group;
+  int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
-  auto K_loader = Loader<BLOCK_KV, HEAD_DIM>(K.stride).kept();
-  auto V_loader = Loader<BLOCK_KV, HEAD_DIM_V>(V.stride).kept();
-  element* O = sequence.queries<element>(p.out, head);
+  KvLoads loads = KvLoads(p, sequence, head / p.group, pages_smem).kept();
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row).kept(), K_lane = Tile<HEAD_DIM>::lane_of_B().kept();
@@ -55,12 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
 
     auto load = [&] {
-      if (loaded.valid()) {
-        K_loader.load(stages.next(), K.tile(loaded.start), loaded.visible);
-        V_loader.load(stages.next() + K_BYTES, V.tile(loaded.start), loaded.visible);
-      }
+      if (loaded.valid()) loads.load(stages.next(), loaded.start, loaded.visible);
       loaded.next();
       stages.commit();
+      loads.pages.look_up(loaded.start, loaded.visible);
     };
 
     __syncthreads();
@@ -74,7 +69,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
       __syncthreads();
     }
-    for (int stage = 0; stage < STAGES - 1; ++stage) load();
+    loads.pages.look_up(loaded.start, loaded.visible);
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+      loads.pages.store();
+      if constexpr (PAGED) __syncthreads();
+      load();
+    }
+    loads.pages.store();
 
     Softmax2 softmax[M][2];
 #pragma unroll
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
+      loads.pages.store();
     }
 
     float factors[M][2];
@@ -107,6 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();
-    store_tile<BLOCK_Q, HEAD_DIM_V>(O, p.out, smem, q_start, sequence.q_rows);
+    store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(p.out, head), p.out, smem, q_start, sequence.q_rows);
   }
 }

@@ -7,8 +7,8 @@
 #pragma once
 #include "tile.cuh"
 
-// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum.
-template <int M, int N, int DIM>
+// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum, unless it CONTINUES one.
+template <int M, int N, int DIM, bool CONTINUES = false>
 __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
                             const typename Tile<DIM>::Lane& b_lane, int k) {
   unsigned int b[4];
@@ -21,7 +21,7 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
       for (int right = 0; right < 2; ++right) {
         // Constant zeros cost neither a register nor an instruction.
         const float zeros[4] = {};
-        if (k == 0)
+        if (!CONTINUES && k == 0)
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
         else
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
@@ -39,6 +39,19 @@ __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename 
 #pragma unroll
     for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
     add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
+  }
+}
+
+// The same, added to C.
+template <int M, int N, int DIM>
+__device__ void add_scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
+                           unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
+  unsigned int a[M][4];
+#pragma unroll
+  for (int k = 0; k < padded(DIM) / 16; ++k) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
+    add_product<M, N, DIM, true>(C, a, B_smem, b_lane, k);
   }
 }
 

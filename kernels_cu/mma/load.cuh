@@ -3,7 +3,9 @@
 //   Loader, load_tile   rows of a tensor -> a tile, asynchronously, zeros for rows outside the range
 //   load_numbers        numbers of a per-row array
 //   Pipeline            ring of slots that are loaded ahead
+//   KvLoads             tiles of K and V -> the slots of a pipeline
 #pragma once
+#include "../tile_pages.cuh"
 #include "../walk.cuh"
 #include "tile.cuh"
 
@@ -76,7 +78,8 @@ struct Loader {
   }
   template <typename Rows>
   __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
-    load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end, range);
+    load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end,
+         [&](int position) { return range(position) && rows.has(position); });
   }
 };
 
@@ -122,3 +125,33 @@ __device__ void load_numbers(unsigned int to, const float* numbers, const Operan
   bool valid = read(first + n);
   cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
 }
+
+// Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].
+struct KvLoads {
+  const Sequence& sequence;
+  KeyRows<element> K;
+  KeyRows<element> V;
+  Loader<BLOCK_KV, HEAD_DIM> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
+  TilePages pages;
+
+  __device__ KvLoads(const Params& p, const Sequence& sequence, int kv_head, int (&pages_smem)[2][BLOCK_KV])
+      : sequence(sequence),
+        K(sequence.key_rows<element>(p.k, kv_head)),
+        V(sequence.key_rows<element>(p.v, kv_head)),
+        K_loader(K.stride),
+        V_loader(V.stride),
+        pages{sequence, pages_smem} {}
+  __device__ KvLoads kept() const {
+    KvLoads loads = *this;
+    loads.K_loader = K_loader.kept(), loads.V_loader = V_loader.kept();
+    return loads;
+  }
+
+  // Loads the `keys` of the tile at `start`, of which the pages have been stored last.
+  __device__ void load(unsigned int slot, int start, Range keys) const {
+    Range readable = sequence.readable(keys);
+    K_loader.load(slot, K.tile(start, pages.stored()), readable);
+    V_loader.load(slot + BLOCK_KV * Tile<HEAD_DIM>::ROW, V.tile(start, pages.stored()), readable);
+  }
+};

@@ -44,6 +44,7 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];
+  __shared__ int pages_smem[2][BLOCK_KV];
   real* Q_smem = (real*)smem;                              // [BLOCK_Q][HEAD_DIM]
   real* X_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][HEAD_DIM or HEAD_DIM_V]: K, then V
   real* P_smem = X_smem + BLOCK_KV * row_stride(MAX_DIM);  // [BLOCK_Q][BLOCK_KV]
@@ -53,6 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
+  auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
+  TilePages pages{sequence, pages_smem};
   real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
@@ -66,14 +69,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
+      Range readable = sequence.readable(kv_tiles.visible);
+      pages.look_up(kv_start, readable);
+      pages.store();
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start), kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K.tile(kv_start, pages.stored()), readable);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, sequence.key_rows<element>(p.v, kv_head).tile(kv_start),
-                                      kv_tiles.visible);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V.tile(kv_start, pages.stored()), readable);
       if (kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start, kv_start);
       else

@@ -2,6 +2,7 @@
 #pragma once
 #include "../dropout.cuh"
 #include "../score.cuh"
+#include "../tile_pages.cuh"
 #include "../walk.cuh"
 #include "tile.cuh"
 
@@ -12,7 +13,7 @@ __device__ bool sees(const Score& score, const Band& band, int i, int j) {
   bool seen = !MASKED || band.sees(i, j);
   if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
   // The dense mask has no elements outside the sequence.
-  if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, score.batch, score.head, i, j);
+  if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
   return seen;
 }
 

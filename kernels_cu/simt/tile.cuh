@@ -59,7 +59,7 @@ __device__ void load_tile(real* X_smem, const Rows& rows, Read read) {
     int row = n / CHUNKS, d = n % CHUNKS * VECTOR;
     const element* source = rows(row) + d;
     Chunk chunk = {};
-    if (read(rows.first + row)) {
+    if (read(rows.first + row) && rows.has(rows.first + row)) {
       if (rows.aligned >= VECTOR && d + VECTOR <= DIM) {
         Elements elements = *(const Elements*)source;
 #pragma unroll

@@ -135,24 +135,26 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // Turns S into P; returns whether O must be rescaled by O_scale. `issue` runs once the row max is known.
-    auto attend = [&](auto issue) {
+    // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
+    auto update = [&] {
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      bool rescales = update_max(O_scale, softmax, S_rmem, scale_log2);
-      issue();
+      return update_max(O_scale, softmax, S_rmem, scale_log2);
+    };
+    // Turns S into P.
+    auto attend = [&] {
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
-      return rescales;
     };
 
     if (kv_tiles.valid()) {
       // Prologue: P of the last tile of keys, the only one that can reach past the sequence.
       issue_QK(S_rmem, Q_smem, rings.K);
       wait_QK<0>(S_rmem, rings.K);
-      attend([] {});
+      update();
+      attend();
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
         if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {
@@ -163,9 +165,6 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         }
 
       // Mainloop: S of this tile and PV of the previous one are in flight together.
-      auto issue_late_PV = [&] {
-        if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
-      };
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         pingpong_wait(warpgroup);
         issue_QK(S_rmem, Q_smem, rings.K);
@@ -174,7 +173,9 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         // The pass over the scores needs the registers of P.
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
-        bool rescales = attend(issue_late_PV);
+        bool rescales = update();
+        if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
+        attend();
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -88,9 +89,17 @@ def arrays_among(options):
     return {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
 
-@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in CALLS), ("causal", "bfloat16")])
-def test_out_and_gradients_are_those_of_jax(case, dtype, transform):
+ROWS = {
+    f"{case}-{dtype}-{name}": (case, dtype, transform)
+    for case, dtype in (*((case, "float32") for case in CALLS), ("causal", "bfloat16"))
+    for name, transform in (("eager", eager), ("jit", jax.jit))
+}
+DEFAULT = ("plain-float32-eager", "causal-bfloat16-jit", "mask-float32-jit", "bias-float32-jit", "lengths-float32-jit")
+
+
+@pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
+def test_out_and_gradients_are_those_of_jax(row):
+    case, dtype, transform = row
     operands, options, _ = CALLS[case]
     function = transform(functools.partial(out_and_gradients, attention, options))
     actual = function(arrays(operands, dtype), jnp.asarray(WEIGHTS, jnp.float32))
@@ -245,13 +254,6 @@ def test_every_traced_option_is_named():
     assert type(caught.value) is TypeError
 
 
-def test_refused_derivatives():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: attention(q, q, q), (ZEROS,), (ZEROS,))
-    with pytest.raises(NotImplementedError, match="attention: jax gets one derivative of it"):
-        jax.grad(lambda q: jax.grad(lambda q: (attention(q, q, q) ** 2).sum())(q).sum())(ZEROS)
-
-
 def test_jit_for_a_gpu_needs_the_gpu():
     traced = jax.jit(lambda q: attention(q, q, q)).trace(ZEROS)
     with pytest.raises(cupy_flash.UnsupportedError, match="the arrays are on cuda:0, .* cannot use it"):
@@ -285,7 +287,9 @@ def modified_in_jax(q, k, v, table):
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, -1), v)
 
 
-@pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(eager, marks=pytest.mark.exhaustive), jax.jit], ids=["eager", "jit"]
+)
 def test_mods_and_their_captured_gradients(transform):
     q, k, v = (jnp.asarray(normal(n, 2, 7, H, 8), jnp.float32) for n in (1, 2, 3))
 
@@ -309,6 +313,29 @@ def test_a_mod_is_an_argument_of_jit_and_grad():
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(of_mod.arrays[0], expected_of_mod.arrays[0], rtol=1e-5, atol=1e-6)
     assert (of_mod.arrays[0][:, 0] != 0).all() and not of_mod.arrays[0][:, 1:].any()
+
+
+@pytest.mark.exhaustive
+def test_a_mod_is_a_pytree_of_its_arrays():
+    """Under checkpoint, and stacked under scan; integer arrays take allow_int and have no gradient."""
+    q = jnp.asarray(normal(1, 2, 7, H, 8), jnp.float32)
+
+    def loss(q, mod):
+        return (attention(q, q, q, score_mod=mod) ** 2).sum()
+
+    def mod_of(table):
+        return cupy_flash.Mod(lambda s, b, h, i, j: s + table[h, i - j + 4], lambda b, h, i, j: IDS[i] == IDS[j])
+
+    mods = [mod_of(TABLE), mod_of(-TABLE)]
+    expected = [loss(q, mod) for mod in mods]
+    assert abs(expected[0] - expected[1]) > 1e-3
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *mods)
+    _, losses = jax.lax.scan(lambda carry, mod: (carry, loss(q, mod)), 0.0, stacked)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    gradient = jax.grad(loss, argnums=1, allow_int=True)
+    plain, again = gradient(q, mods[0]), jax.grad(jax.checkpoint(loss), argnums=1, allow_int=True)(q, mods[0])
+    np.testing.assert_allclose(again.arrays[0], plain.arrays[0], rtol=1e-5, atol=1e-6)
+    assert plain.arrays[0].any() and plain.arrays[1].dtype == jax.dtypes.float0
 
 
 def test_mods_under_vmap():

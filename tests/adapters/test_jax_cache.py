@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import exhaustive, in_tiers
 
 import cupy_flash
 from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache
@@ -115,10 +117,92 @@ def test_a_decode_loop_in_one_program_is_causal_attention():
     np.testing.assert_allclose(decode(q, k, v), attention(q, k, v, causal=True), rtol=2e-5, atol=2e-6)
 
 
-def test_vmap_of_a_read():
-    q, k, v = (jnp.asarray(normal(n, 3, B, S, heads, D)) for n, heads in ((0, H), (1, HK), (2, HK)))
-    expected = jnp.stack([attention_with_kv_cache(*x) for x in zip(q, k, v, strict=True)])
-    np.testing.assert_array_equal(jax.vmap(attention_with_kv_cache)(q, k, v), expected)
+def decode(q, k, v, k_cache, v_cache, lengths, **options):
+    """out, lse and the caches of an append and a read."""
+    caches = append_to_kv_cache(k, v, k_cache, v_cache, cache_seqlens=lengths, **options)
+    return (*attention_with_kv_cache(q, *caches, cache_seqlens=lengths + S, return_lse=True, **options), *caches)
+
+
+def read(q, k_cache, v_cache, lengths):
+    return attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=lengths)
+
+
+def read_pages(q, k_cache, v_cache, table):
+    return attention_with_kv_cache(q, k_cache, v_cache, cache_seqlens=jnp.asarray(LENGTHS), block_table=table)
+
+
+def rows_of(count=()):
+    return [jnp.asarray(normal(n, *count, B, S, heads, D)) for n, heads in ((0, H), (1, HK), (2, HK))]
+
+
+def per_instance(arrays, axes):
+    """Three instances of the arrays with an axis, and the arrays that they share."""
+    varied = [jnp.stack([x, 2 * x, x[::-1]]) if x.dtype == jnp.float32 else jnp.stack([x, x[::-1], x]) for x in arrays]
+    return [x if axis is None else many for x, many, axis in zip(arrays, varied, axes, strict=True)]
+
+
+# (function, its arrays, the axes of vmap, calls of the handler)
+CONTIGUOUS, PAGES = of_jax(contiguous()), of_jax(caches_of("paged"))
+DECODED = [*rows_of(), *CONTIGUOUS, jnp.asarray(LENGTHS)]
+TABLE = jnp.asarray(OPTIONS["paged"]["block_table"])
+VMAPS = {
+    "all": (decode, DECODED, (0,) * 6, 2),
+    "caches-shared": (decode, DECODED, (None, 0, 0, None, None, None), 2),
+    "one-sequence": (decode, [x[:1] for x in DECODED], (0, 0, 0, None, None, None), 2),
+    "read": (read, [DECODED[0], *DECODED[3:]], (0, None, None, 0), 1),
+    "pages-shared": (read_pages, [DECODED[0], *PAGES, TABLE], (0, None, None, 0), 1),
+    "pages": (read_pages, [DECODED[0], *PAGES, TABLE], (0, 0, 0, None), 3),
+}
+
+
+@pytest.mark.parametrize("case", in_tiers({name: name for name in VMAPS}, ("all",)))
+def test_vmap_is_one_call(case, monkeypatch):
+    function, arrays, axes, count = VMAPS[case]
+    given = per_instance(arrays, axes)
+    expected = [function(*(x + 0 if a is None else x[n] for x, a in zip(given, axes, strict=True))) for n in range(3)]
+    steps, run = [], CacheCall.run
+    monkeypatch.setattr(CacheCall, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
+    actual = jax.block_until_ready(jax.jit(jax.vmap(function, axes))(*given))
+    assert len(steps) == count
+    jax.tree.map(np.testing.assert_array_equal, actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, functools.partial(jax.jit, donate_argnums=(3, 4))], ids=["eager", "jit"]
+)
+@pytest.mark.parametrize("kind", [exhaustive(AxisType.Auto), exhaustive(AxisType.Explicit)], ids=str)
+def test_caches_stay_sharded(kind, transform):
+    """Over sequences and key/value heads: each device appends to its own part and reads it."""
+    expected = decode(*(x + 0 for x in DECODED))
+    spec = PartitionSpec("data", None, "model")
+    with jax.set_mesh(mesh := jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)):
+        sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in DECODED[:5]]
+        actual = transform(decode)(*sharded, DECODED[5])
+        assert sharded[3].is_deleted()
+    for one, other in zip(actual, expected, strict=True):
+        rows = spec if one.ndim == 4 else PartitionSpec("data", "model")
+        assert one.sharding.is_equivalent_to(NamedSharding(mesh, rows), one.ndim)
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.exhaustive
+def test_sharded_sequences_share_the_pages():
+    """Each device holds its heads of all pages, as any sequence may be on any page."""
+    arrays = [*rows_of(), *PAGES, jnp.asarray(LENGTHS)]
+    call = functools.partial(decode, block_table=TABLE)
+    expected = call(*(x + 0 for x in arrays))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rows, pages = PartitionSpec("data", None, "model"), PartitionSpec(None, None, "model")
+    placed = [NamedSharding(mesh, spec) for spec in (rows, rows, rows, pages, pages)]
+    actual = jax.jit(call)(*map(jax.device_put, arrays[:5], placed), arrays[5])
+    for one, other, sharding in zip((actual[0], *actual[2:]), (expected[0], *expected[2:]), placed[2:], strict=True):
+        assert one.sharding.is_equivalent_to(sharding, 4)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_cache_has_no_gradient():
+    with pytest.raises(NotImplementedError, match="attention_with_kv_cache: there is no derivative of this order"):
+        jax.grad(lambda q: attention_with_kv_cache(q, *CONTIGUOUS).sum())(DECODED[0])
 
 
 Q, EMPTY = jnp.zeros((B, S, H, D)), [jnp.zeros((B, CAPACITY, HK, D))] * 2

@@ -122,8 +122,8 @@ def test_no_exception_crosses_into_xla(monkeypatch):
 class Xla:
     """The part of XLA that calls a handler: a frame with buffers in host memory, and the functions of its interface."""
 
-    def __init__(self):
-        self.errors, self.keep = [], []
+    def __init__(self, ordinal=0):
+        self.errors, self.keep, self.ordinal = [], [], ordinal
         self.api = frame.Api(api_version=frame.Version(major_version=0, minor_version=3))
         for name in ("Error_Create", "Stream_Get", "DeviceOrdinal_Get"):
             function = frame.Function(getattr(self, name))
@@ -139,7 +139,7 @@ class Xla:
         frame.StreamGetArgs.from_address(address).stream = 7
 
     def DeviceOrdinal_Get(self, address):
-        frame.DeviceOrdinalGetArgs.from_address(address).device_ordinal = 0
+        frame.DeviceOrdinalGetArgs.from_address(address).device_ordinal = self.ordinal
 
     def call(self, operands, results, attributes, stage=frame.EXECUTE, platform="cuda"):
         """Call the handler; (code, message) of its error, None without."""
@@ -179,7 +179,7 @@ def static(**options):
     return calls.Static(**given | {"function": "attention"})
 
 
-def run_frame(call, operands):
+def run_frame(call, operands, ordinal=0):
     """The results of a call by the handler of the platform "cuda": all buffers are poisoned before it."""
     recorder = primitive.Recorder("cpu")
     described = {
@@ -191,7 +191,7 @@ def run_frame(call, operands):
     for operand, place in call.aliases.items():
         buffers[outputs[place]] = operands[call.names[operand]]
     attributes = {"call": call.text, "outputs": " ".join(map(str, outputs))}
-    xla = Xla()
+    xla = Xla(ordinal)
     for stage in (0, 1, frame.INITIALIZE, frame.EXECUTE):
         error = xla.call([operands[name] for name in call.names], buffers, attributes, stage)
         assert error is None, error
@@ -233,6 +233,51 @@ def test_handler_runs_a_hopper_plan_from_a_frame(options):
     exact = cupy_flash.attention(*(x.astype(np.float64) for x in (q, k, v)), **options)
     low = cupy_flash.attention(q, k, v, **options)
     assert_matches_reference(forward["out"], exact, low, "float16", "out")
+
+
+@pytest.mark.exhaustive
+def test_handler_runs_derivatives_from_frames():
+    """A JVP and a double backward in the simulator: the second is a JVP and a further pass, with workspaces of both."""
+    shapes = {"q": (1, 20, 2, 16), "k": (1, 20, 1, 16), "v": (1, 20, 1, 16)}
+    x = {name: normal(n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
+    tangents = {f"t{name}": normal(10 + n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
+    options = dict(causal=True, softcap=3.0, backend="simulator")
+    settings = static(**options)
+    operands = x | tangents
+    results = run_frame(calls.Call("JVP", settings, tuple(operands)), operands)
+    direct = cupy_flash.attention_jvp(*operands.values(), return_lse=True, **options)
+    for name, expected in zip(("out", "tout", "lse", "tlse"), direct, strict=True):
+        np.testing.assert_array_equal(results[name], expected)
+    saved = {"dout": normal(20, *shapes["q"]).astype(np.float32), "out": results["out"], "lse": results["lse"]}
+    operands |= saved
+    second = run_frame(calls.Call("double backward", settings, tuple(operands)), operands)
+    direct = cupy_flash.attention_double_backward(
+        *tangents.values(), saved["dout"], *x.values(), *list(saved.values())[1:], **options
+    )
+    assert set(second) == {"dq", "dk", "dv", "ddout"}
+    for name, actual in second.items():
+        np.testing.assert_array_equal(actual, getattr(direct, name))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ordinal", range(4))
+def test_each_device_computes_its_shard_of_dropout_and_mods(ordinal):
+    """Of 2 sequences and 4 heads, sharded over 2 x 2 devices; a device knows its place by its ordinal alone."""
+    q, k, v = normal(1, 2, 24, 4, 64), normal(2, 2, 24, 2, 64), normal(3, 2, 24, 2, 64)
+    table = np.random.default_rng(4).normal(size=(2, 4)).astype(np.float32)
+    options = dict(dropout=0.3, seed=5, backend="simulator")
+    mod = cupy_flash.Mod(lambda s, b, h, i, j: s * table[b, h] + 0.1 * h)
+    out, lse = cupy_flash.attention(q, k, v, score_mod=mod, return_lse=True, **options)
+    b, h = divmod(ordinal, 2)
+    shard = {
+        "q": q[b : b + 1, :, 2 * h : 2 * h + 2].copy(), "k": k[b : b + 1, :, h : h + 1].copy(),
+        "v": v[b : b + 1, :, h : h + 1].copy(), "array0": table,
+    }  # fmt: skip
+    places = {f"0:{n}": [n // 2, n % 2 * 2] for n in range(4)}
+    settings = static(**options, score_mod=mod.encoded)._replace(whole_heads=4, places=places)
+    results = run_frame(calls.Call("forward", settings, tuple(shard)), shard, ordinal)
+    np.testing.assert_array_equal(results["out"], out[b : b + 1, :, 2 * h : 2 * h + 2])
+    np.testing.assert_array_equal(results["lse"], lse[b : b + 1, 2 * h : 2 * h + 2])
 
 
 @pytest.mark.exhaustive

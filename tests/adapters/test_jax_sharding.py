@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
-from cupy_flash.adapters.jax import attention, attention_varlen
+from cupy_flash.adapters.jax import attention, attention_varlen, calls, sharding
 
 B, S, H, HK, D = 4, 24, 4, 2, 8
 WHOLE, BATCH, HEADS = PartitionSpec(), PartitionSpec("data"), PartitionSpec("data", None, "model")
@@ -87,6 +87,17 @@ def test_shards_stay_and_results_are_those_of_one_device(case, kind):
             np.testing.assert_allclose(actual_gradients[name], gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
+def test_a_constant_query_takes_the_explicit_shards_of_the_keys():
+    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+        given = sharded(mesh, QKV, HEADS)
+        call = jax.jit(lambda k, v: attention(QKV["q"], k, v))
+        assert jax.eval_shape(call, given["k"], given["v"]).sharding.spec[:3] == tuple(HEADS)
+        out = call(given["k"], given["v"])
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
+    np.testing.assert_array_equal(out, attention(**QKV))
+
+
 @pytest.mark.parametrize("spec", [BATCH, PartitionSpec(("data", "model"))], ids=str)
 def test_a_batch_over_one_or_all_axes(spec):
     options = dict(dropout=0.3, seed=3)
@@ -96,14 +107,16 @@ def test_a_batch_over_one_or_all_axes(spec):
     np.testing.assert_array_equal(out, attention(**QKV, **options))
 
 
-def test_eager_call_and_gradient_of_sharded_arrays():
+@pytest.mark.parametrize("kind", [AxisType.Auto, exhaustive(AxisType.Explicit)], ids=str)
+def test_eager_call_and_gradient_of_sharded_arrays(kind):
     step = step_of(attention, dict(causal=True))
     (_, out), gradients = step(QKV)
-    mesh = mesh_of(AxisType.Auto)
-    (_, actual), actual_gradients = step(sharded(mesh, QKV, HEADS))
+    with jax.set_mesh(mesh := mesh_of(kind)):
+        (_, actual), actual_gradients = step(sharded(mesh, QKV, HEADS))
     assert actual.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
     np.testing.assert_array_equal(actual, out)
     for name, gradient in gradients.items():
+        assert actual_gradients[name].sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
         np.testing.assert_array_equal(actual_gradients[name], gradient)
 
 
@@ -123,6 +136,22 @@ def test_a_sharded_sequence_is_an_error_that_names_ring_attention(kind):
             (ValueError, jax.errors.JaxRuntimeError), match="is sharded over data: use .*ring_attention"
         ):
             jax.jit(attention)(**operands)
+
+
+def test_places_of_devices_are_those_of_their_shards():
+    """The table that a GPU's handler reads, against the shards of arrays that hold their own numbers."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    operands = sharded(mesh, QKV, PartitionSpec("data", None, "model"))
+    call = calls.parse(
+        calls.Call("forward", calls.Static(**dict.fromkeys(calls.Static._fields) | {"layout": "bshd"}), (*"qkv",)).text
+    )
+    split = sharding._split(call, mesh, operands.values())
+    numbers = jax.device_put(jnp.indices((B, S, H, D)), NamedSharding(mesh, PartitionSpec(None, *HEADS)))
+    places = {
+        f"0:{shard.device.local_hardware_id}": shard.data[(0, 2), 0, 0, 0, 0].tolist()
+        for shard in numbers.addressable_shards
+    }
+    assert len(places) == 4 and split.places() == places
 
 
 def test_packed_heads_are_sharded():

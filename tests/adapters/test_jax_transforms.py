@@ -69,6 +69,51 @@ def test_vmap_is_one_call_with_the_results_of_a_loop(case, monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 
+def modified(sink, q, k, v, table, documents):
+    """A loss through mods that read their place and two captured arrays."""
+    out, lse = attention(
+        q, k, v, sink=sink, return_lse=True,
+        score_mod=lambda s, b, h, i, j: s * table[b, h] + 0.1 * b - 0.05 * h * (j - i),
+        mask_mod=lambda b, h, i, j: (documents[b, i] == documents[b, j]) | (j == 0) | (b == 1),
+    )  # fmt: skip
+    return (out**3).sum() + jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0).sum()
+
+
+MODS = {
+    "batch": (None, (0, 0, 0, 0, 0)),
+    "heads": (normal(9, H), (0, 0, 0, 0, 0)),
+    "arrays-shared": (None, (0, 0, 0, None, None)),
+    "arrays-alone": (None, (None, None, None, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", in_tiers({name: name for name in MODS}, ("batch",)))
+def test_vmap_of_mods_is_one_call(case, monkeypatch):
+    sink, axes = MODS[case]
+    documents = np.random.default_rng(3).integers(0, 2, (N, B, S))
+    arrays = (*(normal(n, N, B, S, H, D) for n in range(3)), normal(4, N, B, H), jnp.asarray(documents))
+    arrays = [x[0] if axis is None else x for x, axis in zip(arrays, axes, strict=True)]
+    gradient = jax.grad(functools.partial(modified, sink), (0, 1, 2, 3))
+    expected = [gradient(*(x if a is None else x[n] for x, a in zip(arrays, axes, strict=True))) for n in range(N)]
+    steps = []
+    run = calls.Call.run
+    monkeypatch.setattr(calls.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
+    actual = jax.block_until_ready(jax.jit(jax.vmap(gradient, axes))(*arrays))
+    assert sorted(steps) == ["backward", "forward"]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
+
+
+def test_lengths_of_one_sequence_are_shared_by_instances():
+    q, k, v = (normal(n, N, S, H, D) for n in range(3))
+
+    def one(q, k, v):
+        return attention(q[None], k[None], v[None], kv_lengths=jnp.asarray([4], jnp.int32))[0]
+
+    expected = jnp.stack([one(*x) for x in zip(q, k, v, strict=True)])
+    np.testing.assert_array_equal(jax.vmap(one)(q, k, v), expected)
+
+
 def test_vmap_of_vmap_and_of_packed_sequences():
     q, k, v = (normal(n, N, B, S, H, D) for n in range(3))
     one = functools.partial(attention, causal=True)

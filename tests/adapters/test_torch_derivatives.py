@@ -215,9 +215,29 @@ def test_tangents_of_what_has_no_gradient_are_refused():
         jvp(lambda s: cupy_flash.attention(*X, alibi_slopes=s), (slopes,), (slopes,))
 
 
-def test_engines_of_gpus_say_that_they_do_not_serve_it():
+@pytest.mark.exhaustive
+def test_engines_say_that_they_do_not_serve_it():
+    q, k, v = torch.zeros(3, 1, 5, 2, 8).half().unbind()
     with pytest.raises(UnsupportedError, match="it computes no JVP in this version"):
-        jvp(lambda q: cupy_flash.attention(q, *(x.float() for x in X[1:]), backend="simulator"), *[(X[0].float(),)] * 2)
+        jvp(lambda q: cupy_flash.attention(q, k, v, backend="simulator:sm_90a", engine="wgmma"), (q,), (q,))
+
+
+@pytest.mark.exhaustive
+def test_kernels():
+    """Forward mode, create_graph and forward over reverse by the kernels of the simulator."""
+
+    def on(backend):
+        def call(q, k, v):
+            return cupy_flash.attention(q, k, v, causal=True, backend=backend)
+
+        x = tuple(tensor.detach().requires_grad_() for tensor in X)
+        (dq,) = torch.autograd.grad(call(*x).square().sum(), x[0], create_graph=True)
+        dq.square().sum().backward()
+        _, hvp = jvp(grad(lambda q: call(q, *X[1:]).square().sum()), (X[0],), (X[0],))
+        return [*jvp(call, tuple(X), tuple(X)), *(tensor.grad for tensor in x), hvp]
+
+    for actual, expected in zip(on("simulator"), on("cpu"), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_fake_tensors_know_the_shapes_of_second_gradients():

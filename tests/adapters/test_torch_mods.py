@@ -124,6 +124,49 @@ def test_packed_sequences_and_checkpoint():
     assert_equal(gradients(again, sources), gradients(plain, sources))
 
 
+def functions_of(table):
+    """A learned bias and a mask, as a Mod."""
+    return cupy_flash.Mod(lambda s, b, h, i, j: s + table[h, i - j + LENGTH - 1], document(IDS))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_mod_is_an_argument_of_checkpoint(use_reentrant):
+    """torch takes a Mod for one object: autograd reaches its tensors through the operator, not as a pytree."""
+    q, k, v = inputs()
+    table = torch.randn(HEADS, 2 * LENGTH - 1, dtype=torch.float64, requires_grad=True)
+    attend = lambda q, mod: cupy_flash.attention(q, k, v, score_mod=mod)  # noqa: E731
+    mod = functions_of(table)
+    for out in (attend(q, mod), checkpoint(attend, q, mod, use_reentrant=use_reentrant)):
+        q.grad, table.grad = None, None
+        out.square().sum().backward()
+        again = (q.grad, table.grad)
+        assert_equal(again, gradients(attend(q, mod), (q, table)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
+def test_a_mod_is_an_argument_of_transforms():
+    """Of torch.func, with gradients and tangents of what it captures by a Mod that is made inside."""
+    q, k, v = (x.detach() for x in inputs())
+    table = torch.randn(HEADS, 2 * LENGTH - 1, dtype=torch.float64)
+
+    def loss(q, mod):
+        return cupy_flash.attention(q, k, v, score_mod=mod).square().sum()
+
+    def loss_of_table(table):
+        return loss(q, functions_of(table))
+
+    mod = functions_of(table)
+    leaves = q.clone().requires_grad_(), table.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(leaves[0], functions_of(leaves[1])), leaves)
+    assert_equal((torch.func.grad(loss)(q, mod), torch.func.grad(loss_of_table)(table)), expected)
+    _, tangent = torch.func.jvp(loss_of_table, (table,), (table,))
+    torch.testing.assert_close(tangent, (expected[1] * table).sum())
+    batched = torch.func.vmap(loss, in_dims=(0, None))(torch.stack([q, 2 * q]), mod)
+    torch.testing.assert_close(batched, torch.stack([loss(q, mod), loss(2 * q, mod)]))
+    tables = torch.stack([table, -table])
+    torch.testing.assert_close(torch.func.vmap(loss_of_table)(tables), torch.stack([*map(loss_of_table, tables)]))
+
+
 def test_opcheck():
     q, k, v = inputs(torch.float32)
     bias, threshold = Bias(torch.float32), torch.zeros(HEADS, requires_grad=True)

@@ -456,7 +456,6 @@ def of_elements(b, h, i, j):
 WRITTEN_OUT = {
     "integers": dict(attention_mask=token_mask("left")),
     "one-query": dict(allow_is_causal_skip=False, q_length=1, q_offset=3),
-    "counted-on-the-device": dict(q_length=4, q_offset=torch.tensor(LENGTH - 4)),
     "no-elementwise-function": dict(mask_function=of_elements, allow_is_causal_skip=False),
 }  # fmt: skip
 
@@ -710,7 +709,6 @@ def test_indices_of_keys(mask):
 
 
 WORDS = {
-    "paged cache": dict(cache=object()),
     "probabilities": dict(output_attentions=True),
     "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
     "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),

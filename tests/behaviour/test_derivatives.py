@@ -197,8 +197,8 @@ def test_tangents_of_captured_arrays_are_checked():
 def test_engines_that_do_not_serve_it_say_so():
     given = arrays()
     with pytest.raises(UnsupportedError) as error:
-        cupy_flash.attention_jvp(**given, tq=given["q"], backend="simulator")
-    assert "simt: it computes no JVP in this version" in str(error.value)
+        cupy_flash.attention_jvp(**given, tq=given["q"], backend="simulator:sm_90a", engine="wgmma")
+    assert "wgmma: it computes no JVP in this version" in str(error.value)
     assert "JVP of q, float32" in str(error.value)
 
 

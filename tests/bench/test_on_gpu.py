@@ -77,6 +77,8 @@ def test_every_part_runs_once(machine):
         "adapters",
         "check",
         "tune",
+        "tune-decode",
+        "report",
         "mods",
         "sweep-forward",
         "sweep-backward",

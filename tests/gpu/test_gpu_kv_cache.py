@@ -38,6 +38,15 @@ def test_the_formula(framework: str, split_size: int | None) -> None:
     check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
 
 
+@pytest.mark.parametrize("dtype", [HALF, "float32"])
+def test_a_chunk_of_a_prompt(dtype: str) -> None:
+    """Many queries, which the forward kernels of mma and simt serve, on pages."""
+    case = replace(CASE, lengths=(50, 130, 0), q_len=150, appended=150, capacity=288, dtype=dtype)
+    call = moved(case.call(), "cupy")
+    out, lse = attend(call)
+    check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_append_alone(framework: str) -> None:
     """The rows, and the same bits as the append of attention_with_kv_cache."""

@@ -216,13 +216,14 @@ def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
 
 
 def run_kernels(
-    call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None, start: Any = start
-) -> tuple[np.ndarray, ...]:
-    """As `run`, by the kernels on the simulator, with so many blocks and rows of a tile if given.
+    call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None,
+    engine: str = "mma_decode", start: Any = start,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """As `run`, by the kernels of an engine on the simulator.
 
-    `start` runs the launches of a `Work`.
+    A decode has so many blocks and rows of a tile, if given. `start` runs the launches of a `Work`.
     """
-    problem, operands = posed(call, backend=f"simulator:{arch}")
+    problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
     tile = plan(problem, device.named(arch)).tile
     if rows is not None:
         (tile,) = (x for x in mma_decode.legal_tiles(problem, device.named(arch)) if x.rows == rows)

@@ -1,6 +1,6 @@
 """Forward mode and second order of a `cases.Case`: its direction, the results of the library, and the formula's."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +9,11 @@ from threadpoolctl import threadpool_limits
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends, reference
+from cupy_flash import backends, device, reference
 from cupy_flash.arrays import Array
-from cupy_flash.backends import cpu_derivatives
+from cupy_flash.backends import cpu_derivatives, kernels
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import plan
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, Saved, Tangents
 
@@ -75,16 +77,38 @@ def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
 
 def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
     """Results of the CPU engine with plans changed by hand: other tiles, other threads."""
+
+    def planned(problem):
+        return backends.plan_for(problem)._replace(**changes)
+
+    return run_plans(case, planned, cpu_derivatives.jvp, cpu_derivatives.double_backward, moving, call)
+
+
+def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
+    """Derivatives by the simulator, by one engine or by `jvp` and `engine`; `tile` is of both, None for the plan's."""
+
+    def planned(problem):
+        gpu = device.named(arch)
+        problem = problem._replace(backend="simulator", engine=engine if problem.backward else jvp or engine)
+        return plan(problem, gpu, tile(plan(problem, gpu)) if callable(tile) else tile)
+
+    return run_plans(
+        case, planned, *(partial(step, start=start) for step in (kernels.jvp, kernels.backward)), moving, call
+    )
+
+
+def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Derivatives:
+    """Results of both steps, each with the plan of its problem."""
     call = call or case.call()
     tangents = Tangents(*direction_of(case, call, moving))
     arrays, options = (call.q, call.k, call.v), Options(**call.options)
     problem, operands = pose("case", arrays, options, call.packed, tangents=tangents)
-    results = cpu_derivatives.jvp(backends.plan_for(problem)._replace(**changes), operands)
+    results = jvp(planned(problem), operands)
     out, lse, tout, tlse = (array.numpy() for array in results)
     saved = Saved(call.dout, out, lse, call.dlse)
     problem, operands = pose("case", arrays, options, call.packed, saved, tangents=tangents)
     operands = operands._replace(tout=results[2], tlse=results[3])
-    gradients = cpu_derivatives.double_backward(backends.plan_for(problem)._replace(**changes), operands)
+    gradients = double_backward(planned(problem), operands)
     dq, dk, dv, dbias, dsink, _ = gradients.map(Array.numpy)
     return Derivatives(out, tout, lse, tlse, dq, dk, dv, dbias, dsink, tout, tlse)
 

@@ -54,10 +54,18 @@ def layout_assertions(structs):
             yield f"static_assert(sizeof((({name}*)nullptr)->{member}) == {kind.itemsize});"
 
 
-def test_params_have_the_compilers_layout():
+@pytest.mark.parametrize("members", [{}, {"cache": True}, {"direction": True}], ids=["plain", "cache", "direction"])
+def test_params_have_the_compilers_layout(members):
     assert {"Operand", "Dense", "Params"} <= set(dtypes())
     text = (kernel_folder() / "params.cuh").read_text()
-    nvrtc.compile("\n".join([text, *layout_assertions(dtypes())]), "params", "compute_80")
+    defines = [
+        f"#define {name} 1" for member, name in (("cache", "KV_CACHE"), ("direction", "DIRECTION")) if member in members
+    ]
+    nvrtc.compile("\n".join([*defines, text, *layout_assertions(dtypes(**members))]), "params", "compute_80")
+
+
+def test_a_wrong_layout_of_params_is_found():
+    text = (kernel_folder() / "params.cuh").read_text()
     packed = np.dtype([(name, kind) for name, (kind, *_) in dtypes()["Operand"].fields.items()])  # without padding
     with pytest.raises(nvrtc.CompileError, match="static assertion failed"):
         nvrtc.compile("\n".join([text, *layout_assertions({"Operand": packed})]), "params", "compute_80")

@@ -63,7 +63,7 @@ def test_a_tile_step_is_its_products(steps):
 def test_the_steady_loop_is_its_products(steps):
     """mma.m16n8k16: 2 D multiplications per score are D / 32 instructions of a warp for 32 scores. One exponential per
     score, and at D 64 a bounded number of other instructions."""
-    sass = {step.kernel: step.sass for step in steps if step.sass is not None}
+    sass = {step.kernel: step.sass.per_score for step in steps if step.sass is not None}
     for kernel, products, most in (("mma/forward", 2, 9.0), ("mma/backward_kv", 4, 16.0), ("mma/backward_q", 3, 13.0)):
         assert sass[kernel]["products"] == 64 * products / 64
         assert sass[kernel]["exp"] == 1
@@ -79,15 +79,22 @@ def test_hoppers_own_instructions():
     assert static.count_steps([name], "sm_80", unseen) == []
     forward, backward = static.count_steps([name], "sm_90a", unseen)
     block_q, block_kv, _ = forward.tile
-    assert forward.sass["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
+    assert forward.sass.per_score["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
     block_q, block_kv, _ = backward.tile
     of_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
-    assert backward.sass["products"] == of_warpgroup * 256 / (block_q * block_kv)
+    assert backward.sass.per_score["products"] == of_warpgroup * 256 / (block_q * block_kv)
     # The backward's include the additions to dQ: 8 instructions and their addresses for 32 scores of a thread.
     for step, most in ((forward, 7), (backward, 15)):
-        assert step.sass["exp"] == 1
-        assert 4 < sum(step.sass.values()) - step.sass["products"] <= most
+        per_score = step.sass.per_score
+        assert per_score["exp"] == 1
+        assert 4 < sum(per_score.values()) - per_score["products"] <= most
+        assert sum(per_score.values()) < step.sass.longest < 2 * sum(per_score.values())
         assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
+    # Exponentials run while the tensor cores multiply: all of a tile before the forward waits for its last product,
+    # P V, and before the backward waits for its second, dP.
+    for step, number in ((forward, -1), (backward, 1)):
+        waits = [wait for wait in step.sass.waits if "WARPGROUP" in wait.instruction]
+        assert waits[number].exps == step.tile[0] * step.tile[1] / 256
 
 
 def fences_of_all_memory(kernel, **constants):

@@ -231,7 +231,9 @@ PLANTED_IN_PAIRS = {
 }  # fmt: skip
 # The same with PV in two parts.
 PLANTED_IN_PARTS = {
-    "the other part not issued": ("      issue();\n", "", AssertionError),
+    "the other part not issued": (
+        "if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);", "", AssertionError
+    ),
     "a part begins too late": ("issue_PV<EARLY_PV, N / 2>", "issue_PV<EARLY_PV + 1, N / 2>", AssertionError),
     "the other part not waited for": (
         "wgmma_wait_group<0>();\n  fence_operand(O), fence_operand(P);",

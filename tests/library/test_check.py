@@ -17,7 +17,7 @@ from cupy_flash.checks.calls import DTYPES, HEAD_DIMS, trials
 from cupy_flash.checks.verdicts import run_check
 from cupy_flash.device import named
 from cupy_flash.features import FEATURES
-from cupy_flash.plan import WITH_CACHE
+from cupy_flash.plan import DECODERS
 from cupy_flash.problem import UnsupportedError
 from cupy_flash.source import assemble
 from cupy_flash.trial import Trial
@@ -26,7 +26,7 @@ SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
-WITHOUT_CACHE = [engine for engine in DTYPES if engine not in WITH_CACHE]
+WITHOUT_CACHE = [engine for engine in DTYPES if engine not in DECODERS]
 STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # of simt/forward
 
 
@@ -140,6 +140,7 @@ def test_an_engine_of_kv_caches(monkeypatch):
     assert "contiguous cache, out: error" in result.engines["mma_decode"]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_loses_two_workers_is_not_run_again(monkeypatch):
     many = [SMALL, *(Trial("float32", 16, q_len=n, kv_len=8, heads=1, backward=False) for n in (9, 10, 11))]
     monkeypatch.setattr(verdicts, "trials", lambda engine, *_: many)

@@ -19,8 +19,8 @@ from cupy_flash.cache_records import Cache
 from cupy_flash.commands import info
 from cupy_flash.device import Device, named
 from cupy_flash.engines import simt
-from cupy_flash.evidence import INSTRUCTIONS, Measured
-from cupy_flash.plan import candidates, last_of_bucket, plan, predicted, tune_key
+from cupy_flash.evidence import INSTRUCTIONS, SECONDS, Measured
+from cupy_flash.plan import candidates, last_of_bucket, plan, predicted, scales_of, tune_key
 from cupy_flash.problem import UnsupportedError
 
 HOPPER, AMPERE = named("sm_90a"), named("sm_80")
@@ -54,7 +54,7 @@ def measured(problem, device, *fastest, **changes):
     names = [*fastest, (default.engine, repr(default.tile))]
     tiles = [Measured(*name, 10.0 + number) for number, name in enumerate(names)]
     stored = evidence.store_tune(
-        device, tune_key(bucket) | changes, INSTRUCTIONS, tiles, (default.engine, repr(default.tile)), True
+        device, tune_key(bucket) | changes, INSTRUCTIONS, tiles, (default.engine, repr(default.tile)), {}, True
     )
     forget_plans()
     return stored.path
@@ -113,7 +113,8 @@ def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
     assert repr(plan(SINGLE._replace(engine="simt", scale=3.0), AMPERE).tile) == name[1]
     assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile by hand stays
     assert predicted(SINGLE, AMPERE).tile == by_prediction.tile
-    for other in (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True)):
+    others = (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True))
+    for other in (*others, dict(derivative="JVP", tangents=("q",))):
         assert plan(SINGLE._replace(**other), AMPERE).measured == "", other
 
 
@@ -130,7 +131,7 @@ def test_split_size_keeps_the_predicted_tile():
     cache = Cache("bshd", SINGLE.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=None)
     problem = SINGLE._replace(cache=cache)
     evidence.store_tune(
-        AMPERE, tune_key(problem), INSTRUCTIONS, [Measured("simt", "Tile()", 1.0)], ("simt", "Tile()"), True
+        AMPERE, tune_key(problem), INSTRUCTIONS, [Measured("simt", "Tile()", 1.0)], ("simt", "Tile()"), {}, True
     )
     assert _tune(problem, AMPERE) is not None
     assert _tune(problem._replace(cache=cache._replace(split_size=64)), AMPERE) is None
@@ -165,6 +166,84 @@ def test_the_first_plan_on_a_gpu_without_evidence_names_the_command(caplog):
         plan(SINGLE, AMPERE)
     assert caplog.messages == []
     evidence.suggest.cache_clear()
+
+
+# ---- predictions refitted to a card
+
+SMALL = posed(Case(dtype="float16", q_len=64, kv_len=64, heads=8, kv_heads=8, head_dim=64, head_dim_v=64))[0].problem
+SMALL = SMALL._replace(device="cuda:0", aligned=True)  # simt is predicted to take 1.6 times as long as mma
+
+
+def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
+    """Store measurements of a bucket that are the predictions of its engines times these factors."""
+    bucket = last_of_bucket(problem)
+    best = {engine: candidates(predicted(bucket, CARD), engine)[0] for engine in factors}
+    costs = {engine: each.cost for engine, (_, each) in best.items()}
+    tiles = [Measured(engine, repr(tile), each.cost * factors[engine]) for engine, (tile, each) in best.items()]
+    default = predicted(bucket, CARD)
+    tune = evidence.store_tune(
+        CARD, tune_key(bucket), unit, tiles, (default.engine, repr(default.tile)), costs, complete
+    )
+    if spoil is not None:
+        rewritten(tune.path, spoil)
+    forget_plans()
+    return tune
+
+
+def longer(length, problem=SMALL):
+    """The plan for another bucket."""
+    return plan(problem._replace(q_len=length, kv_len=length), CARD)
+
+
+def test_an_engine_that_is_measured_twice_as_fast_wins_in_other_buckets():
+    assert longer(64).engine == longer(100).engine == "mma"
+    before = longer(100).cost
+    refit(simt=0.5, mma=1.0)
+    assert longer(64).engine == "simt" and longer(64).measured
+    chosen = longer(100)
+    assert chosen.engine == "simt" and not chosen.measured
+    text = chosen.explain()
+    assert "refitted   to measurements on NVIDIA H200: simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in text
+    assert f"predicted time of all legal tiles, for the bucket's last lengths: {chosen.cost * 1e3:.3g} ms" in text
+    assert f"not mma    its smallest predicted time is {before * 1e3:.3g} ms" in text
+    assert chosen.cost < before and longer(1000).engine == "mma"  # where simt is predicted far slower than twice
+    assert predicted(SMALL._replace(q_len=100, kv_len=100), CARD).engine == "mma"  # the default that a tune compares
+
+
+def test_a_refit_is_the_median_of_the_buckets():
+    for length, factor in ((64, 0.5), (100, 0.9), (300, 7.0)):
+        refit(SMALL._replace(q_len=length, kv_len=length), simt=factor, mma=2.0)
+    assert evidence.fits(CARD, "forward")["simt"] == (pytest.approx(0.9), 3)
+    assert evidence.fits(CARD, "backward") == {} and evidence.fits(AMPERE, "forward") == {}
+    assert "refitted" not in longer(100, SMALL._replace(backward=True)).explain()
+
+
+def test_an_engine_without_measurements_gets_what_the_others_have_in_common():
+    refit(simt=4.0, mma=1.0)
+    assert scales_of(SMALL, CARD, ("simt", "mma", "wgmma")) == pytest.approx({"simt": 4, "mma": 1, "wgmma": 2})
+
+
+NO_REFIT = {
+    "instructions": dict(unit=INSTRUCTIONS),
+    "incomplete": dict(complete=False),
+    "another-model": dict(spoil=lambda record: record.update(costs="0" * 64)),
+}
+
+
+@pytest.mark.parametrize("why", NO_REFIT)
+def test_measurements_that_refit_nothing(why):
+    tune = refit(simt=0.5, mma=1.0, **NO_REFIT[why])
+    assert longer(100).engine == "mma" and "refitted" not in longer(100).explain()
+    assert longer(64).engine == "simt"  # they count in their own bucket
+    ignored = f"ignored    {tune.path}: its predictions alone: they are of another cost model"
+    assert (ignored in longer(100).explain()) == (why == "another-model")
+
+
+def test_a_refit_leaves_split_size_alone():
+    cache = Cache("bshd", SMALL.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=64)
+    refit(simt=0.5, mma=1.0)
+    assert scales_of(SMALL._replace(cache=cache), CARD, ("mma_decode",)) == {}
+    assert scales_of(SMALL._replace(cache=cache._replace(split_size=None)), CARD, ("mma_decode",)) != {}
 
 
 # ---- records that do not count
@@ -254,6 +333,8 @@ FIELDS = {
     "default": ("tune", "default", "simt"),
     "complete": ("tune", "complete", None),
     "unit": ("tune", "unit", ["s"]),
+    "predicted": ("tune", "predicted", {"simt": 0.0}),
+    "costs": ("tune", "costs", None),
     "passed": ("check", "passed", "yes"),
     "reason": ("check", "reason", None),
     "cases": ("check", "cases", 5),
@@ -273,6 +354,19 @@ def test_a_record_with_a_wrong_field_does_not_count(bad, tmp_path, capsys):
     assert evidence.tunes(AMPERE) == [] and why in evidence.summary()[0]
     assert main(["report", "--out", str(tmp_path / "report.json")]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
+
+
+def test_records_that_are_ignored_for_one_reason_share_a_line():
+    paths = [measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt")), passed(AMPERE, "simt"), passed(AMPERE, "mma")]
+    for path in paths:
+        stale(path)
+    truncate(paths[2])
+    forget_plans()
+    lines = [line for line in plan(SINGLE, AMPERE).explain().splitlines() if line.startswith("ignored")]
+    assert lines == [
+        f"ignored    {paths[2]}: it is damaged, or of another version",
+        f"ignored    2 records in {paths[0].parent}: it is about other kernel texts",
+    ]
 
 
 def test_only_files_that_exist_are_ignored(folder):
@@ -351,10 +445,12 @@ from cupy_flash.device import named
 from cupy_flash.evidence import Measured
 for number in range(40):
     for key in ({"both": number}, {sys.argv[1]: number}):
-        evidence.store_tune(named("sm_80"), key, "s", [Measured("simt", sys.argv[1], 1.0)], ("simt", sys.argv[1]), True)
+        tiles = [Measured("simt", sys.argv[1], 1.0)]
+        evidence.store_tune(named("sm_80"), key, "s", tiles, ("simt", sys.argv[1]), {}, True)
 """
 
 
+@pytest.mark.exhaustive
 def test_two_processes_that_store_at_once_lose_nothing(folder):
     command = [sys.executable, "-c", STORE]
     root = Path(cupy_flash.__file__).parents[1]
@@ -376,7 +472,7 @@ from cupy_flash.evidence import Measured
 def store(numbers):
     for number in numbers:
         tiles = [Measured("simt", "default", 1.0), Measured("simt", f"{sys.argv[1]} {number}", 1.0)]
-        evidence.store_tune(named("sm_80"), {"bucket": 1}, "s", tiles, ("simt", "default"), True)
+        evidence.store_tune(named("sm_80"), {"bucket": 1}, "s", tiles, ("simt", "default"), {}, True)
 threads = [Thread(target=store, args=(range(first, 12, 3),)) for first in range(3)]
 for thread in threads:
     thread.start()
@@ -405,11 +501,11 @@ def test_a_reader_sees_a_whole_record():
 
 def test_a_process_that_has_measured_less_takes_nothing_away():
     key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
-    evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), True)
-    stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), False)
+    evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), {}, True)
+    stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), {}, False)
     assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
     assert evidence.tune_of(key, AMPERE) == stored
-    other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), False)
+    other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
     assert len(other.measured) == 1 and not other.complete  # measured against another default
 
 
@@ -426,7 +522,7 @@ def test_info_lists_the_evidence(capsys):
     truncate(measured(SINGLE, AMPERE, queries=7))
     info.run()
     text = capsys.readouterr().out
-    for words in ("wgmma passed 2", "mma failed 2", "1 buckets tuned", "check.simt.json is about other kernel texts",
+    for words in ("wgmma passed 2", "mma failed 2", "1 bucket tuned", "check.simt.json is about other kernel texts",
                   "is ignored: it is damaged, or of another version"):  # fmt: skip
         assert words in text, words
 

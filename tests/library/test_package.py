@@ -98,7 +98,7 @@ def test_wheel_holds_every_module_and_kernel_and_nothing_else(wheel: Path) -> No
     ]
     with zipfile.ZipFile(wheel) as archive:
         held = [name for name in archive.namelist() if ".dist-info/" not in name]
-    assert sorted(held) == sorted([*modules, *kernels, "cupy_flash/py.typed"])
+    assert sorted(held) == sorted([*modules, *kernels, "cupy_flash/py.typed", "cupy_flash/checks/simulated.json"])
     assert "cupy_flash/kernels_cu/README.md" in held
 
 

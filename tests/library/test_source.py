@@ -252,7 +252,10 @@ def test_line_endings_of_a_checkout_do_not_change_the_text(kernels: Callable[...
     assert source.assemble("f", {"BLOCK_Q": 32}) == unix
 
 
-@pytest.mark.parametrize("kernel", sorted(path.relative_to(KERNELS).as_posix()[:-3] for path in KERNELS.rglob("*.cu")))
+NAMES = sorted(path.relative_to(KERNELS).as_posix()[:-3] for path in KERNELS.rglob("*.cu"))
+
+
+@pytest.mark.parametrize("kernel", NAMES)
 def test_every_kernel_of_the_package_is_one_text(kernel: str) -> None:
     text = source.assemble(kernel, {})
     assert text == source.assemble(kernel, {})
@@ -261,6 +264,12 @@ def test_every_kernel_of_the_package_is_one_text(kernel: str) -> None:
     names = set(re.findall(r'^#line \d+ "(.*)"$', text, re.MULTILINE))
     assert f"{kernel}.cu" in names
     assert all((KERNELS / name).is_file() for name in names)
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+def test_no_lambda_of_the_package_has_a_parameter_of_type_auto(kernel: str) -> None:
+    """NVRTC 12 takes such a lambda in a __device__ function for a function of the host, which it refuses."""
+    assert not re.search(r"\][ \t]*\([^)]*\bauto\b", source.assemble(kernel, {}))
 
 
 def test_config_of_the_package_is_understood() -> None:

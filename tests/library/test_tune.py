@@ -10,23 +10,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
-from tiers import in_tiers
+from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.__main__ import main
+from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
-from cupy_flash.device import named
-from cupy_flash.engines import simt
-from cupy_flash.evidence import CHECK_COMMAND
+from cupy_flash.device import Device, named
+from cupy_flash.engines import mma_decode, simt
+from cupy_flash.evidence import CHECK_COMMAND, Measured
 from cupy_flash.isolated import Lost
-from cupy_flash.plan import plan, predicted
-from cupy_flash.trial import Trial
+from cupy_flash.plan import plan, predicted, tune_key
+from cupy_flash.pose import pose
+from cupy_flash.pose_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem import Options
+from cupy_flash.trial import Trial, recorded_line
 from cupy_flash.tuning import recorded, run_tune
 
 AMPERE = named("sm_80")
 WORK = tuning.work
 CALL = Trial("float32", 16, q_len=24, kv_len=24, heads=1, backward=False)
+ALL_TILES = simt.tiles
 TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 
 
@@ -133,7 +138,7 @@ def test_a_tune_out_of_time_resumes():
     other = replace(CALL, q_len=100, kv_len=100)
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
-    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 calls are left" in str(first)
+    assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
     assert plan_of(24).measured  # what is measured counts already
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
@@ -161,6 +166,17 @@ def test_a_change_of_the_default_measures_anew(monkeypatch):
     assert len(card.calls) == 6 and result.tune.default == ("simt", repr(TILES[2]))
 
 
+def test_a_change_of_the_cost_model_renews_the_predictions_alone(monkeypatch):
+    card = Card()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(evidence, "costs_text", lambda: "0" * 64)
+        run(card)
+    assert [tune.predicted for tune in evidence.tunes(AMPERE)] == [{}]
+    assert run(card).complete and len(card.calls) == 3  # nothing is measured again
+    (tune,) = evidence.tunes(AMPERE)
+    assert tune.complete and tune.predicted == {"simt": predicted(plan_of(24).problem, AMPERE).cost}
+
+
 def test_tiles_that_are_wrong_or_lost_are_left_out():
     default = TILES.index(predicted_tile())
     amounts = [3.0, 3.0, 3.0]
@@ -180,6 +196,18 @@ def test_a_default_that_cannot_be_measured_stores_nothing():
     results = run(Card(amounts=[Lost("x", "crashed")] * 3))
     assert not results.complete and results.results[0].tune is None and "nothing was measured" in str(results)
     assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
+
+
+def test_a_call_that_no_engine_serves_has_the_reasons_of_each():
+    results = run(Card(), [replace(CALL, cache=CacheTrial(), head_dim=320)])
+    (result,) = results.results
+    assert (
+        not results.complete and result.tune is None and set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma"}
+    )
+    assert (
+        "left out simt: head dimension 320 is larger" in str(results)
+        and "float32 is not" in result.left_out["mma_decode"]
+    )
 
 
 def test_an_engine_that_loses_two_workers_is_not_measured_further(monkeypatch):
@@ -238,6 +266,102 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
 
 
+def peer_of(task):
+    """A peer that is faster than every tile, one that crashes, and one that refuses the call."""
+    if task.tile == "SDPA flash":
+        return 1e-9
+    raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
+
+
+class TwiceAsFast:
+    """A card of which the clock shows what is predicted, but half of it for simt."""
+
+    device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
+    answers = {"device": device, "peers": ""}
+    clock = Clock()
+
+    def __call__(self, task, announce):
+        if task.kind in self.answers:
+            return self.answers[task.kind]
+        if task.kind == "peer":
+            return peer_of(task)
+        simulated = task._replace(backend="simulator:sm_80")
+        if task.kind == "candidates":
+            return WORK(simulated, announce)
+        chosen, _ = tuning._posed("simulator", task.trial, None)
+        costs = {repr(tile): each.cost for tile, each in tuning.candidates(chosen, task.engine)}
+        return costs[task.tile] * (0.5 if task.engine == "simt" else 1.0)
+
+
+def test_a_clock_that_shows_an_engine_twice_as_fast_moves_other_buckets(monkeypatch):
+    monkeypatch.setattr(simt, "tiles", ALL_TILES)
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
+    longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
+    problem = longer.problem._replace(device="cuda:0", backend=None)
+    card = TwiceAsFast()
+    before = plan(problem, card.device)
+    (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
+    after = plan(problem, card.device)
+    assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
+    assert result.gain > 1 and "simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in after.explain()
+
+
+# ---- peers
+
+
+def test_peers_are_reported_and_never_chosen(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn is not installed
+    half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
+    card = TwiceAsFast()
+    results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
+    (result,) = results.results
+    assert result.peers == {
+        "SDPA flash": 1e-9, "SDPA cuDNN": "crashed", "SDPA efficient": "RuntimeError: no available kernel"
+    }  # fmt: skip
+    assert "peer     SDPA flash: 1e-06 ms" in str(results) and "peer     SDPA cuDNN: crashed" in str(results)
+    assert results.as_json()["calls"][0]["peers"] == result.peers and results.no_peers == ""
+    assert {each.engine for each in result.tune.measured} == {
+        "simt",
+        "mma",
+    } and "SDPA" not in result.tune.path.read_text()
+
+
+def test_without_peers_the_reason_is_reported(monkeypatch):
+    results = run(Card())
+    assert "no peers were measured for comparison: a simulator runs none" in str(results)
+    assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
+    monkeypatch.setitem(TwiceAsFast.answers, "peers", "torch finds no GPU")
+    card = TwiceAsFast()
+    results = run_tune([replace(CALL, dtype="float16")], "cuda", None, lambda line: None, card, card.clock)
+    assert results.results[0].peers == {} and results.no_peers == "torch finds no GPU"
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        (dict(dtype="bfloat16"), 3), (dict(dtype="float32"), 1), (dict(dtype="float64"), 0), (dict(dtype="float16"), 3),
+        (dict(dtype="bfloat16", causal=True), 3), (dict(dtype="bfloat16", causal=True, q_len=9), 0),
+        (dict(dtype="bfloat16", q_len=9), 3), (dict(dtype="bfloat16", window=(5, 0)), 0),
+        (dict(dtype="bfloat16", options=("sink",)), 0), (dict(dtype="bfloat16", cache=CacheTrial()), 0),
+    ],
+)  # fmt: skip
+def test_the_peers_of_a_call(changes, count, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert len(peers.names(replace(CALL, **changes))) == count
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_computes_the_call(backward):
+    """On the CPU, where torch has a flash kernel too."""
+    trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
+    call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
+    shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
+    assert shapes == ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)] if backward else [(2, 4, 9, 16)])
+
+
 # ---- several processes
 
 
@@ -246,7 +370,7 @@ import sys
 from dataclasses import replace
 import pytest
 import test_tune
-from cupy_flash import evidence, tuning
+from cupy_flash import evidence, peers, tuning
 from cupy_flash.engines import simt
 evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
@@ -276,21 +400,26 @@ for length in (20, 21, 24, 24, 100):
     q = np.ones((1, length, 2, 8), np.float32)
     out, vjp = cupy_flash.attention_vjp(q, q, q, causal=True, window=(5, 0), softcap=2.0, dropout=0.1, seed=3)
 vjp(out)
-cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
+slopes, documents, cache = np.ones(2, np.float32), np.zeros((1, 100), np.int32), np.ones((2, 64, 2, 8), np.float32)
+cupy_flash.attention(q, q, q, score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j))
+cupy_flash.attention(q, q, q, mask_mod=lambda b, h, i, j: documents[b, i] == documents[b, j])
+cupy_flash.attention_jvp(q, q, q, q)
+for split_size in (None, 64):
+    cupy_flash.attention_with_kv_cache(np.ones((2, 1, 2, 8), np.float32), cache, cache, split_size=split_size)
 bounds = np.array([0, 40, 100], np.int32)
 cupy_flash.attention_varlen(q[0], q[0], q[0], bounds, bounds, 60, 60, alibi_slopes=np.ones(2, np.float32))
 """
 
 
 def test_recorded_calls(tmp_path):
-    """One line per bucket and process; what a Trial cannot state is left out."""
+    """One line per bucket and process; what a Trial cannot state is recorded with its reason."""
     file = tmp_path / "calls.json"
     environment = os.environ | {"CUPY_FLASH_RECORD": str(file)}
     for _ in range(2):
         subprocess.run(
             [sys.executable, "-c", CALLS], cwd=Path(cupy_flash.__file__).parents[1], env=environment, check=True
         )
-    assert len(file.read_text().splitlines()) == 2 * 5
+    assert len(file.read_text().splitlines()) == 2 * 10
     shared = dict(dtype="float32", head_dim=8, head_dim_v=8, heads=2, kv_heads=2)
     forward = Trial(
         **shared, q_len=20, kv_len=20, causal="bottom_right", window=(5, 0), options=("softcap", "dropout"),
@@ -298,11 +427,159 @@ def test_recorded_calls(tmp_path):
     )  # fmt: skip
     longer = replace(forward, q_len=100, kv_len=100)
     packed = Trial(**shared, batch=2, q_len=60, kv_len=60, options=("alibi_slopes",), packed=True, backward=False)
-    assert recorded(file) == [
+    trials, not_replayed = recorded(file)
+    *others, mod, cache, last = trials
+    assert [*others, last] == [
         forward, replace(forward, q_len=21, kv_len=21), longer, replace(longer, backward=True), packed
     ]  # fmt: skip
-    for trial in recorded(file):  # each can be measured
+    assert mod.captured == ((2,),) and "array0[h] * real((q - kv))" in str(mod)
+    assert replace(mod, mods="", captured=()) == Trial(**shared, q_len=100, kv_len=100, backward=False)
+    decode = Trial(**shared, batch=2, q_len=1, kv_len=64, causal="bottom_right", backward=False)
+    assert cache == replace(decode, cache=CacheTrial())
+    assert [(each.reason.partition(",")[0], "mask_mod" in each.call) for each in not_replayed] == [
+        ("its mask_mod reads arrays", True), ("tune measures no JVP", False),
+        ("with split_size its tile does not depend on measurements", False)
+    ]  # fmt: skip
+    results = tuning.Results(AMPERE, (), 0, "", not_replayed)
+    assert "recorded calls that cannot be made again and are not measured: 3" in str(results)
+    assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
+    for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
+
+
+# ---- calls that are made again
+
+
+def ones(*shape):
+    return np.ones(shape, np.float16)
+
+
+def call(options=None, layout="bshd", **kwargs):
+    """A plain call: the shapes of q and k, the options."""
+    q = ones(2, 40, 2, 16) if layout == "bshd" else ones(2, 2, 40, 16)
+    return pose("attention", (q, q, q), Options(**options or {}, layout=layout, backend="simulator", **kwargs))
+
+
+def call_on_cache(q, *caches, **options):
+    return pose_with_cache(q, *caches, CacheOptions(**options, backend="simulator"))
+
+
+CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
+TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
+SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
+PAGES = dict(block_table=TABLE, cache_seqlens=30)
+NEW, TOKENS = dict(k=ones(3, 2, 2, 16), v=ones(3, 2, 2, 16)), dict(k=ones(5, 2, 16), v=ones(5, 2, 16))
+AGAIN = {
+    "score_mod": lambda: call(score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j)),
+    "score_mod-indices": lambda: call(score_mod=lambda s, b, h, i, j: s * 0.25 + PLACES[i] // 3, causal=True),
+    "mask_mod": lambda: call(layout="bhsd", mask_mod=lambda b, h, i, j: (i - j < 7) & (j <= i)),
+    "both": lambda: call(
+        score_mod=lambda s, b, h, i, j: np.tanh(s / 3) * 3, mask_mod=lambda b, h, i, j: i % 5 >= j % 5
+    ),
+    "contiguous": lambda: call_on_cache(ones(3, 1, 4, 16), CACHE, CACHE),
+    "append-rotary": lambda: call_on_cache(
+        ones(3, 2, 4, 16), CACHE, CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
+        rotary_sin=ones(64, 4), rotary_interleaved=False, **NEW,
+    ),
+    "slots": lambda: call_on_cache(
+        ones(3, 2, 4, 16), POOL, POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
+        causal=False,
+    ),
+    "packed": lambda: call_on_cache(
+        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        sink=ones(4), alibi_slopes=np.ones(4, np.float32),
+    ),
+    "packed-slots": lambda: call_on_cache(
+        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        slots=np.arange(5),
+    ),
+    "bhsd": lambda: call_on_cache(ones(3, 4, 2, 16), BHSD_POOL, BHSD_POOL, **PAGES, layout="bhsd"),
+    "small-pool": lambda: call_on_cache(ones(3, 1, 4, 16), POOL[:5], POOL[:5], **(PAGES | dict(block_table=TABLE % 5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_recorded_call_is_made_again(name):
+    """The record, read from JSON, states a call of the same bucket, and so of the same kernels and measurements."""
+    problem, operands = AGAIN[name]()
+    trial = Trial.of(json.loads(json.dumps(recorded_line(problem, operands))))
+    again, _ = tuning._posed("simulator", trial, None)
+    assert tune_key(again.problem) == tune_key(problem)
+    assert str(again.problem.mask) == str(problem.mask)
+    if problem.cache is not None:
+        assert again.problem.cache[5:7] == problem.cache[5:7]  # slots and rotary
+
+
+def test_a_pool_of_pages_is_as_full_as_it_can_be():
+    """Five pages serve three sequences of up to four pages: each has 80 // 3 keys, and none reads a page beyond."""
+    problem, operands = AGAIN["small-pool"]()
+    made = cache_call(Trial.of_call(problem, operands), CacheTrial(page=16, blocks=5))
+    assert made.options["cache_seqlens"].tolist() == [26] * 3 and made.options["block_table"].max() == 4
+
+
+def test_a_call_that_a_trial_cannot_state_does_not_end_the_run(monkeypatch):
+    def refuse(problem, operands):
+        raise ValueError("no Trial has this")
+
+    monkeypatch.setattr(Trial, "of_call", refuse)
+    problem, operands = call()
+    assert recorded_line(problem, operands) == {"not_replayed": "no Trial has this", "call": str(problem)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["score_mod", "append-rotary", "packed-slots"])
+def test_a_call_that_is_made_again_runs(name, monkeypatch):
+    """Results of two tiles agree, among them one of mma_decode that no prediction compares."""
+    trial = Trial.of_call(*AGAIN[name]())
+    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
+    for engine, tile in (found.tiles[0], found.tiles[-1]):
+        task = tuning.Task("tile", "simulator", trial=trial, engine=engine, tile=tile)
+        assert tuning.measure(task, lambda step, seconds: None) > 100
+
+
+def test_a_measurement_chooses_among_all_tiles_of_a_decode():
+    """The prediction has one tile, by a rule; a measured one serves its bucket, but for calls with split_size."""
+    decode = replace(CALL, dtype="float16", q_len=1, kv_len=64, causal=True, cache=CacheTrial(page=16))
+    chosen, _ = tuning._posed("simulator", decode, None)
+    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
+    assert found.tiles[0] == found.default == ("mma_decode", repr(chosen.tile)) and len(found.tiles) > 10
+    decodes = [name for engine, name in found.tiles if engine == "mma_decode"]
+    assert {eval(name, {"Tile": mma_decode.Tile})[1:5:2] for name in decodes} == {
+        (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
+    }
+    measured = [
+        Measured(*name, 10.0 - number) for number, name in enumerate(("mma_decode", tile) for tile in decodes[:5])
+    ]
+    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
+    forget_plans()
+    assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
+    pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
+    assert repr(plan(pieces, AMPERE).tile) == found.default[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 256), ("sm_75", 64)])
+def test_every_tile_of_a_decode_gives_the_results_of_the_default(arch, head_dim):
+    trial = Trial("float16", head_dim, q_len=3, kv_len=160, causal=True, backward=False)
+    task = tuning.Task("candidates", f"simulator:{arch}", trial=replace(trial, cache=CacheTrial(page=16, appended=3)))
+    tiles = tuning.find_candidates(task).tiles
+    amounts = [
+        tuning.measure(task._replace(engine=engine, tile=tile), lambda step, seconds: None) for engine, tile in tiles
+    ]
+    assert len(amounts) == 4 and all(isinstance(amount, float) for amount in amounts), amounts
+
+
+def test_the_command_decodes_on_a_kv_cache(capsys):
+    arguments = dict(dtype="bfloat16", head_dim=64, head_dim_v=None, heads=None, kv_heads=8, batch=None, json=False)
+    (decode,) = command.calls(**arguments, seqlens=(512,), causal=False, backward=False, decode=True, page=16)
+    trial = Trial.of(decode)
+    assert (trial.q_len, trial.kv_len, trial.batch, trial.cache) == (1, 512, 32, CacheTrial(page=16))
+    for wrong, message in (
+        (["--decode", "--backward"], "--decode has no backward"),
+        (["--page", "16"], "for --decode"),
+    ):
+        assert main(["tune", *wrong]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_file_that_holds_no_calls(tmp_path, capsys):
@@ -310,6 +587,9 @@ def test_a_file_that_holds_no_calls(tmp_path, capsys):
     file.write_text('{"q_len": 5}\n\n{"q_len": "x"}\n')
     assert main(["tune", "--like", str(file)]) == 1
     assert f"{file}:3 states no call: q_len must be a whole number" in capsys.readouterr().err
+    file.write_text('{"not_replayed": "it is a shard of a larger call", "call": "forward"}')
+    assert main(["tune", "--like", str(file)]) == 1
+    assert f"no call of {file} can be made again:\n- forward: it is a shard" in capsys.readouterr().err
     file.write_text("")
     assert main(["tune", "--like", str(file)]) == 1
     assert "there is no call to measure" in capsys.readouterr().err
@@ -327,6 +607,18 @@ LINES = {
     '{"q_len": 100000000000000000000}': "q_len must be a whole number of at least 1 and less than 2**31",
     '{"options": "mask"}': "options must be a list of names",
     '{"length": 5}': "'length' are not of dtype, head_dim",
+    '{"cache": 5}': "cache must be a mapping of names to values, not 5",
+    '{"backward": false, "cache": {"page": 12}}': "page of the cache must be a power of two, not 12",
+    '{"backward": false, "cache": {"pages": 12}}': "'pages' of the cache are not of page, blocks",
+    '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
+    '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",
+    '{"cache": {}}': "backward is not for calls on a KV cache",
+    '{"mods": 5}': "mods must be a text, not 5",
+    '{"mods": "system(0)"}': "mods is no text of a traced function",
+    '{"mods": "arrays\\nnumbers\\nreal score\\nreal system 0\\nscore 1\\n"}': "system of 1 operands",
+    '{"mods": "arrays\\nnumbers int\\nreal score\\nscore 0\\n"}': "mods is ",
+    '{"mods": "arrays\\nnumbers\\nreal score\\nscore 0\\n", "captured": [[2]]}': "captured must be 0 shapes",
+    '{"captured": [5]}': "captured must be a list of shapes",
     "[" * 100000: "recursion",
     b"\xff\xfe": "utf-",
 }
@@ -353,7 +645,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "relative"])
+@pytest.mark.parametrize("kind", ["missing", exhaustive("folder"), exhaustive("fifo"), "relative"])
 def test_a_record_file_that_cannot_be_written(kind, tmp_path):
     """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
     file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]
@@ -424,16 +716,14 @@ def test_the_command(monkeypatch, capsys):
     assert result["complete"] and [call["call"]["q_len"] for call in result["calls"]] == [24, 100]
     assert "1/2 forward float32" in printed.err
     assert main([*arguments, "--minutes", "1e-9"]) == 3
-    assert "out of time: 2 calls are left" in capsys.readouterr().out
+    assert "out of time, 2 of 2 calls left" in capsys.readouterr().out
 
 
 def test_the_calls_of_the_command():
     given = dict(dtype="bfloat16", head_dim=128, head_dim_v=None, heads=None, kv_heads=4, batch=None, causal=True)
-    calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, json=False)
+    calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, page=None, json=False)
     assert [(x["q_len"], x["batch"], x["heads"], x["backward"]) for x in calls] == [
         (512, 32, 16, False), (512, 32, 16, True), (32768, 1, 16, False), (32768, 1, 16, True)
     ]  # fmt: skip
-    (decode,) = command.calls(**given, seqlens=(4096,), backward=False, decode=True, json=False)
-    assert (decode["q_len"], decode["kv_len"]) == (1, 4096)
     for call in calls:
         Trial.of(call)

@@ -1,5 +1,6 @@
 """The CUDA struct of a mod compiles, and in the simulator it gives the scores, slopes, masks and classes of NumPy."""
 
+import inspect
 import re
 import struct
 
@@ -8,6 +9,7 @@ import pytest
 from helpers.masks import LENGTH, MASKS, SCORES, random_mask
 from helpers.tiers import in_tiers
 
+from bench import sass
 from cupy_flash import nvrtc
 from cupy_flash.backends.simulator import Memory, SimulationError, launch
 from cupy_flash.mods import cuda_code
@@ -40,6 +42,7 @@ extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interva
 """
 EXTREMES = (kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
+MOST_INSTRUCTIONS = 500  # of the SASS that classifies a tile, loops over elements and chunks once
 
 
 def kernel_text(mod, kernel, constants=(), **options):
@@ -182,10 +185,14 @@ def test_random_masks_equal_numpy(seeds):
 
 @pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["document causal logical long"]))
-def test_struct_compiles_without_spills_and_warnings(row, target):
+def test_struct_compiles_within_its_limits(row, target, monkeypatch):
+    """Without warnings and spills, and a tile is classified in MOST_INSTRUCTIONS. Compiled as for a call."""
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     compiled = nvrtc.compile(kernel_text(Mod(mask_mod=row[0]), TILES), "tiles", target)
     assert not compiled.warnings
     assert compiled.resources["tiles"].spill_stores == 0
+    instructions, _ = sass.disassemble(compiled.code)
+    assert sum(sass.opcode(each) != "NOP" for each in instructions) <= MOST_INSTRUCTIONS
 
 
 PLACES = np.arange(320, dtype=np.int32)
@@ -212,6 +219,14 @@ def test_wrong_interval_arithmetic_is_found(plant):
         found = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
         wrong = (seen.any((1, 3)) & (found == EMPTY)) | (~seen.all((1, 3)) & (found == FULL))
         assert wrong.any() == is_planted
+
+
+def test_distances_that_reals_do_not_hold_stay_ints():
+    """A real of 32 bits holds no odd number above 2**24: the text of a longer call subtracts before it converts."""
+    program = Mod(lambda s, b, h, q, kv: s - abs(q - kv) * 0.5).program
+    short, long = (cuda_code.mod_struct(program, largest=largest) for largest in (cuda_code.SMALL, cuda_code.LARGE))
+    assert "q.offset" in short and "q.offset" not in long
+    assert "int v0 = q.position - k.position" in long
 
 
 def test_a_missing_clamp_is_found():

@@ -1,5 +1,7 @@
 """Attention with mods: every mod beside every option against the dense formula, and gradients against autograd."""
 
+import re
+
 import numpy as np
 import pytest
 from cases import Case, Result, assert_bitwise_equal, check, posed, run, run_planned
@@ -53,6 +55,15 @@ def test_mods_beside_every_option(beside):
 def test_any_tiles(name, block_q, block_kv):
     case = Case(score_mod=name, mask_mod="sliding", causal=True, q_len=41, kv_len=37)
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv))
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), [(64, 256), (256, 64)])
+def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
+    """A tile of several grains is seen in full at one end, or in its middle."""
+    banded = Case(window=(199, 149), q_len=300, kv_len=300, batch=1, heads=2, kv_heads=1)
+    call = banded.call()
+    options = call.options | dict(window=None, mask_mod=lambda b, h, q, kv: (q - kv < 200) & (kv - q < 150))
+    check(banded, run_planned(banded, call._replace(options=options), block_q=block_q, block_kv=block_kv))
 
 
 # ---------------------------------------------------------------------------------------- gradients of captured arrays
@@ -338,6 +349,22 @@ def test_explain_shows_the_mods():
     assert "array0     float32 (4, 15), with a gradient" in text
     assert "array1     int64 (2, 23)" in text
     assert "n0 = -7, n1 = 7" in text
+
+
+def test_explain_counts_the_tiles_of_each_class():
+    """Of all heads and sequences, those of short lengths included; sequences differ by the mask, heads do not."""
+    q = np.zeros((2, 300, 2, 16), np.float32)
+    limits = np.array([300, 128])
+    options = dict(mask_mod=lambda b, h, i, j: j < limits[b], q_lengths=np.array([300, 100], np.int32))
+    text = cupy_flash.explain(q, q, q, **options, backend="simulator", engine="simt")
+    chosen = text.splitlines()[-1]
+    block_q, block_kv = map(int, re.search(r"tiles of (\d+) x (\d+)", chosen).groups())
+    expected = np.zeros(3, int)
+    for limit, length in zip(limits, (300, 100), strict=True):
+        for j in range(0, 300, block_kv):
+            column = 0 if j >= limit else 1 if min(j + block_kv, 300) <= limit else 2
+            expected[column] += 2 * -(-length // block_q)
+    assert [int(n) for n in re.findall(r"(\d+) (?:skipped|unmasked|masked)", chosen)] == expected.tolist(), chosen
 
 
 def test_shards_count_positions_and_heads_of_the_whole():

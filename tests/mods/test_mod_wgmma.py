@@ -115,6 +115,7 @@ def test_gradients_beside_every_option(options, tile):
 SPARSE = Case(**LONG | dict(q_len=260, kv_len=260), mask_mod="sliding")
 
 
+@pytest.mark.exhaustive
 def test_hidden_tiles_are_not_loaded(watch):
     """A sliding mask_mod hides more than half of the tiles."""
     read = {}
@@ -131,7 +132,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", in_tiers(ORDERS, ["late"]))
+@pytest.mark.parametrize("order", in_tiers(ORDERS, []))
 def test_every_order_gives_the_same_bits(order):
     """A deterministic backward passes the turns of hidden tiles."""
     case, starts = Case(**LONG | dict(q_len=150), mask_mod="document"), functools.partial(start, **order)

@@ -65,6 +65,7 @@ SPELLINGS = {
         lambda s, b, h, q, kv: (
             s + (np.floor_divide(q, 7) - np.mod(kv, 7)) + np.bitwise_and(q, 3) + (kv << 2) + (q ^ kv)
         ),
+        lambda s, b, h, q, kv: s + (divmod(q, 7)[0] - divmod(kv, 7)[1]) + (q & 3) + (kv << 2) + (q ^ kv),
         lambda s, b, h, q, kv: (
             s
             + (torch.div(q, 7, rounding_mode="floor") - torch.remainder(kv, 7))
@@ -207,6 +208,7 @@ def test_rows_are_reduced():
 
     assert traced(None, mask).text.count("load=") == 4
     assert expressions(lambda s, b, h, q, kv: s + np.dot(weights[h], weights[h])).count("array0[h, ") == 8
+    assert expressions(lambda s, b, h, q, kv: s + weights[h] @ weights[h]).count("array0[h, ") == 8
     assert traced(lambda s, b, h, q, kv: s * weights[h].sum(), None).text.count("load=") == 4
 
 
@@ -413,6 +415,7 @@ ERRORS = {
     "string": (lambda s, b, h, q, kv: "x", "not with str"),
     "complex": (lambda s, b, h, q, kv: s * 1j, "not with complex"),
     "float bits": (lambda s, b, h, q, kv: s & 1, "& takes integers or bools"),
+    "no rows": (lambda s, b, h, q, kv: s @ table[h], "a product of rows takes two rows"),
     "rows": (lambda s, b, h, q, kv: np.dot(table[h], table[h, :][:3]), "rows of different lengths, 3 and 4"),
     "where": (lambda s, b, h, q, kv: torch.where(q > kv), "where takes a condition and two branches"),
     "dtype": (lambda s, b, h, q, kv: s + unreadable[h], "a captured array cannot be complex64"),

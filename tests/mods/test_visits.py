@@ -9,8 +9,8 @@ from cupy_flash.mask import Mask
 from cupy_flash.mods import tiles
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.mods.visits import GRAIN, Visits, runs
-from cupy_flash.score import Positions
+from cupy_flash.mods.visits import GRAIN, TileCounts, Visits, count_tiles, runs
+from cupy_flash.score import KEYS, QUERIES, Positions
 
 WHOLE = Positions(0, 0, 0, 1)
 
@@ -32,9 +32,15 @@ def check_visits(mask_mod, mask, q_len, kv_len, block_q, block_kv, positions=WHO
         for start in range(0, kv_len if transposed else q_len, block_kv if transposed else block_q):
             find = visits.q_tiles if transposed else visits.kv_tiles
             for visit in find(0, 1, band, positions, start):
-                tile = slice(start, start + (block_kv if transposed else block_q)), slice(visit.start, visit.stop)
+                rows = slice(start, start + (block_kv if transposed else block_q))
+                tile = rows, slice(visit.start, visit.stop)
                 visited[tile[::-1] if transposed else tile] += 1
-                unmasked[tile[::-1] if transposed else tile] = not visit.cut
+                unmasked[tile[::-1] if transposed else tile] = True
+                if visit.cut is not None:
+                    assert visit.cut.axis == (QUERIES if transposed else KEYS)
+                    assert visit.start <= visit.cut.start < visit.cut.stop <= visit.stop
+                    cut = rows, slice(visit.cut.start, visit.cut.stop)
+                    unmasked[cut[::-1] if transposed else cut] = False
         assert visited.max(initial=0) <= 1
         assert (visited[seen & in_band] == 1).all()
         assert seen[unmasked].all()
@@ -67,11 +73,38 @@ def test_a_sliding_mask_visits_little_in_vain():
 def test_runs_are_split_at_blocks_and_at_empty_classes():
     classes = np.array([[FULL, FULL, CUT, FULL, FULL, EMPTY, FULL], [EMPTY] * 7], np.uint8)
     first, second = runs(classes, 10, 20)
-    assert [tuple(visit) for visit in first] == [(0, 20, False), (20, 40, True), (40, 50, False), (60, 70, False)]
+    assert [run[:2] for run in first] == [(0, 20), (20, 40), (40, 50), (60, 70)]
+    assert [run.cut_stop > run.cut_start for run in first] == [False, True, False, False]
+    assert first[1][2:] == (20, 30)  # of the second class, in which the mask may hide a pair
     assert second == []
+    (inner,), _ = runs(np.array([[FULL, CUT, FULL, CUT, FULL], [EMPTY] * 5], np.uint8), 10, 50)
+    assert inner == (0, 50, 10, 40)
 
 
 def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
     monkeypatch.setitem(tiles.FUNCTIONS, "less_equal", lambda x, y: tiles.Truth(x.lo <= y.hi, x.lo > y.hi))
     with pytest.raises(AssertionError):
         check_visits(MASKS["causal"][0], Mask(), 1000, 1000, 128, 256)
+
+
+def by_inspection(seen, block_q, block_kv):
+    """The classes of the tiles of a dense mask."""
+    tiles = [
+        seen[i : i + block_q, j : j + block_kv]
+        for i in range(0, seen.shape[0], block_q)
+        for j in range(0, seen.shape[1], block_kv)
+    ]
+    empty, full = sum(not tile.any() for tile in tiles), sum(bool(tile.all()) for tile in tiles)
+    return TileCounts(empty, full, len(tiles) - empty - full)
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+@pytest.mark.parametrize("blocks", [(128, 256), (33, 70)])
+def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
+    """Of a mask that is proved exactly, beside every band."""
+    mod = Mod(mask_mod=lambda b, h, q, kv: q - kv < 600)
+    classes, of_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
+    i, j = np.arange(1000)[:, None], np.arange(1500)
+    seen = (i - j < 600) & of_band.visible(0, 1000, 0, 1500)
+    expected, counts = by_inspection(seen, *blocks), count_tiles(classes, 0, 0, of_band, WHOLE, *blocks)
+    assert counts == expected

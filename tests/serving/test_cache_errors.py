@@ -66,7 +66,7 @@ WRONG = {
     "mask-long": ({}, lambda c: dict(mask=np.ones((2, 1, 1, 41), "?")), ValueError, "up to the capacity 40"),
     "positions": (PLAIN | dict(rotary=(8, True)), lambda c: dict(positions=np.zeros((2, 3), "i4")), ValueError,
                   r"positions must be \(2, 2\)"),
-    "positions-alone": ({}, lambda c: dict(positions=np.zeros((2, 1), "i4")), ValueError, "are those of rotary"),
+    "positions-alone": ({}, lambda c: dict(positions=np.zeros((2, 1), "i4")), ValueError, "are for rotary tables"),
     "cos-alone": ({}, lambda c: dict(rotary_cos=np.ones((50, 4), "f4")), ValueError, "given together or not at all"),
     "cos-wide": ({}, lambda c: dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((50, 9), "f4")), ValueError,
                  "with rd up to D = 16"),
@@ -154,7 +154,7 @@ def test_nothing_is_written_by_a_wrong_call():
     [
         (dict(page=6), {}, "pages of 6 keys, which is no power of two; FlashAttention 3"),
         (dict(page=8), dict(cache_leftpad=np.zeros(2, np.int32)), "cache_leftpad with block_table; FlashAttention 3"),
-        ({}, dict(backend="simulator"), "mma: it reads no KV cache in this version"),
+        ({}, dict(backend="simulator", split_size=64), "simt: it does not compute the keys in pieces of split_size"),
         ({}, dict(engine="mma"), 'cpu_decode: engine="mma" was asked for'),
         ({}, dict(engine="cpu"), "cpu: it reads no KV cache in this version"),
     ],
@@ -169,14 +169,14 @@ def test_explain():
     text = cupy_flash.explain_with_kv_cache(*call[:3], **call.options)
     assert "engine     cpu_decode on cpu" in text and "pieces of 64 keys" in text and "cache of 6 pages of 8" in text
     assert "tiles      8 queries x 64 keys" in text and "by split_size; " in text
-    assert "not mma    it reads no KV cache in this version" in text
+    assert "not wgmma  it reads no KV cache in this version" in text
     with pytest.raises(TypeError, match="explain_with_kv_cache: unknown option 'dropout'"):
         cupy_flash.explain_with_kv_cache(*call[:3], dropout=0.5)
 
 
 def test_compile_refuses_a_cache_with_reasons():
-    with pytest.raises(UnsupportedError, match="simt: it reads no KV cache in this version"):
-        cupy_flash.compile(dtype="float32", head_dim=64, arch="sm_80", cache=True)
+    with pytest.raises(UnsupportedError, match="simt: head dimension 320 is larger than 256"):
+        cupy_flash.compile(dtype="float32", head_dim=320, arch="sm_80", cache=True)
     with pytest.raises(TypeError, match="compile: cache must be True or False"):
         cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", cache=1)
 
@@ -185,7 +185,8 @@ class OnGpu:
     """An array of a GPU library by its interface. Its memory must never be touched."""
 
     def __init__(self, array):
-        self.__cuda_array_interface__ = dict(array.__array_interface__, data=(2**40, False), strides=array.strides)
+        there = (2**40 + array.ctypes.data, False)
+        self.__cuda_array_interface__ = dict(array.__array_interface__, data=there, strides=array.strides)
 
 
 def test_on_a_gpu_the_host_reads_nothing():
@@ -197,7 +198,7 @@ def test_on_a_gpu_the_host_reads_nothing():
     problem, operands = pose_with_cache(q, k_cache, v_cache, CacheOptions(**options))
     host, _ = pose_with_cache(*call[:3], CacheOptions(**call.options))
     assert problem == host._replace(device="cuda:0", framework="cuda_array_interface")
-    assert operands.cache.block_table.pointer == 2**40
+    assert operands.cache.block_table.pointer == 2**40 + call.options["block_table"].ctypes.data
     longer = options | {"cache_seqlens": OnGpu(np.full(2, 10**9, np.int32))}
     assert pose_with_cache(q, k_cache, v_cache, CacheOptions(**longer))[0] is problem
     with pytest.raises(UnsupportedError, match="arrays are on cuda:0"):
@@ -252,3 +253,38 @@ def test_a_wrong_append(options, error, text):
     call = CacheCase(**PLAIN).call()
     with pytest.raises(error, match=text):
         cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *call[1:3], **options)
+
+
+def test_arrays_in_the_memory_of_a_cache_are_refused():
+    call = CacheCase(appended=1, heads=2).call()
+    q, k_cache, v_cache, options = call
+    inside = dict(k=v_cache[:, 3:4], v=k_cache[:, 30:31])
+    text = failure(ValueError, call, **inside)
+    assert "k overlaps v_cache in memory" in text and "v overlaps k_cache in memory" in text
+    reads = {name: value for name, value in options.items() if name not in ("k", "v")}
+    text = failure(ValueError, call._replace(options=reads), out=k_cache[:, 5:6])
+    assert "out overlaps k_cache in memory" in text
+    both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and rows of a model side by side share no element
+    k_cache, v_cache = both[:, :, 0], both[:, :, 1]
+    cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options | dict(k=both[:, 7:8, 2], v=both[:, 9:10, 2]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_descales_are_finite_and_not_negative(value):
+    call = CacheCase(dtype="float16", cache_dtype="float8_e4m3fn", descales=True).call()
+    call.options["k_descale"][1, 0] = value
+    assert "k_descale must be finite and not negative" in failure(ValueError, call)
+
+
+COMPILED = [
+    (dict(split_size=64), "split_size, rotary and rotary_dim are for a KV cache"),
+    (dict(cache=True, split_size=65), "split_size must be a positive multiple of 64, not 65"),
+    (dict(cache=True, rotary=True, rotary_dim=7), "rotary_dim must be even and in"),
+    (dict(cache=True, rotary_dim=8), "rotary_dim is that of tables"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), COMPILED)
+def test_compile_refuses_wrong_options_of_a_cache(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", **options)

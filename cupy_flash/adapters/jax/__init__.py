@@ -2,12 +2,13 @@
 
 from .cache import append_to_kv_cache, attention_with_kv_cache
 from .nn import dot_product_attention
-from .op import attention, attention_varlen
+from .op import attention, attention_jvp, attention_varlen
 from .ring import ring_attention, ring_positions
 
 __all__ = [
     "append_to_kv_cache",
     "attention",
+    "attention_jvp",
     "attention_varlen",
     "attention_with_kv_cache",
     "dot_product_attention",

@@ -14,11 +14,12 @@ LAYOUTS = {
     "thd": {"q": "ihd", "k": "jgd", "v": "jge", "out": "ihe", "lse": "hi"},
 }
 FEATURES = {feature.name: feature for feature in features.ARRAYS}
+TANGENTS = ("t", "u")  # before the name of what moves: a tangent, and one beside another
 BROADCAST = frozenset(feature.name for feature in features.ARRAYS if feature.broadcast)
 
 
 def axes_of(name: str, rank: int, layout: str) -> str:
-    """The axes of an operand, or of a result: out, lse, or "d" and the operand of which it is the gradient."""
+    """The axes of an operand or a result, among them gradients and tangents, by the name of the operand."""
     shared = LAYOUTS[layout]
     if name in shared:
         return shared[name]
@@ -27,7 +28,7 @@ def axes_of(name: str, rank: int, layout: str) -> str:
         return longest[len(longest) - rank :]
     if name == "starts":
         return "b."
-    if name.startswith("d") and name[1:] != "":
+    if name[:1] in (*TANGENTS, "d") and name[1:] != "":
         return axes_of(name[1:], rank, layout)
     return "." * rank
 

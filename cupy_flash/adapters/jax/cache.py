@@ -6,7 +6,6 @@ cache only if the program goes on to use the old one. On a GPU, mma_decode has r
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,15 +16,17 @@ import numpy as np
 from ... import backends, features
 from ...arrays import Array, as_array
 from ...pose_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
+from ...problem import UnsupportedError
 from . import calls, primitive
+from .calls import APPEND, CACHED
 from .op import JaxArray
+from .step import bind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ...arguments import CacheArgumentsWithoutLse
 
-APPEND, CACHED = "append", "cached"
 CACHES = ("k_cache", "v_cache")
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
 OF_APPEND = (
@@ -33,8 +34,14 @@ OF_APPEND = (
     "positions", "k_descale", "v_descale", "layout",
 )  # fmt: skip
 
+# The axes of the operands that have one of sequences or heads, but for the caches and the rows beside them.
+AXES = {
+    "cache_seqlens": "b", "cache_batch_idx": "b", "cache_leftpad": "b", "block_table": "b.", "positions": "b.",
+    "alibi_slopes": "bh", "sink": "h", "mask": "bh..", "k_descale": "bg", "v_descale": "bg",
+}  # fmt: skip
+
 _Static: Any = features.record(
-    *(feature.name for feature in features.CACHE_FEATURES if feature.name not in ARRAY_NAMES), "function"
+    *(x.name for x in features.CACHE_FEATURES if x.name not in ARRAY_NAMES and x.kind != features.MOD), "function"
 )
 
 
@@ -68,6 +75,43 @@ class CacheCall(NamedTuple):
         """The call as the attribute that `calls.parse` reads."""
         return calls.text_of(self)
 
+    @property
+    def reads_place(self) -> bool:
+        """As `Call.reads_place`: no option of a cache depends on the numbers of the whole."""
+        return False
+
+    @property
+    def _has_pool(self) -> bool:
+        """Whether the first axis of a cache is not that of the sequences: of pages, slots or other sequences."""
+        packed = "cu_seqlens" in self.names or "cu_seqlens_q" in self.names
+        return packed or any(name in self.names for name in ("block_table", "cache_batch_idx", "slots"))
+
+    def axes(self, name: str, rank: int) -> str:
+        """The axes of an operand or a result by their letters, as in axes.py; those that stay whole are "."."""
+        head_axis_first = self.static.layout == "bhsd"
+        if name in CACHES:
+            axes = "bg.." if head_axis_first else "b.g."
+            return "." + axes[1:] if self._has_pool else axes
+        if name in ("q", "out", "k", "v"):
+            head = "g" if name in "kv" else "h"
+            axes = f".{head}." if rank == 3 else f"b{head}.." if head_axis_first else f"b.{head}."
+            return axes.replace("b", ".") if self.step == APPEND and self._has_pool else axes
+        if name == "lse":
+            return "h." if rank == 2 else "bh."
+        axes = AXES.get(name, "." * rank)[-rank:]
+        return axes.replace("b", ".") if self.step == APPEND and self._has_pool else axes
+
+    def sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        """The size of each axis by its letter."""
+        names = [name for name in ("q", "k", *CACHES) if name in shapes]
+        pairs = (pair for name in names for pair in zip(self.axes(name, len(shapes[name])), shapes[name], strict=True))
+        return {letter: size for letter, size in pairs if letter != "."}
+
+    def fold_axis(self, mapped: set[str]) -> str | None:
+        """The batch, unless an operand of the instances has none."""
+        batched = all("b" in self.axes(name, len(AXES.get(name, "...."))) for name in mapped)
+        return "b" if batched and not {"cu_seqlens", "cu_seqlens_q"} & {*self.names} else None
+
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each result."""
         if self.step == APPEND:
@@ -96,12 +140,12 @@ class CacheCall(NamedTuple):
         return dict(zip(("out", "lse"), results, strict=True))
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
-        """Compute the results; those of an append are written to where they are, which have the old contents."""
+        """Compute the results. An append writes to the result buffers, which alias the caches given."""
         if self.step == CACHED:
             return self.named(backends.forward(*self.pose(operands)))
         named = dict(zip(CACHES, results, strict=True))
         for name, cache in named.items():
-            if cache.pointer != operands[name].pointer:  # not aliased, as in a fallback
+            if cache.pointer != operands[name].pointer:  # the pure_callback fallback aliases no buffers
                 cache.numpy()[...] = operands[name].numpy()
         backends.append(*self.pose(operands | named))
         return named
@@ -199,6 +243,8 @@ def attention_with_kv_cache(
 def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: Any) -> dict[str, Any]:
     """The results of a call, of `rows` of q or k."""
     settings = CacheOptions.of(function, options)
+    if settings.score_mod is not None or settings.mask_mod is not None:
+        raise UnsupportedError(f"{function}: score_mod and mask_mod with a KV cache in jax")
     given = given | {name: getattr(settings, name) for name in ARRAY_NAMES if name not in given}
     lengths = settings.cache_seqlens
     bounds = given.get("cu_seqlens" if step == APPEND else "cu_seqlens_q")
@@ -212,32 +258,14 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
         **{name: getattr(settings, name, None) for name in CacheStatic._fields} | {"function": function}
     )
     call = CacheCall(step, static, tuple(operands))
-    recorder = primitive.Recorder("traced")  # facts alone are checked here, and contents where they are
+    recorder = primitive.Recorder("traced")  # only facts are checked here; the handler checks the contents
     call.pose({name: recorder.array(x.shape, x.dtype) for name, x in operands.items()})
-    if static.cache_seqlens is not None:  # an operand once it is checked, or each position would be compiled anew
+    if static.cache_seqlens is not None:  # make it an operand: a static length would compile for every position
         operands["cache_seqlens"] = jnp.full(_batch(rows, bounds), static.cache_seqlens, jnp.int32)
         call = CacheCall(step, static._replace(cache_seqlens=None), tuple(operands))
-    traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
-    run = _transformable(call.text) if traced else _program(call.text)
-    return dict(zip(call.result_names, run(*operands.values()), strict=True))
+    return bind(call, operands)
 
 
 def _batch(rows: Any, bounds: Any) -> tuple[int]:
     """The shape of the lengths of a call: one for each sequence."""
     return np.shape(rows)[:1] if bounds is None else (np.shape(bounds)[0] - 1,)
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(text: str) -> Any:
-    return jax.jit(_transformable(text), donate_argnums=tuple(calls.parse(text).aliases))
-
-
-@functools.lru_cache(maxsize=1024)
-def _transformable(text: str) -> Any:
-    """A call that vmap runs instance by instance."""
-
-    @jax.custom_batching.sequential_vmap
-    def function(*arrays: Any) -> Any:
-        return primitive.local_p.bind(*arrays, call=text)
-
-    return function

@@ -14,18 +14,22 @@ from ...arrays import Array
 from ...mods.facts import floating_reads
 from ...mods.trace import Mod, decoded
 from ...pose import pose
-from ...problem import Operands, Options, Packed, Problem, Saved, Shard, out_dtype
+from ...problem import DOUBLE_BACKWARD, JVP, Operands, Options, Packed, Problem, Saved, Shard, Tangents, out_dtype
+from .axes import axes_of, sizes_of
 
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # the values that stand in for traced ones
 FORWARD, BACKWARD = "forward", "backward"
+APPEND, CACHED = "append", "cached"  # of cache.py
+WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
+PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands without an axis of heads
 
 OPTIONS = tuple(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY)
 _Static: Any = features.record(
     *OPTIONS,
-    *("function", "max_seqlen_q", "max_seqlen_k", "whole_heads", "row_step"),
+    *("function", "max_seqlen_q", "max_seqlen_k", "whole_heads", "row_step", "place", "places"),
 )
 
 
@@ -33,7 +37,8 @@ class Static(_Static):
     """The options that are not arrays, for which jax compiles anew.
 
     Beside those of `attention` it holds the name of the function that errors quote, the longest sequences of a packed
-    batch, and of a part of a larger call the query heads of the whole and the positions between neighbouring rows.
+    batch, and of a part of a larger call the query heads of the whole, the positions between neighbouring rows, and the
+    numbers of its first sequence and query head: `place`, or `places` by the device, which `Call.on_device` looks up.
     """
 
     __slots__ = ()
@@ -45,7 +50,11 @@ class Static(_Static):
 
 
 class Call(NamedTuple):
-    """A forward or a backward: its static options, and the names of its operands in their order."""
+    """A step of attention: its static options, and the names of its operands in their order.
+
+    The steps are the forward, the backward, the JVP and the double backward. Tangents are operands called as what they
+    move, with a t before it.
+    """
 
     step: str
     static: Static
@@ -53,15 +62,16 @@ class Call(NamedTuple):
 
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each result, of operands that have a shape and a dtype."""
-        if self.step == FORWARD:
-            q, v, layout = operands["q"], operands["v"], self.static.layout_of_arrays
-            lse = {"thd": (1, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}[layout]
-            accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-            return {
-                "out": ((*q.shape[:-1], v.shape[-1]), out_dtype(q.dtype)),
-                "lse": (tuple(q.shape[axis] for axis in lse), accumulation),
-            }
-        return {f"d{name}": (tuple(operands[name].shape), operands[name].dtype) for name in self.differentiated}
+        if self.step in WITH_GRADIENTS:
+            return {name: (tuple(operands[name[1:]].shape), operands[name[1:]].dtype) for name in self.result_names}
+        q, v, layout = operands["q"], operands["v"], self.static.layout_of_arrays
+        lse = {"thd": (1, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}[layout]
+        accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+        described = {
+            "out": ((*q.shape[:-1], v.shape[-1]), out_dtype(q.dtype)),
+            "lse": (tuple(q.shape[axis] for axis in lse), accumulation),
+        }
+        return {name: described[name.removeprefix("t")] for name in self.result_names}
 
     @property
     def differentiated(self) -> tuple[str, ...]:
@@ -75,7 +85,12 @@ class Call(NamedTuple):
     @property
     def result_names(self) -> tuple[str, ...]:
         """The names of the results in their order."""
-        return ("out", "lse") if self.step == FORWARD else tuple(f"d{name}" for name in self.differentiated)
+        if self.step not in WITH_GRADIENTS:
+            return ("out", "lse") if self.step == FORWARD else ("out", "lse", "tout", "tlse")
+        gradients = tuple(f"d{name}" for name in self.differentiated)
+        if self.step == BACKWARD:
+            return gradients
+        return (*gradients, "ddout", *(["ddlse"] if "dlse" in self.names else []))
 
     @property
     def _slots(self) -> int:
@@ -91,6 +106,32 @@ class Call(NamedTuple):
         """The call as the attribute that `parse` reads."""
         return text_of(self)
 
+    def on_device(self, device: str) -> Call:
+        """The call of one of the devices that share a call: the device is "<process>:<ordinal>"."""
+        return self._replace(static=self.static._replace(place=self.static.places[device], places=None))
+
+    def axes(self, name: str, rank: int) -> str:
+        """The axes of an operand or a result."""
+        return axes_of(name, rank, self.static.layout_of_arrays)
+
+    def sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        """The size of each axis of q, k and v, by its letter."""
+        return sizes_of(shapes, self.static.layout_of_arrays)
+
+    @property
+    def reads_place(self) -> bool:
+        """Whether the results depend on the numbers of a sequence and a head in the whole."""
+        return bool(self.static.dropout or self.static.score_mod or "dropout" in self.names)
+
+    def fold_axis(self, mapped: set[str]) -> str | None:
+        """The axis that takes vmap's, "b" or "h", where the operands of these names have one; None: there is none."""
+        static = self.static
+        if static.dropout or "dropout" in self.names or mapped & set(NUMBERS):
+            return None
+        if "sink" not in self.names and static.layout_of_arrays != "thd":
+            return "b"
+        return None if mapped & set(PER_SEQUENCE) else "h"
+
     def pose(self, operands: dict[str, Any]) -> tuple[Problem, Operands]:
         """State the problem, or raise one error with every requirement that is not met."""
         static = self.static
@@ -105,11 +146,19 @@ class Call(NamedTuple):
         if static.max_seqlen_q is not None:
             bounds = (operands["cu_seqlens_q"], operands["cu_seqlens_k"])
             packed = Packed(*bounds, static.max_seqlen_q, static.max_seqlen_k)
-        if self.step == BACKWARD:
-            saved = Saved(operands["dout"], operands["out"], operands["lse"], operands["dlse"])
-        first_batch, first_head = _integers(operands["first"]) if "first" in operands else (0, 0)
+        if self.step in WITH_GRADIENTS:
+            saved = Saved(operands["dout"], operands["out"], operands["lse"], operands.get("dlse"))
+        first_batch, first_head = _integers(operands["first"]) if "first" in operands else static.place or (0, 0)
         shard = Shard(operands.get("starts"), static.row_step or 1, first_head, static.whole_heads, first_batch)
-        return pose(static.function, (operands["q"], operands["k"], operands["v"]), settings, packed, saved, shard)
+        arrays = (operands["q"], operands["k"], operands["v"])
+        return pose(static.function, arrays, settings, packed, saved, shard, self._tangents(operands))
+
+    def _tangents(self, operands: dict[str, Any]) -> Tangents | None:
+        """The direction of a JVP or a double backward."""
+        if self.step in (FORWARD, BACKWARD):
+            return None
+        captured = [operands.get(f"tarray{slot}") for slot in range(self._slots)]
+        return Tangents(*(operands.get(f"t{name}") for name in features.DIFFERENTIATED), captured or None)
 
     def _mod(self, operands: dict[str, Any]) -> Mod | None:
         """The mods over the operands that they capture."""
@@ -120,16 +169,21 @@ class Call(NamedTuple):
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
         """Compute the results where the operands are; `results`, their buffers in a call frame, are found there."""
         problem, posed = self.pose(operands)
-        compute = backends.forward if self.step == FORWARD else backends.backward
-        return self.named(compute(problem, posed))
+        return self.named(getattr(backends, COMPUTED_BY[self.step])(problem, posed))
 
     def named(self, results: Any) -> dict[str, Array]:
         """The results of a backend by name, in the order of a call's results."""
-        if self.step == FORWARD:
-            return dict(zip(("out", "lse"), results, strict=True))
+        if self.step not in WITH_GRADIENTS:
+            return dict(zip(("out", "lse", "tout", "tlse"), results, strict=False))
         named = dict(zip((f"d{name}" for name in features.DIFFERENTIATED), results, strict=False))
         named |= {f"darray{slot}": gradient for slot, gradient in enumerate(results.dcaptured or ())}
-        return {f"d{name}": named[f"d{name}"] for name in self.differentiated}
+        if self.step == DOUBLE_BACKWARD:
+            named |= {"ddout": results.ddout, "ddlse": results.ddlse}
+        return {name: named[name] for name in self.result_names}
+
+
+# The functions of `backends`, by the step.
+COMPUTED_BY = {FORWARD: "forward", BACKWARD: "backward", JVP: "jvp", DOUBLE_BACKWARD: "double_backward"}
 
 
 def text_of(call: Any) -> str:
@@ -138,8 +192,8 @@ def text_of(call: Any) -> str:
     return json.dumps({"step": call.step, "static": static, "names": call.names}, default=_plain)
 
 
-# The classes of a call and of its static options, by its step; cache.py adds its own.
-STEPS: dict[str, tuple[Any, Any]] = {FORWARD: (Call, Static), BACKWARD: (Call, Static)}
+# The classes of a call and of its static options, by its step; cache.py and derivatives.py add their own.
+STEPS: dict[str, tuple[Any, Any]] = dict.fromkeys(COMPUTED_BY, (Call, Static))
 
 
 def _plain(value: Any) -> Any:

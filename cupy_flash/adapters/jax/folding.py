@@ -1,49 +1,58 @@
 """vmap of attention: one call in which vmap's axis is a part of the batch or of the heads, not a loop.
 
-The batch takes it unless a sink or packed sequences are shared by all sequences; then the heads do. Dropout and mods
-depend on the numbers of sequence and head, and a few combinations fit neither axis: these run instance by instance.
+The batch takes it unless a sink or packed sequences are shared by all sequences; then the heads do. Mods are rewritten
+so that each instance sees its own numbers of sequence and head, and its own captured arrays. Dropout, whose bits are
+drawn by these numbers, batched numbers, and a few combinations that fit neither axis run instance by instance.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .axes import BROADCAST, LAYOUTS, axes_of, sizes_of
-from .calls import BOUNDS, NUMBERS, SAVED, Call
-
-PER_INSTANCE = ("seed", "first", "array0", *NUMBERS)  # operands of calls that are not folded
-PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands without an axis of heads
+from ...mods.instances import side_by_side
+from .axes import BROADCAST, LAYOUTS, TANGENTS
+from .calls import SAVED
 
 
-def batched(bind: Any, arrays: Any, mapped: list[bool], count: int, call: Call) -> Any:
-    """The results of `count` instances by calls of `bind`, instances first; `mapped` arrays have them first, too."""
+def batch(bind: Any, arrays: Any, places: Any, call: Any) -> Any:
+    """The results of all instances by calls of `bind`, instances first; `places` are the axes of vmap, or None."""
+    mapped = [place is not None for place in places]
+    arrays = [x if place is None else jnp.moveaxis(x, place, 0) for x, place in zip(arrays, places, strict=True)]
+    count = next(len(x) for x, is_mapped in zip(arrays, mapped, strict=True) if is_mapped)
     names = {name for name, is_mapped in zip(call.names, mapped, strict=True) if is_mapped}
     if count == 0:
         instance = zip(call.names, mapped, arrays, strict=True)
         like = {name: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype) for name, is_mapped, x in instance}
         return tuple(jnp.zeros((0, *shape), dtype) for shape, dtype in call.results(like).values())
-    letter = _axis(call, names)
+    letter = call.fold_axis(names)
     if letter is None:
-        return _one_by_one(bind, arrays, mapped)
+        return _one_by_one(functools.partial(bind, call=call.text), arrays, mapped)
     shapes = {name: x.shape[1:] if name in names else x.shape for name, x in zip(call.names, arrays, strict=True)}
-    sizes = sizes_of(shapes, call.static.layout_of_arrays)
+    sizes = call.sizes(shapes)
     fold = [
         _fold(name, x, name in names, count, letter, sizes, call) for name, x in zip(call.names, arrays, strict=True)
     ]
-    named = zip(call.result_names, bind(*fold), strict=True)
+    folded = call._replace(static=_with_instances(call, names, letter, sizes))
+    named = zip(call.result_names, bind(*fold, call=folded.text), strict=True)
     return tuple(_unfold(name, x, count, letter, shapes.get(name[1:]), call) for name, x in named)
 
 
-def _axis(call: Call, mapped: set[str]) -> str | None:
-    """The axis that takes vmap's, "b" or "h"; None where there is none."""
-    if any(name in call.names for name in PER_INSTANCE) or call.static.dropout or call.static.score_mod:
-        return None
-    if "sink" not in call.names and call.static.layout_of_arrays != "thd":
-        return "b"
-    return None if mapped & set(PER_SEQUENCE) else "h"
+def _with_instances(call: Any, mapped: set[str], letter: str, sizes: dict[str, int]) -> Any:
+    """The static options for the folded call: mods that tell the instances apart."""
+    static = call.static
+    if getattr(static, "score_mod", None) is None:
+        return static
+    slots = frozenset(
+        int(name.removeprefix("array"))
+        for name in call.names
+        if name.startswith("array") and (name in mapped or not _may_broadcast(name, call))
+    )
+    text, _, numbers = static.score_mod.rpartition("\n")
+    return static._replace(score_mod=f"{side_by_side(text, letter, sizes[letter], slots)}\n{numbers}")
 
 
 def _one_by_one(bind: Any, arrays: Any, mapped: list[bool]) -> Any:
@@ -54,15 +63,17 @@ def _one_by_one(bind: Any, arrays: Any, mapped: list[bool]) -> Any:
     return jax.lax.map(run, [x for x, is_mapped in zip(arrays, mapped, strict=True) if is_mapped])
 
 
-def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[str, int], call: Call) -> Any:
+def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[str, int], call: Any) -> Any:
     """An operand with `count` instances in the axis `letter`; unchanged where all instances share it."""
+    if _moves(name).startswith("array"):
+        return x if mapped or _may_broadcast(name, call) else jnp.broadcast_to(x, (count, *x.shape))
     rank = x.ndim - mapped
-    if name in BROADCAST:
+    if _moves(name) in BROADCAST:
         x, rank = x.reshape(*x.shape[:mapped], *(1,) * (4 - rank), *x.shape[mapped:]), 4
-    axes = axes_of(name, rank, call.static.layout_of_arrays)
+    axes = call.axes(name, rank)
     letter = "g" if letter == "h" and "g" in axes else letter
-    optional = name not in LAYOUTS["thd"] and name not in SAVED and f"d{name}" not in call.result_names
-    if not mapped and optional and (letter not in axes or x.shape[axes.index(letter)] == 1):
+    broadcast = letter not in axes or (_moves(name) in BROADCAST and x.shape[mapped:][axes.index(letter)] == 1)
+    if not mapped and broadcast and _may_broadcast(name, call):
         return x
     x = x if mapped else jnp.broadcast_to(x, (count, *x.shape))
     if letter not in axes:
@@ -75,9 +86,23 @@ def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[
     return x.reshape(shape)
 
 
-def _unfold(name: str, x: Any, count: int, letter: str, shape: Any, call: Call) -> Any:
+def _moves(name: str) -> str:
+    """The operand that a tangent moves; the name itself for another operand."""
+    return name[1:] if name[:1] in TANGENTS else name
+
+
+def _may_broadcast(name: str, call: Any) -> bool:
+    """Whether an operand may lack an axis: q, k, v, what the forward saved, and one that has a derivative may not."""
+    moves = _moves(name)
+    derived = {f"d{moves}"} & {*call.result_names} | {f"{letter}{moves}" for letter in TANGENTS} & {*call.names}
+    return moves not in LAYOUTS["thd"] and moves not in SAVED and not derived
+
+
+def _unfold(name: str, x: Any, count: int, letter: str, shape: Any, call: Any) -> Any:
     """A result with its instances first; `shape`, of the operand for a gradient, may have axes that broadcast."""
-    axes = axes_of(name, x.ndim, call.static.layout_of_arrays)
+    if name.startswith("darray"):
+        return x
+    axes = call.axes(name, x.ndim)
     place = axes.index("g" if letter == "h" and "g" in axes else letter)
     x = x.reshape(*x.shape[:place], count, x.shape[place] // count, *x.shape[place + 1 :])
     x = jnp.moveaxis(x, place, 0)

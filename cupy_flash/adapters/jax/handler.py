@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
-from ...problem import UnsupportedError
+from ...problem import DOUBLE_BACKWARD, UnsupportedError
 from . import frame as ffi
 from .calls import parse
 
@@ -63,6 +63,8 @@ def handle(frame: ffi.CallFrame, platform: str) -> None:
         return
     attributes = _attributes(frame.attrs)
     call = parse(attributes[CALL])
+    if getattr(call.static, "places", None) is not None:
+        call = call.on_device(f"{jax.process_index()}:{_device(frame)}")
     simulated = (call.static.backend or "").startswith("simulator")  # its memory is the host's
     memory = Memory("cpu", 0)
     if platform == "cuda" and not simulated:
@@ -85,9 +87,12 @@ def _load(call: Any, operands: dict[str, Array]) -> None:
     import cupy
 
     problem, _ = call.pose(operands)
-    plan = backends.plan_for(problem)
-    with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
-        backends.load(plan.launches, plan.device)
+    problems = [problem]
+    if call.step == DOUBLE_BACKWARD:
+        problems.append(backends.along_cotangents(problem))
+    for plan in map(backends.plan_for, problems):
+        with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
+            backends.load(plan.launches, plan.device)
 
 
 @functools.lru_cache(maxsize=64)

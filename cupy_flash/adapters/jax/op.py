@@ -1,8 +1,8 @@
 """Attention on jax arrays with gradients, eager and under jax's transformations.
 
-Forward and backward are one jax.custom_vjp. Arrays with contents are computed as in any other call, problem -> plan ->
-backend, on their own memory (DLPack), on a CPU or a GPU. Under tracing, and for arrays that several devices share, the
-call becomes a primitive (primitive.py), which a compiled program runs through XLA's FFI.
+A call is a step (step.py) with derivatives (derivatives.py). Arrays with contents are computed as in any other call,
+problem -> plan -> backend, on their own memory (DLPack), on a CPU or a GPU. Under tracing, and for arrays that several
+devices share, the step becomes a call of XLA's FFI (primitive.py) in a compiled program.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...mods.trace import Mod, decoded, mod_of
-from ...problem import Options
-from . import primitive
-from .calls import ARRAYS, BACKWARD, FORWARD, NUMBERS, Call, Static
+from ...problem import JVP, Options
+from . import derivatives  # noqa: F401  # the rules of differentiation
+from .calls import ARRAYS, FORWARD, NUMBERS, Static
+from .step import run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
     from ...arguments import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
@@ -53,10 +56,10 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cupy_flash.attention` on jax arrays, with the same arguments and results; see there.
 
-    Differentiable once, in reverse mode, with respect to q, k, v, bias, sink and the floating arrays that score_mod
-    captures, which must be of jax; through out and lse. Works under grad, jit, vmap, scan, jax.checkpoint, shard_map,
-    pmap and jax.export. Arrays sharded over batch or heads stay sharded; a sharded sequence is an error that names
-    `ring_attention`.
+    Differentiable in both modes, and twice unless both are forward mode, with respect to q, k, v, bias, sink
+    and the floating arrays that score_mod captures, which must be of jax; through out and lse. Works under grad, jvp,
+    hessian, jit, vmap, scan, jax.checkpoint, shard_map, pmap and jax.export. Arrays sharded over batch or heads stay
+    sharded; a sharded sequence is an error that names `ring_attention`.
 
     Args:
         q: of jax, as are the arrays among the options; NumPy's become jax's.
@@ -132,15 +135,78 @@ def attention_varlen(
     return attend("attention_varlen", operands, options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
+def attention_jvp(
+    q: JaxArray,
+    k: JaxArray,
+    v: JaxArray,
+    tq: JaxArray | None = None,
+    tk: JaxArray | None = None,
+    tv: JaxArray | None = None,
+    *,
+    tbias: JaxArray | None = None,
+    tsink: JaxArray | None = None,
+    tcaptured: Sequence[JaxArray | None] | None = None,
+    **options: Unpack[PaddedOptions[JaxArray]],
+) -> tuple[jax.Array, ...]:
+    """`cupy_flash.attention_jvp` on jax arrays: `attention` and its derivative in one direction, in one pass.
+
+    `jax.jvp` of `attention` gives the same in a forward and this pass. Differentiable once, in reverse mode.
+
+    Args:
+        q: as in `attention`.
+        k: likewise.
+        v: likewise.
+        tq: the tangent of q, its shape and dtype; None is 0 and costs nothing, here and below.
+        tk: the tangent of k.
+        tv: the tangent of v.
+        tbias: the tangent of the option bias.
+        tsink: the tangent of the option sink.
+        tcaptured: the tangents of the arrays that score_mod captures, in the order of `Mod.arrays`, or None.
+        **options: those of `attention`.
+
+    Returns:
+        (out, tout), or (out, tout, lse, tlse) with return_lse.
+
+    Raises:
+        TypeError: as `attention`.
+        ValueError: likewise.
+        UnsupportedError: no engine of the backend computes it.
+    """
+    function = "attention_jvp"
+    static, operands, captured = _read(function, {"q": q, "k": k, "v": v}, options)
+    if tcaptured is not None and (not isinstance(tcaptured, (tuple, list)) or len(tcaptured) != len(captured)):
+        raise TypeError(
+            f"{function}: tcaptured must be a sequence with a tangent or None for each of the {len(captured)} captured "
+            "arrays"
+        )
+    tangents = {"tq": tq, "tk": tk, "tv": tv, "tbias": tbias, "tsink": tsink}
+    tangents |= {f"tarray{slot}": x for slot, x in enumerate(tcaptured or ())}
+    moved = _operands(function, {name: x for name, x in tangents.items() if x is not None})
+    results = run(JVP, static, operands | moved)
+    names = ("out", "tout", "lse", "tlse") if static.return_lse else ("out", "tout")
+    return tuple(results[name] for name in names)
+
+
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
     """out or (out, lse) of the operands, to which those among the options are added."""
+    static, operands, _ = _read(function, operands, options, **sizes)
+    results = run(FORWARD, static, operands)
+    return (results["out"], results["lse"]) if static.return_lse else results["out"]
+
+
+def _read(
+    function: str, operands: dict[str, Any], options: Any, **sizes: Any
+) -> tuple[Static, dict[str, Any], tuple[Any, ...]]:
+    """The static options, all operands by name, and the arrays that mods capture."""
     settings = Options.of(function, options)
+    captured: tuple[Any, ...] = ()
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
         operands["seed"], settings.seed = seed_words(function, settings.seed), None
     if settings.score_mod is not None or settings.mask_mod is not None:
         mod = _mod_of_jax(function, settings)
-        operands |= {f"array{slot}": array for slot, array in enumerate(mod.arrays)}
+        captured = tuple(mod.arrays)
+        operands |= {f"array{slot}": array for slot, array in enumerate(captured)}
         settings.score_mod, settings.mask_mod = mod.encoded, None
     for name, example in NUMBERS.items():
         if _is_traced(getattr(settings, name)):
@@ -156,8 +222,7 @@ def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) 
             "what it traces: make it a static argument of jax.jit"
         )
     static = Static(**jax.tree.map(_of_python, given))
-    out, lse = _attention(static, _operands(function, operands))
-    return (out, lse) if settings.return_lse else out
+    return static, _operands(function, operands), captured
 
 
 def seed_words(function: str, seed: Any) -> Any:
@@ -211,75 +276,6 @@ def _mod_of_jax(function: str, settings: Options) -> Mod:
     return mod
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """(out, lse)."""
-    results = _run(FORWARD, static, operands)
-    return results["out"], results["lse"]
-
-
-def _save(static: Static, operands: dict[str, Any]) -> tuple[Any, Any]:
-    out, lse = _attention(static, operands)
-    return (out, lse), (operands, out, lse)
-
-
-def _differentiate(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
-    operands, out, lse = saved
-    dout, dlse = _of_jax(cotangents)
-    gradients = _run(BACKWARD, static, operands | {"dout": dout, "out": out, "lse": lse, "dlse": dlse})
-    named = {
-        name.removeprefix("d"): primitive.typed_like(gradient, operands[name.removeprefix("d")])
-        for name, gradient in gradients.items()
-    }
-    return (dict.fromkeys(operands) | named,)  # None: no gradient
-
-
-_attention.defvjp(_save, _differentiate)
-
-
-def _run(step: str, static: Static, operands: dict[str, Any]) -> dict[str, Any]:
-    """The results of a call by name, on the memory of its operands if they have one and it is that of one device."""
-    call = Call(step, static, tuple(operands))
-    if not any(_is_traced(x) or len(x.devices()) > 1 for x in operands.values()):
-        _require_one_device(static.function, operands)
-        results = {name: result.result() for name, result in call.run(operands, []).items()}
-        _require_numbers(static.function, results)
-        return results
-    if step == FORWARD:
-        primitive.check(call, operands)
-    return _bind(call, operands)
-
-
-def _require_one_device(function: str, operands: dict[str, Any]) -> None:
-    """Raise if arrays are committed to different devices: those of jax on a CPU share their memory."""
-    devices: dict[Any, list[str]] = {}
-    for name, x in operands.items():
-        if x.committed:
-            devices.setdefault(x.device, []).append(name)
-    if len(devices) > 1:
-        where = "; ".join(f"{', '.join(names)} on {device}" for device, names in devices.items())
-        raise ValueError(f"{function}: all arrays must be on one device, not {where}")
-
-
-def _require_numbers(function: str, results: dict[str, Any]) -> None:
-    """Raise what jax raises under jax_debug_nans, which sees only the operations of jax itself."""
-    if jax.config.jax_debug_nans:
-        invalid = [name for name, x in results.items() if jnp.isnan(x).any()]
-        if invalid:
-            raise FloatingPointError(f"{function}: invalid value (nan) in {', '.join(invalid)}")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _bind(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """The results of a traced call. Its derivative is `_differentiate`, and that has none."""
-    return primitive.bind(call, operands)
-
-
-@_bind.defjvp
-def _refuse_second(call: Call, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(f"{call.static.function}: jax gets one derivative of it, in reverse mode")
-
-
 def _operands(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """Arrays and what jax makes arrays of, such as lists and numbers."""
     operands = {}
@@ -294,10 +290,6 @@ def _operands(function: str, given: dict[str, Any]) -> dict[str, Any]:
 def _of_python(value: Any) -> Any:
     """An option without its array: the same under jit, where jax would trace what is read from it."""
     return np.asarray(value).tolist() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
-
-
-def _of_jax(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def _is_traced(tree: Any) -> bool:

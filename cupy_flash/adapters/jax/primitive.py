@@ -1,9 +1,7 @@
-"""A traced call: a function that jax transforms, around the primitive that is lowered to the call of the handler.
+"""The call of one device in a compiled program: a primitive that is lowered to XLA's FFI (handler.py).
 
-vmap folds its axis into the batch or the heads (folding.py), and sharded arrays become a call per shard (sharding.py).
-The primitive, the call of one device, is lowered to XLA's FFI (handler.py): on a CPU with the results alone, on a GPU
-with the workspaces of the plan as further results, whose memory XLA owns. Where jaxlib has another major version of the
-interface, a CPU falls back to jax.pure_callback.
+On a CPU it has the results alone, on a GPU the workspaces of the plan as further results, whose memory XLA owns. Where
+jaxlib has another major version of the interface, a CPU falls back to jax.pure_callback.
 """
 
 from __future__ import annotations
@@ -14,94 +12,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
 from ...backends import kernels
-from . import folding, frame, handler, sharding
-from .calls import BACKWARD, NUMBERS, Call, parse
+from ...problem import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
+from . import frame, handler
+from .calls import BACKWARD, CACHED, FORWARD, NUMBERS, Call, parse
 
 local_p = Primitive("cupy_flash_attention")  # on one device
-
-
-def bind(call: Call, operands: dict[str, Any]) -> dict[str, Any]:
-    """The results of a call by name, computed by a compiled program."""
-    arrays = [operands[name] for name in call.names]
-    return dict(zip(call.result_names, attend(*arrays, call=call.text), strict=True))
-
-
-def attend(*arrays: Any, call: str) -> Any:
-    """The results of a call, traced into the caller's program; of arrays with contents by a program of its own."""
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return _program(call)(*arrays)
-    arrays = _varying_alike(arrays)
-    mesh = jax.typeof(arrays[0]).sharding.mesh
-    if not mesh.explicit_axes:
-        return _transformable(call)(*arrays)
-    out = sharding.types_of_results(parse(call), mesh, [jax.typeof(x) for x in arrays])
-    return jax.sharding.auto_axes(_transformable(call), out_sharding=out)(*arrays)
-
-
-def typed_like(gradient: Any, operand: Any) -> Any:
-    """A gradient that varies and is sharded as its operand: summed over the devices that share the operand."""
-    shared = tuple(_varying(gradient) - _varying(operand))
-    gradient = jax.lax.psum(gradient, shared) if shared else gradient
-    given, expected = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
-    return jax.sharding.reshard(gradient, expected) if expected.mesh.explicit_axes and given != expected else gradient
-
-
-def _varying(x: Any) -> frozenset[Any]:
-    """The mesh axes of a shard_map over which an array varies: jax before 0.10 calls them vma."""
-    aval = jax.typeof(x)
-    axes: frozenset[Any] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
-    return axes
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(call: str) -> Any:
-    return jax.jit(_transformable(call))
-
-
-@functools.lru_cache(maxsize=1024)
-def _transformable(call: str) -> Any:
-    """A call that vmap folds and that keeps its shards."""
-
-    @custom_vmap
-    def function(*arrays: Any) -> Any:
-        return sharding.sharded(local_p.bind, arrays, call)
-
-    @function.def_vmap
-    def _batched(size: int, mapped: list[bool], *arrays: Any) -> Any:
-        results = folding.batched(functools.partial(attend, call=call), arrays, mapped, size, parse(call))
-        return tuple(results), (True,) * len(results)
-
-    return function
-
-
-def check(call: Call, operands: dict[str, Any]) -> None:
-    """Raise what the call would raise for its shapes, dtypes and options, or if no engine serves it."""
-    problem, _ = call.pose({name: _stand_in(x) for name, x in operands.items() if name not in NUMBERS})
-    backends.plan_for(problem)
-
-
-def _stand_in(x: Any) -> Array:
-    """An array of zeros of a tracer's shape and dtype, in the memory of one element."""
-    array = as_array(np.broadcast_to(np.zeros((), x.dtype), x.shape), "operand")
-    array.framework = "jax"
-    return array
-
-
-def _varying_alike(arrays: Any) -> Any:
-    """Operands that vary over the same mesh axes of a shard_map: one that some devices share becomes each's own."""
-    varying: list[frozenset[Any]] = [_varying(x) for x in arrays]
-    union: frozenset[Any] = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(union - own), to="varying") if own != union else x
-        for x, own in zip(arrays, varying, strict=True)
-    ]
 
 
 def _abstract(*operands: Any, call: str) -> list[Any]:
@@ -141,20 +62,31 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
     if reason is not None:
         raise NotImplementedError(f"attention cannot be compiled for a GPU: {reason}")
     parsed = parse(call)
-    unread = [name for name in parsed.names if name in (*NUMBERS, "first")]
+    unread = [name for name in parsed.names if name in NUMBERS]
     if unread:
         raise NotImplementedError(
             f"{parsed.static.function}: {', '.join(unread)} must have a value while jax compiles for a GPU, whose "
-            "memory the host does not read"
+            "memory the host does not read; in place of a traced scale, multiply q by it and pass scale=1.0"
         )
-    recorder = Recorder("cuda:0")
-    described = zip(parsed.names, context.avals_in, strict=True)
-    operands_like = {name: recorder.array(x.shape, x.dtype) for name, x in described}
-    written, outputs = allocations(parsed, recorder, operands_like)
+    written, outputs = _allocations_on_gpu(parsed, context.avals_in)
     avals = [jax.core.ShapedArray(shape, dtype) for shape, dtype in written]
     rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parsed.aliases)
     results = rule(context.replace(avals_out=avals), *operands, call=call, outputs=" ".join(map(str, outputs)))
     return [results[index] for index in outputs]
+
+
+def _allocations_on_gpu(call: Call, avals: Any) -> tuple[list[Any], list[int]]:
+    """As `allocations`, the same on each device that shares the call."""
+    places = getattr(call.static, "places", None)
+    shares = [call] if places is None else [call.on_device(device) for device in places]
+    found = []
+    for share in shares:
+        recorder = Recorder("cuda:0")
+        named = zip(share.names, avals, strict=True)
+        found.append(allocations(share, recorder, {name: recorder.array(x.shape, x.dtype) for name, x in named}))
+    if any(other != found[0] for other in found):
+        raise NotImplementedError(f"{call.static.function}: the devices that share the call need different workspaces")
+    return found[0]
 
 
 class Recorder:
@@ -182,25 +114,24 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
     if call.aliases:  # an append: the caches, and no workspaces
         backends.plan_for(problem)
         return list(call.results(operands).values()), list(range(len(call.aliases)))
-    run = kernels.backward if call.step == BACKWARD else kernels.forward
-    results = call.named(run(backends.plan_for(problem), posed, lambda work: None))
+    results = call.named(_traced(call.step, problem, posed))
     places = {id(array): place for place, array in enumerate(recorder.arrays)}
     return [(x.shape, x.dtype) for x in recorder.arrays], [places[id(result)] for result in results.values()]
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(call: str) -> Any:
-    return jax.jit(functools.partial(local_p.bind, call=call))
-
-
-def _evaluate(*arrays: Any, call: str) -> Any:
-    """The results for arrays with contents; compiled under jax.disable_jit too, or the primitive would call itself."""
-    with jax.disable_jit(False):
-        return _compiled(call)(*arrays)
+def _traced(step: str, problem: Problem, operands: Operands) -> Any:
+    """The results of a step whose kernels do not start."""
+    plan = backends.plan_for(problem)
+    if step != DOUBLE_BACKWARD:
+        run = {FORWARD: kernels.forward, CACHED: kernels.forward, BACKWARD: kernels.backward, JVP: kernels.jvp}[step]
+        return run(plan, operands, lambda work: None)
+    along = backends.plan_for(backends.along_cotangents(problem))
+    _, _, tout, tlse = kernels.jvp(along, operands, lambda work: None)
+    gradients = kernels.backward(plan, operands._replace(tout=tout, tlse=tlse), lambda work: None)
+    return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
 local_p.multiple_results = True
-local_p.def_impl(_evaluate)
 local_p.def_abstract_eval(_abstract)
 mlir.register_lowering(local_p, _on_cpu, platform="cpu")
 mlir.register_lowering(local_p, _on_gpu, platform="cuda")

@@ -17,9 +17,9 @@ import numpy as np
 from ... import features
 from ...mask import Mask
 from ...problem import Options
-from . import primitive
-from .calls import BACKWARD, FORWARD, Call, Static
+from .calls import BACKWARD, FORWARD, Static
 from .op import JaxArray, seed_words
+from .step import run, typed_like
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -194,9 +194,7 @@ class _Ring(NamedTuple):
         given |= {name: self.pieces(operands[name])[pair.kv_piece] for name in "kv"}
         given |= {name: self.rows(name, x, pair.q_piece) for name, x in saved.items()}
         given["starts"] = jnp.broadcast_to(starts, (batch, 3))
-        call = Call(step, self.static, tuple(given))
-        primitive.check(call, given)
-        return primitive.bind(call, given)
+        return run(step, self.static, given)
 
     def rows(self, name: str, x: Any, piece: int) -> Any:
         """A piece of what the forward saved."""
@@ -266,7 +264,7 @@ def _differentiate(ring: _Ring, saved: Any, cotangents: tuple[Any, Any]) -> tupl
             *keys, dk, dv = ring.pass_on([*keys, *dkeys], 1)
             dkeys = [dk, dv]
     totals |= dict(zip("kv", ring.pass_on(dkeys, 1 - len(schedule)), strict=True))
-    named = {name: primitive.typed_like(x.astype(operands[name].dtype), operands[name]) for name, x in totals.items()}
+    named = {name: typed_like(x.astype(operands[name].dtype), operands[name]) for name, x in totals.items()}
     return (dict.fromkeys(operands) | named,)
 
 

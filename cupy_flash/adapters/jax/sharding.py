@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .axes import axes_of, sizes_of
 from .calls import Call, parse
 
 Axes = tuple[str, ...]  # names of mesh axes
+SHARDED = ("q", "k_cache", "v_cache", "k", "v")  # the operands that decide how a call is split, the first one first
 
 
-def sharded(bind: Any, arrays: Any, call: str) -> Any:
+def sharded(bind: Any, *arrays: Any, call: Call) -> Any:
     """The results of a call, computed shard by shard: `bind` is the call of one device."""
-    return _partitioned(bind, call, tuple(x.shape for x in arrays))(*arrays)
+    return _partitioned(bind, call.text, tuple(x.shape for x in arrays))(*arrays)
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,6 +54,23 @@ def _partitioned(bind: Any, text: str, shapes: tuple[tuple[int, ...], ...]) -> A
     return function
 
 
+@functools.lru_cache
+def example() -> Any:
+    """A program with a sharding rule, a parameter of primitives that are lowered to one.
+
+    jax tells the lowering of custom_partitioning its devices if it finds that primitive in the program or in the
+    parameters of what the program calls.
+    """
+    same = custom_partitioning(lambda x: x)
+    same.def_partition(lambda *_: None, sharding_rule="i -> i")  # never run
+    return jax.make_jaxpr(same)(jax.ShapeDtypeStruct((1,), jnp.float32))
+
+
+def explicit_mesh(types: Any) -> Any:
+    """The mesh of the first operand with axes that are explicit in its type; a constant has none."""
+    return next((x.sharding.mesh for x in types if x.sharding.mesh.explicit_axes), None)
+
+
 def types_of_results(call: Call, mesh: Any, operands: Any) -> tuple[Any, ...]:
     """The shardings of the results for operands of a mesh whose axes are explicit in their types."""
     results = call.results(dict(zip(call.names, operands, strict=True)))
@@ -66,14 +84,13 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     The heads of q are (g r), r = Hq // Hk query heads of each of the g key/value heads: were they factors of their own,
     a query head would meet the keys of another group.
     """
-    layout = call.static.layout_of_arrays
-    sizes = sizes_of(shapes, layout)
-    group = sizes["h"] // sizes["g"]
+    sizes = call.sizes(shapes)
+    group = sizes.get("h", sizes["g"]) // sizes["g"]
     whole: list[str] = ["r"] if group > 1 else []  # factors that stay on one device
 
     def factors(name: str, shape: tuple[int, ...]) -> str:
         written = []
-        for letter, size in zip(axes_of(name, len(shape), layout), shape, strict=True):
+        for letter, size in zip(call.axes(name, len(shape)), shape, strict=True):
             if sizes.get(letter) != size:
                 letter = f"w{len(whole)}"  # no axis of q, k or v, or one that broadcasts
             if letter not in "bghij":
@@ -96,7 +113,7 @@ class _Split(NamedTuple):
     """How a call is split: the axes of the mesh over which its batch and its key/value heads are sharded."""
 
     mesh: Any
-    layout: str
+    call: Any
     sizes: dict[str, int]  # sizes of the unsharded axes, by letter
     batch: Axes
     heads: Axes
@@ -104,7 +121,7 @@ class _Split(NamedTuple):
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[Axes | None, ...]:
         """The axes of the mesh for each dimension of an operand or result."""
         axes = {"b": self.batch, "h": self.heads, "g": self.heads}
-        letters = axes_of(name, len(shape), self.layout)
+        letters = self.call.axes(name, len(shape))
         whole = zip(letters, shape, strict=True)
         return tuple((axes.get(x) or None) if self.sizes.get(x) == size else None for x, size in whole)
 
@@ -124,20 +141,35 @@ class _Split(NamedTuple):
         """The numbers of a shard's first sequence and first query head, int32 (2,)."""
         places = []
         for letter, axes in (("b", self.batch), ("h", self.heads)):
-            shards = math.prod(self.mesh.shape[axis] for axis in axes)
             index = jax.lax.axis_index(axes) if axes else 0
-            places.append(index * (self.sizes.get(letter, 0) // shards))
+            places.append(index * self._size_of_shard(letter, axes))
         return jnp.asarray(places, jnp.int32)
+
+    def places(self) -> dict[str, list[int]]:
+        """The numbers of `first` of each device, by its process and its ordinal: the host reads no memory of a GPU."""
+        places = {}
+        for index, device in np.ndenumerate(self.mesh.devices):
+            at = dict(zip(self.mesh.axis_names, index, strict=True))
+            place = []
+            for letter, axes in (("b", self.batch), ("h", self.heads)):
+                number = 0
+                for axis in axes:
+                    number = number * self.mesh.shape[axis] + at[axis]
+                place.append(int(number) * self._size_of_shard(letter, axes))
+            places[f"{device.process_index}:{device.local_hardware_id}"] = place
+        return places
+
+    def _size_of_shard(self, letter: str, axes: Axes) -> int:
+        return self.sizes.get(letter, 0) // math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 def _split(call: Call, mesh: Any, operands: Any) -> _Split:
     """How q, k and v are sharded; ValueError for a sharded sequence."""
-    layout = call.static.layout_of_arrays
     named = dict(zip(call.names, operands, strict=True))
-    sizes = sizes_of({name: named[name].shape for name in "qkv"}, layout)
+    sizes = call.sizes({name: x.shape for name, x in named.items()})
     given: dict[str, Axes] = {}
-    for name in "qkv":
-        for letter, axes in zip(axes_of(name, 4, layout), _spec_of(named[name]), strict=False):
+    for name in (name for name in SHARDED if name in named):
+        for letter, axes in zip(call.axes(name, named[name].ndim), _spec_of(named[name]), strict=False):
             letter = "g" if letter == "h" else letter
             if axes and letter in "ij":
                 raise ValueError(
@@ -146,8 +178,8 @@ def _split(call: Call, mesh: Any, operands: Any) -> _Split:
                 )
             if axes:
                 given.setdefault(letter, axes)
-    batch, heads = (_dividing(given.get(letter, ()), sizes.get(letter, 0), mesh) for letter in "bg")
-    return _Split(mesh, layout, sizes, batch, tuple(axis for axis in heads if axis not in batch))
+    batch, heads = (_dividing(given.get(letter, ()), sizes[letter], mesh) if letter in sizes else () for letter in "bg")
+    return _Split(mesh, call, sizes, batch, tuple(axis for axis in heads if axis not in batch))
 
 
 def _spec_of(x: Any) -> tuple[Axes, ...]:
@@ -165,9 +197,12 @@ def _dividing(axes: Axes, size: int, mesh: Any) -> Axes:
 
 def _shard(bind: Any, call: Call, split: _Split, missing: tuple[Axes, ...], *arrays: Any) -> Any:
     """The results of one device from its shards."""
-    if call.static.dropout or call.static.score_mod or "dropout" in call.names:
+    if call.reads_place:
         static = call.static._replace(whole_heads=split.sizes["h"])
-        call = call._replace(static=static, names=(*call.names, "first"))
-        arrays = (*arrays, split.first())
+        if split.mesh.devices.flat[0].platform == "gpu":
+            call = call._replace(static=static._replace(places=split.places()))
+        else:
+            call = call._replace(static=static, names=(*call.names, "first"))
+            arrays = (*arrays, split.first())
     results = bind(*arrays, call=call.text)
     return tuple(jax.lax.psum(x, axes) if axes else x for x, axes in zip(results, missing, strict=True))

@@ -15,6 +15,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ... import backends
 from ...features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
 from ...pose_cache import CacheOptions, pose_append, pose_with_cache
+from ...problem import UnsupportedError
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
@@ -49,6 +50,8 @@ append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
 def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     """The result of `cupy_flash.attention_with_kv_cache` on tensors; where `out` is given, that tensor."""
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    if options.score_mod is not None or options.mask_mod is not None:
+        return _attend_with_mods(q, k_cache, v_cache, options, given)
     reasons = _recorded(given)
     try:
         arguments = _arguments(ATTEND, given, options, reasons)
@@ -60,6 +63,30 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     if options.out is not None:
         result = options.out
     return (result, lse) if options.return_lse else result
+
+
+def _attend_with_mods(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
+    """`attend` without the operator, which takes no functions; torch.compile cannot trace it."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
+    reasons = _recorded(given | _captured(options))
+    with on_device_of(q):
+        result, lse = backends.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
+    _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
+    out = result.result() if options.out is None else options.out
+    return (out, lse.result()) if options.return_lse else out
+
+
+def _captured(options: CacheOptions) -> dict[str, Any]:
+    """The arrays that the mods capture, as errors name them; none of mods that cannot be traced, which pose reports."""
+    from ...mods.ir import Untraceable
+    from ...mods.trace import mod_of
+
+    try:
+        arrays = mod_of(options.score_mod, options.mask_mod).arrays
+    except Untraceable:
+        return {}
+    return {f"array{slot}": array for slot, array in enumerate(arrays)}
 
 
 def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions) -> None:

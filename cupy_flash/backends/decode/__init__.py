@@ -28,6 +28,7 @@ from ...spans import read_spans
 from ..products import product, square_sum
 from ..workers import Stop, run_tasks
 from . import append as appending
+from .mods import Mods
 from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
@@ -118,7 +119,8 @@ class _Call:
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
-        self.modifies |= problem.dense_mask is not None
+        self.modifies |= problem.dense_mask is not None or problem.mods != ""
+        self.mods = Mods(problem, operands) if problem.mods else None
         by_head = (-1, problem.kv_heads, problem.group)
         slopes, sink = operands.alibi_slopes, operands.sink
         self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
@@ -193,12 +195,16 @@ class _Call:
             np.tanh(S, out=S)
             S *= problem.softcap
         left, right = problem.mask.left, problem.mask.right
-        if self.slopes is not None or tile.is_partly_hidden(problem.mask, start, stop):
+        is_hidden = tile.is_partly_hidden(problem.mask, start, stop)
+        if self.slopes is not None or is_hidden:
             distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
-            if self.slopes is not None:
-                slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
-                group = np.arange(S.shape[1]) % problem.group
-                S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
+        if self.slopes is not None:
+            slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
+            group = np.arange(S.shape[1]) % problem.group
+            S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
+        if self.mods is not None:
+            self.mods.apply(S, tile, start)
+        if is_hidden:
             if left is not None:
                 np.copyto(S, -np.inf, where=distance > left)
             if right is not None:

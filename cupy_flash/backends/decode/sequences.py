@@ -27,7 +27,8 @@ class Sequence(NamedTuple):
     keys: Keys
     position: int  # position of query 0 for causal, window and ALiBi
     mask: np.ndarray | None  # bool (Hq, Sq, s)
-    mask_start: int  # the key of the first column of `mask`
+    mask_start: int  # the key of its first column
+    q_idx: np.ndarray | None = None  # int64 (Sq,): the positions that mods see; None without mods
 
 
 class RowTile(NamedTuple):
@@ -78,6 +79,13 @@ class RowTile(NamedTuple):
         """The position of each row, (rows,)."""
         return self.position + np.arange(self.rows) // problem.group
 
+    def row_indices(self, problem: Problem) -> np.ndarray:
+        """The q_idx of each row, int32 (rows, 1); 0 for rows that are no queries."""
+        indices = np.zeros((1, self.rows, 1), np.int32)
+        assert self.sequence.q_idx is not None
+        self._of_queries(indices, problem)[...] = self.sequence.q_idx[self.queries, None, None, None]
+        return indices[0]
+
     def cut_mask(self, problem: Problem, start: int, stop: int) -> np.ndarray:
         """The mask of the keys [start, stop), bool, broadcastable to (Hk, rows, stop - start)."""
         sequence = self.sequence
@@ -121,6 +129,7 @@ def sequences_of_cache(
         q = flat.reshape(q.shape)
     k, v = (x.numpy() if cache.layout == "bshd" else x.numpy().transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
     mask = None if operands.mask is None else operands.mask.numpy()
+    q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
     blocks, table, pads = (
         None if x is None else x.numpy() for x in (given.cache_batch_idx, given.block_table, given.cache_leftpad)
     )
@@ -138,7 +147,8 @@ def sequences_of_cache(
             seen, first = np.broadcast_to(one, (problem.heads, *one.shape[1:])), length - mask.shape[3]
         sequences.append(
             Sequence(
-                b, q[here], out[here], lse[:, here[0]] if packed else lse[b], keys, length - rows, seen, first
+                b, q[here], out[here], lse[:, here[0]] if packed else lse[b], keys, length - rows, seen, first,
+                None if q_idx is None else q_idx[start : start + rows],
             )
         )  # fmt: skip
     return sequences

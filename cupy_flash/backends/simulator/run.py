@@ -18,6 +18,11 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     return kernels.forward(plan, operands, start)
 
 
+def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """(out, lse, tout, tlse)."""
+    return kernels.jvp(plan, operands, start)
+
+
 def append(plan: Plan, operands: Operands) -> None:
     """Simulate the append of rows to a KV cache."""
     kernels.append(plan, operands, start)
@@ -25,6 +30,11 @@ def append(plan: Plan, operands: Operands) -> None:
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Simulate the backward; returns the gradients."""
+    return kernels.backward(plan, operands, start)
+
+
+def double_backward(plan: Plan, operands: Operands) -> Gradients:
+    """The second gradients."""
     return kernels.backward(plan, operands, start)
 
 

@@ -1,0 +1,141 @@
+"""The KV cache of a recorded call, and the arrays by which `tune` makes the call again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .arrays import named_dtype
+from .cache_records import Cache
+
+if TYPE_CHECKING:
+    from .trial import Trial
+
+Array = np.ndarray[Any, Any]
+SEED = 20
+
+
+@dataclass(frozen=True)
+class CacheTrial:
+    """The facts of a KV cache. Lengths are none: caches are as full as their capacity and their pages permit."""
+
+    page: int | None = None  # keys of a page; None: contiguous
+    blocks: int | None = None  # pages of the pool; None: enough for full sequences
+    appended: int | None = None  # rows of k per sequence; of packed queries any number stands for as many as queries
+    slots: bool = False
+    rotary: int = 0  # rotated dimensions
+    rotary_interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name, least in (("page", 1), ("blocks", 1), ("appended", 0), ("rotary", 0)):
+            size = getattr(self, name)
+            optional = size is None and name != "rotary"
+            if not optional and (type(size) is not int or not least <= size < 2**31):
+                wrong.append(f"{name} of the cache must be a whole number of at least {least}, not {size!r}")
+        for name in ("slots", "rotary_interleaved"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} of the cache must be True or False, not {getattr(self, name)!r}")
+        if not wrong and self.page is not None and self.page & (self.page - 1):
+            wrong.append(f"page of the cache must be a power of two, not {self.page}")
+        if not wrong and self.slots and self.appended is None:
+            wrong.append("slots of the cache are for appended rows")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @classmethod
+    def of(cls, record: Any) -> CacheTrial:
+        """The CacheTrial of a JSON record; ValueError or TypeError for another record."""
+        if not isinstance(record, Mapping):
+            raise TypeError(f"cache must be a mapping of names to values, not {record!r}")
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in record if name not in names]
+        if unknown:
+            raise ValueError(f"{', '.join(map(repr, unknown))} of the cache are not of {', '.join(names)}")
+        return cls(**record)
+
+    @classmethod
+    def of_cache(cls, cache: Cache, packed: bool) -> CacheTrial:
+        """The CacheTrial of a call's Cache."""
+        blocks = None if cache.page is None else cache.blocks
+        appended = cache.appended if cache.appended is None or not packed else 1
+        return cls(cache.page, blocks, appended, cache.slots, *(cache.rotary or (0, True)))
+
+    def __str__(self) -> str:
+        words = ["a contiguous cache" if self.page is None else f"a cache of pages of {self.page}"]
+        words += [] if self.appended is None else ["append by slots" if self.slots else "append"]
+        words += [f"rotary of {self.rotary} dimensions"] if self.rotary else []
+        return ", ".join(words)
+
+
+class CacheCall(NamedTuple):
+    """The arrays of a call on a KV cache and the options of `attention_with_kv_cache`."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    options: dict[str, Any]
+
+
+def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
+    """The call with random normal arrays of NumPy, on caches that are as full as they can be."""
+    rng = np.random.default_rng(SEED)
+    dtype = named_dtype(trial.dtype)
+    dims = trial.head_dim, trial.head_dim_v or trial.head_dim
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    page = cache.page or trial.kv_len
+    columns = -(-trial.kv_len // page)
+    blocks = cache.blocks or trial.batch * columns
+    k_cache, v_cache = (normal(blocks, page, trial.kv_heads, dim) for dim in dims)
+    rows = falling(trial.q_len, trial.batch) if trial.packed else np.full(trial.batch, trial.q_len)
+    lengths = np.full(trial.batch, min(columns * page, blocks * page // trial.batch))
+    heads = replace(trial, kv_len=min(trial.q_len, trial.kv_len))  # a mask is about the last keys, a tree's
+    options: dict[str, Any] = {name: heads.option(name, rng, dtype) for name in trial.options}
+    options |= dict(causal=bool(trial.causal), window=trial.window)
+    # Any order of pages is as good as another; those of a small pool serve several sequences.
+    table = rng.permutation(blocks)[np.arange(trial.batch * columns) % blocks].reshape(trial.batch, columns)
+    if cache.page is not None:
+        options["block_table"] = table.astype(np.int32)
+    q = normal(trial.batch, trial.q_len, trial.heads, dims[0])
+    if cache.appended is not None:
+        appended = rows if trial.packed else np.full(trial.batch, cache.appended)
+        new = [normal(trial.batch, int(appended.max()), trial.kv_heads, dim) for dim in dims]
+        options |= {name: pack(x, appended) if trial.packed else x for name, x in zip("kv", new, strict=True)}
+        if cache.slots:
+            places = [np.arange(end - count, end) for end, count in zip(lengths, appended, strict=True)]
+            slots = [table[b, j // page] * page + j % page for b, j in enumerate(places)]
+            options["slots"] = np.concatenate(slots).astype(np.int64)
+        else:
+            lengths = lengths - appended
+    options["cache_seqlens"] = lengths.astype(np.int32)
+    if cache.rotary:
+        angles = np.arange(columns * page)[:, None] * np.logspace(0, -4, cache.rotary // 2, dtype=np.float32)
+        options |= dict(rotary_cos=np.cos(angles).astype(np.float32), rotary_sin=np.sin(angles).astype(np.float32))
+        options["rotary_interleaved"] = cache.rotary_interleaved
+    if trial.packed:
+        q = pack(q, rows)
+        options |= dict(cu_seqlens_q=np.cumsum([0, *rows], dtype=np.int32), max_seqlen_q=trial.q_len)
+    options["layout"] = trial.layout
+    if trial.layout == "bhsd":
+        k_cache, v_cache = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k_cache, v_cache))
+        for name in () if trial.packed or cache.appended is None else ("k", "v"):
+            options[name] = np.ascontiguousarray(options[name].swapaxes(1, 2))
+        q = q if trial.packed else np.ascontiguousarray(q.swapaxes(1, 2))
+    return CacheCall(q, k_cache, v_cache, options)
+
+
+def falling(length: int, batch: int) -> Array:
+    """Lengths of the sequences of a packed batch: the first has `length`, each other less, down to about half."""
+    lengths: Array = np.maximum(length - np.arange(batch) * (length // (2 * batch)), 1)
+    return lengths
+
+
+def pack(x: Array, lengths: Array) -> Array:
+    """Padded (B, S, ...) -> (T, ...)."""
+    return np.concatenate([row[:length] for row, length in zip(x, lengths, strict=True)])

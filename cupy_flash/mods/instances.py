@@ -1,0 +1,36 @@
+"""Mods of many independent calls in one: the calls are laid side by side along the batch or the heads."""
+
+from __future__ import annotations
+
+import functools
+
+from .ir import Element, Graph, Node, Program, order, parse
+
+
+@functools.lru_cache(maxsize=256)
+def side_by_side(text: str, axis: str, size: int, slots: frozenset[int]) -> str:
+    """The text of a program that treats every `size` sequences or heads as a call of their own.
+
+    Args:
+        text: of the program of one call.
+        axis: "b" or "h", the input along which the calls are laid.
+        size: number of sequences, or heads, of one call.
+        slots: the captured arrays that have a leading axis of calls; the others are shared by all.
+    """
+    program, graph = parse(text), Graph()
+    place, length = graph.input(axis), graph.const(size)
+    call = graph.make("floordiv", place, length)
+    nodes: dict[Node, Node] = {}
+    for node in order(program.roots):
+        args = tuple(nodes[arg] for arg in node.args)
+        if node.op == axis:
+            nodes[node] = graph.make("mod", place, length)
+        elif node.op == "load" and node.value in slots:
+            nodes[node] = graph.load(node.value, (call, *args), node.kind)
+        else:
+            nodes[node] = graph.node(node.op, node.kind, args, node.value)
+    arrays = tuple(
+        Element(element.dtype, element.rank + (slot in slots)) for slot, element in enumerate(program.arrays)
+    )
+    score, mask = (None if root is None else nodes[root] for root in (program.score, program.mask))
+    return Program(score, mask, arrays, program.numbers).text

@@ -1,0 +1,198 @@
+// Forward and its derivative in one direction (JVP), as in simt/jvp.cu: one block per tile of BLOCK_Q queries of one
+// head. grid (query tiles, heads, sequences)
+#include "../mean.cuh"
+#include "gemm.cuh"
+#include "load.cuh"
+
+constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
+constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
+constexpr int SUMS = fragments_of(HEAD_DIM_V);
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+constexpr int STAGE_BYTES = (1 + TK) * K_BYTES + (1 + TV) * V_BYTES;
+
+// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+template <bool MASKED>
+__device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& score, const Band& band, int q_start,
+                       int kv_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        int i = q_start + row_of(m, e), j = kv_start + column_of(n, e);
+        bool seen = !MASKED || band.sees(i, j);
+        if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
+        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+        Score::Moved x = {-infinity()};
+        if (seen) x = score.moved(S[m][n][e], tS[m][n][e], i, j);
+        S[m][n][e] = x.score, tS[m][n][e] = x.tangent;
+      }
+}
+
+// Moves the means to those that include a tile with probabilities P, and T with them.
+__device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
+                       const Softmax2 (&softmax)[M][2], const float (&rescaling)[M][2], const float (&P)[M][N][4],
+                       const float (&tS)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float moving = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e)
+          if (P[m][n][e] != 0) moving += P[m][n][e] * tS[m][n][e];  // the tangent of a hidden score may be NaN
+      float change = mean[m][half].update(rescaling[m][half], row_sum(moving), row_sum(softmax[m][half].l));
+#pragma unroll
+      for (int n = 0; n < SUMS; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) T[m][n][e] -= change * O[m][n][e];
+    }
+}
+
+// S and tS become the weights of V in O and in T; both sums are rescaled to the new row max.
+__device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][SUMS][4], float (&T)[M][SUMS][4],
+                       Softmax2 (&softmax)[M][2], Mean (&mean)[M][2], bool masked, const Score& score, const Band& band,
+                       const Dropout& dropout, int q_start, int kv_start) {
+  if (masked)
+    modify<true>(S, tS, score, band, q_start, kv_start);
+  else
+    modify<false>(S, tS, score, band, q_start, kv_start);
+  float rescaling[M][2];
+  if (update_max(rescaling, softmax, S, LOG2_E)) {
+    rescale(O, rescaling);
+    rescale(T, rescaling);
+  } else {
+#pragma unroll
+    for (int n = 0; n < 2 * M; ++n) rescaling[n / 2][n % 2] = 1;
+  }
+  exponentiate(S, softmax, LOG2_E);
+  if constexpr (SCORES_MOVE) follow(mean, T, O, softmax, rescaling, S, tS);
+  if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] == 0 ? 0 : S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu);
+}
+
+// Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
+// key, moves mu and T.
+__device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
+                       Softmax2 (&softmax)[M][2], const Mean (&mean)[M][2], const Params& p, const Sequence& sequence,
+                       const Dropout& dropout, int head, int q_start) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int i = q_start + row_of(m, 2 * half);
+      bool exists = i < sequence.q_len;
+      softmax[m][half].l = row_sum(softmax[m][half].l);
+      Softmax2::Ending ending = softmax[m][half].end(LOG2_E, 1.0f);
+      float tlse = mean[m][half].mu;
+      if constexpr (SINK) {
+        float sink = to_real(((const sink_element*)p.sink)[head]), of_keys = ending.factor;
+        float tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
+        ending.add_sink(sink);
+        if (ending.lse > -infinity()) {
+          float share = of_keys == 0 ? 0 : ending.factor / of_keys;
+          tlse = share * tlse + expf(sink - ending.lse) * tsink;
+        }
+        float change = tlse - mean[m][half].mu;
+#pragma unroll
+        for (int n = 0; n < SUMS; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) T[m][n][e] -= change * O[m][n][e];
+      }
+      factors[m][half] = exists ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+      if (column_warp() != 0 || lane_id() % 4 != 0 || i >= sequence.q_rows) continue;
+      sequence.queries<float>(p.lse, head)[i * p.lse.row] = exists ? ending.lse : -infinity();
+      sequence.queries<float>(p.tlse, head)[i * p.tlse.row] = exists ? tlse : 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
+  extern __shared__ uint4 shared[];
+  unsigned char* smem = (unsigned char*)shared;
+  // Shared memory: Q, tQ [BLOCK_Q][HEAD_DIM], then STAGES x (K, tK [BLOCK_KV][HEAD_DIM], V, tV [BLOCK_KV][HEAD_DIM_V]).
+  // The epilogue stages O and then tO in the same memory.
+  unsigned int Q_smem = smem_address(smem), tQ_smem = Q_smem + Q_BYTES, KV_smem = tQ_smem + TQ * Q_BYTES;
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  int row = row_warp() * M * 16;
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+
+  int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
+  for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    int q_start = tile * BLOCK_Q;
+    KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
+    auto loaded = kv_tiles;  // the tile to load next
+    Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
+    auto load = [&] {
+      if (loaded.valid()) {
+        auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(loaded.start); };
+        unsigned int K_smem = stages.next(), V_smem = K_smem + (1 + TK) * K_BYTES;
+        load_tile<BLOCK_KV, HEAD_DIM>(K_smem, rows(p.k), loaded.visible);
+        if constexpr (TK) load_tile<BLOCK_KV, HEAD_DIM>(K_smem + K_BYTES, rows(p.tk), loaded.visible);
+        load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, rows(p.v), loaded.visible);
+        if constexpr (TV) load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem + V_BYTES, rows(p.tv), loaded.visible);
+      }
+      loaded.next();
+      stages.commit();
+    };
+
+    __syncthreads();
+    auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, rows(p.q), Range{0, sequence.q_len});
+    if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, rows(p.tq), Range{0, sequence.q_len});
+    for (int stage = 0; stage < STAGES - 1; ++stage) load();
+    Softmax2 softmax[M][2];
+    Mean mean[M][2] = {};
+#pragma unroll
+    for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
+    float O_rmem[M][SUMS][4] = {}, T_rmem[M][SUMS][4] = {};
+
+    for (; kv_tiles.valid(); kv_tiles.next()) {
+      if constexpr (STAGES == 1) {
+        __syncthreads();
+        load();
+      }
+      unsigned int K_smem = stages.wait(), V_smem = K_smem + (1 + TK) * K_BYTES;
+      if constexpr (STAGES > 1) load();
+      float S_rmem[M][N][4], tS_rmem[M][N][4] = {};
+      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+      if constexpr (TQ) add_scores<M, N, HEAD_DIM>(tS_rmem, tQ_smem, Q_lane, K_smem, K_lane);
+      if constexpr (TK) add_scores<M, N, HEAD_DIM>(tS_rmem, Q_smem, Q_lane, K_smem + K_BYTES, K_lane);
+      attend(S_rmem, tS_rmem, O_rmem, T_rmem, softmax, mean, kv_tiles.masked(), score, band, dropout, q_start + row,
+             kv_tiles.start);
+      unsigned int P_rmem[M][N / 2][4], tP_rmem[M][N / 2][4];
+      round_fragments(P_rmem, S_rmem);
+      round_fragments(tP_rmem, tS_rmem);
+      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
+      if constexpr (SCORES_MOVE) accumulate<M, N / 2, HEAD_DIM_V>(T_rmem, tP_rmem, V_smem, V_lane);
+      if constexpr (TV) accumulate<M, N / 2, HEAD_DIM_V>(T_rmem, P_rmem, V_smem + V_BYTES, V_lane);
+    }
+
+    float factors[M][2];
+    finish(factors, T_rmem, O_rmem, softmax, mean, p, sequence, dropout, head, q_start + row);
+    cp_async_wait_group<0>();  // Q may be in flight if no key was visited
+    auto store = [&](const float (&C)[M][SUMS][4], const Operand& x) {
+      __syncthreads();
+      store_fragments<M, HEAD_DIM_V>(smem, C, row, [&](int m, int half) { return factors[m][half]; });
+      __syncthreads();
+      store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(x, head), x, smem, q_start, sequence.q_rows);
+    };
+    store(O_rmem, p.out);
+    store(T_rmem, p.tout);
+  }
+}

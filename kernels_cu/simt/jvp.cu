@@ -1,0 +1,144 @@
+// Forward and its derivative in one direction (JVP): one block per tile of BLOCK_Q queries of one head. grid (query
+// tiles, heads, sequences)
+//
+// The tangent of lse is mu, the mean of the score tangents tS under P, which is known at the end only. The sum
+// T = (P (tS - mu)) V + P tV has the mu of the keys so far and follows it: a change of mu by x subtracts x O. A sum
+// (P tS) V from which mu O is subtracted at the end would cancel in a row in which one key has nearly all of P.
+#include "../mean.cuh"
+#include "../softmax.cuh"
+#include "steps.cuh"
+
+constexpr int ROWS = BLOCK_Q / ROW_THREADS;
+constexpr int COLS = BLOCK_KV / LANES;
+constexpr int SUMS = columns_of(HEAD_DIM_V);
+
+// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+template <bool MASKED>
+__device__ void modify(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], const Score& score, const Band& band, int q_start,
+                       int kv_start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
+      Score::Moved x = {-infinity()};
+      if (sees<MASKED>(score, band, i, j)) x = score.moved(S[r][c], tS[r][c], i, j);
+      S[r][c] = x.score, tS[r][c] = x.tangent;
+    }
+}
+
+// Online-softmax step: rescales O, T and l to the new row max, moves T to the new mu, and stores the weights of V in
+// both sums to shared memory.
+__device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&softmax)[ROWS], Mean (&mean)[ROWS],
+                       real (&O)[ROWS][SUMS], real (&T)[ROWS][SUMS], const Dropout& dropout, int q_start,
+                       int kv_start) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    real largest = -infinity(), sum = 0, moving = 0;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) largest = max(largest, S[r][c]);
+    real rescale = softmax[r].rescale(row_max(largest));
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      sum += S[r][c] = softmax[r].probability(S[r][c]);
+      if (S[r][c] == 0) tS[r][c] = 0;  // the tangent of a hidden score may be NaN
+      moving += S[r][c] * tS[r][c];
+    }
+    softmax[r].l = softmax[r].l * rescale + row_sum(sum);
+    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;
+#pragma unroll
+    for (int n = 0; n < SUMS; ++n) {
+      O[r][n] *= rescale;
+      T[r][n] = T[r][n] * rescale - change * O[r][n];
+    }
+    Kept kept;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
+      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);
+      if constexpr (DROPOUT) {
+        real factor = kept.factor(dropout, c, i, j);
+        S[r][c] *= factor, tS[r][c] *= factor;
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
+  extern __shared__ Chunk smem[];
+  real* Q_smem = (real*)smem;                                    // [BLOCK_Q][HEAD_DIM]
+  real* tQ_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);       // [BLOCK_Q][HEAD_DIM]
+  real* X_smem = tQ_smem + TQ * BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][]: K, tK, V, then tV
+  real* P_smem = X_smem + BLOCK_KV * row_stride(MAX_DIM);        // [BLOCK_Q][BLOCK_KV]
+  real* tP_smem = P_smem + BLOCK_Q * p_stride(BLOCK_KV);         // [BLOCK_Q][BLOCK_KV]: P (tS - mu)
+
+  int head = blockIdx.y, kv_head = head / p.group;
+  Sequence sequence(p, blockIdx.z);
+  Band band(p, sequence);
+  Score score(p, sequence, head);
+  Dropout dropout(p, sequence.batch, head);
+  real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
+  real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
+
+  for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    Range existing = {0, sequence.q_len};
+    __syncthreads();
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
+    if constexpr (TQ)
+      load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, sequence.query_rows<element>(p.tq, head).tile(q_start), existing);
+    Softmax softmax[ROWS];
+    Mean mean[ROWS];
+    real O_rmem[ROWS][SUMS] = {}, T_rmem[ROWS][SUMS] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, 0, tsink * softmax[r].l};
+
+    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      int kv_start = kv_tiles.start;
+      auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.k), kv_tiles.visible);
+      __syncthreads();
+      real S_rmem[ROWS][COLS] = {}, tS_rmem[ROWS][COLS] = {};
+      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
+      if constexpr (TQ) scores<ROWS, COLS, HEAD_DIM>(tS_rmem, tQ_smem, X_smem);
+      if constexpr (TK) {
+        __syncthreads();
+        load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.tk), kv_tiles.visible);
+        __syncthreads();
+        scores<ROWS, COLS, HEAD_DIM>(tS_rmem, Q_smem, X_smem);
+      }
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, rows(p.v), kv_tiles.visible);
+      if (kv_tiles.masked())
+        modify<true>(S_rmem, tS_rmem, score, band, q_start, kv_start);
+      else
+        modify<false>(S_rmem, tS_rmem, score, band, q_start, kv_start);
+      update(S_rmem, tS_rmem, softmax, mean, O_rmem, T_rmem, dropout, q_start, kv_start);
+      store_p(P_smem, S_rmem);
+      if constexpr (SCORES_MOVE) store_p(tP_smem, tS_rmem);
+      __syncthreads();
+      accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
+      if constexpr (SCORES_MOVE) accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, tP_smem, X_smem);
+      if constexpr (TV) {
+        __syncthreads();
+        load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, rows(p.tv), kv_tiles.visible);
+        __syncthreads();
+        accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, P_smem, X_smem);
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      int i = q_start + row_y() + r * ROW_THREADS;
+      if (i >= sequence.q_rows) continue;
+      real factor = softmax[r].inverse_sum();
+      store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O_rmem[r], factor);
+      store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, head) + i * p.tout.row, T_rmem[r], factor);
+      if (lane_x() == 0) {
+        bool exists = i < sequence.q_len;
+        sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
+        sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
+      }
+    }
+  }
+}

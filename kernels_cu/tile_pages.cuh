@@ -1,0 +1,37 @@
+// Page numbers of tiles of keys, for the loads of K and V from a paged cache.
+#pragma once
+#include "sequence.cuh"
+
+// The page numbers of two tiles in shared memory. Those of a tile are looked up while the tile before it is computed,
+// each by one thread. Without pages all of it compiles to nothing.
+struct TilePages {
+  static constexpr int EACH = (BLOCK_KV + THREADS - 1) / THREADS;  // pages that a thread looks up
+
+  const Sequence& sequence;
+  int (&smem)[2][BLOCK_KV];
+  int looked_up[EACH];
+  int slot = 0;  // of the tile that is looked up
+
+  // Looks up the pages of the tile at `start`; -1, without a look-up, if no key of a page is in `keys`.
+  __device__ void look_up(int start, Range keys) {
+#if KV_CACHE
+    const Blocks& blocks = sequence.blocks;
+#pragma unroll
+    for (int n = 0; PAGED && n < EACH; ++n) {
+      // The keys of this tile on the page: [key, end).
+      long long key = start + ((long long)(threadIdx.x + n * THREADS) << blocks.page_log2);
+      long long end = min(key + (1LL << blocks.page_log2), (long long)start + BLOCK_KV);
+      bool needed = max(key, (long long)keys.begin) < min(end, (long long)keys.end);
+      looked_up[n] = needed ? blocks.block_of(key) : -1;
+    }
+#endif
+  }
+  // Stores them. After a barrier, `stored` has them until those of the next tile but one are stored.
+  __device__ void store() {
+#pragma unroll
+    for (int n = 0; PAGED && n < EACH; ++n)
+      if (threadIdx.x + n * THREADS < BLOCK_KV) smem[slot][threadIdx.x + n * THREADS] = looked_up[n];
+    slot ^= 1;
+  }
+  __device__ const int* stored() const { return smem[slot ^ 1]; }
+};

@@ -1,0 +1,169 @@
+"""transformers' caches: those of fixed size stay linear in the tokens, and continuous batching's pages are read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_transformers import mask_arguments, registered  # noqa: F401  # the fixture
+from tiny_models import VOCABULARY, model_of, tokens
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, StaticCache
+
+import cupy_flash
+from cupy_flash.adapters import transformers as adapter
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def static_mask(rows, capacity, length, padding=None):
+    """The mask of `rows` new tokens, the last of `length` keys, as a static cache asks for it."""
+    offset = torch.tensor(length - rows)
+    return adapter.attention_mask(
+        **mask_arguments(q_length=rows, kv_length=capacity, q_offset=offset, attention_mask=padding, batch_size=2)
+    )
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_a_static_cache_is_linear(rows, padding):
+    """The mask stays a pattern, and what the cache has past its keys is not multiplied."""
+    valid = None
+    if padding:
+        valid = torch.ones(2, 12, dtype=torch.bool)
+        valid[1, :4] = False
+    mask = static_mask(rows, 40, 12, valid)
+    assert isinstance(mask, adapter.LazyMask) and mask.shape == (2, 1, rows, 40)
+    q, k, v = drawn(2, HEADS, rows, DIM), drawn(2, KV_HEADS, 40, DIM), drawn(2, KV_HEADS, 40, DIM + 1)[..., :DIM]
+    k[:, :, 12:] = v[:, :, 12:] = torch.nan
+    with torch.no_grad():
+        out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
+    assert not mask.dense.cache_info().currsize
+    seen = torch.arange(12) <= 12 - rows + torch.arange(rows)[:, None]
+    seen = seen if valid is None else seen & valid[:, None, None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k[:, :, :12], v[:, :, :12], attn_mask=seen, enable_gqa=True
+    )
+    where = torch.ones(2, rows, dtype=torch.bool) if valid is None else valid[:, 12 - rows :]
+    torch.testing.assert_close(out[where], expected.transpose(1, 2)[where], atol=2e-6, rtol=0)
+    assert torch.equal(mask.dense()[..., :12], seen.expand(2, 1, rows, 12))
+
+
+def test_gradients_through_a_static_cache():
+    mask, q = static_mask(3, 20, 12), drawn(2, HEADS, 3, DIM).requires_grad_()
+    k, v = drawn(2, KV_HEADS, 20, DIM), drawn(2, KV_HEADS, 20, DIM)
+    out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
+    out.sum().backward()
+    other = q.detach().clone().requires_grad_()
+    torch.nn.functional.scaled_dot_product_attention(
+        other, k, v, attn_mask=mask.dense(), enable_gqa=True
+    ).sum().backward()
+    torch.testing.assert_close(q.grad, other.grad, atol=2e-6, rtol=0)
+
+
+def test_a_window_of_a_static_cache_has_a_tensor():
+    """Its cache moves its keys, so that lengths do not describe it."""
+    mask = adapter.attention_mask(
+        **mask_arguments(q_length=1, kv_length=8, q_offset=torch.tensor(11), kv_offset=4, batch_size=2)
+    )
+    assert not isinstance(mask, adapter.LazyMask)
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_of_a_static_cache():
+    """Under torch.compile the mask is a tensor, (B, 1, Sq, capacity): linear in the cache for a single query."""
+    model, logits = model_of("llama"), []
+    for implementation in ("cupy_fa", "sdpa"):
+        model.set_attn_implementation(implementation)
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        with torch.no_grad():
+            model(tokens(), past_key_values=cache)
+            step = torch.compile(model.forward, backend="eager", fullgraph=True)
+            logits.append([step(tokens()[:, i : i + 1], past_key_values=cache).logits for i in range(3)])
+    for ours, theirs in zip(*logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+# Continuous batching
+
+
+class Pages:
+    """A paged cache of one layer with the interface of transformers' PagedAttentionCache."""
+
+    def __init__(self, pages, size):
+        self.k, self.v = (torch.full((pages, size, KV_HEADS, DIM), torch.nan) for _ in range(2))
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]
+        kwargs["max_length_k"] = kwargs["max_length_k"]["full_attention"]
+        if kwargs["block_table"] is not None:
+            kwargs |= dict(block_table=kwargs["block_table"][0], k_cache=self.k, v_cache=self.v)
+            return key_states, value_states
+        results = []
+        for cache, new in ((self.k, key_states), (self.v, value_states)):
+            flat = cache.view(-1, KV_HEADS, DIM)
+            flat[kwargs["write_index"][0]] = new[0].transpose(0, 1)
+            results.append(flat[kwargs["read_index"][0]].transpose(0, 1)[None])
+        return tuple(results)
+
+
+@pytest.mark.parametrize("by_table", [False, True], ids=["indices", "block-table"])
+def test_the_pages_of_continuous_batching(by_table):
+    """Sequences of 5 and 9 keys get 2 and 1 more, and then see what attention on each of them alone sees."""
+    lengths, new, size = (5, 9), (2, 1), 4
+    table = torch.tensor([[3, 1, -1], [0, 5, 2]], dtype=torch.int32)
+    cache, whole = Pages(6, size), []
+    places = [[int(row[j // size]) * size + j % size for j in range(n + s)]
+              for row, n, s in zip(table, lengths, new, strict=True)]  # fmt: skip
+    for b, (n, s) in enumerate(zip(lengths, new, strict=True)):
+        k, v = drawn(n + s, KV_HEADS, DIM), drawn(n + s + 1, KV_HEADS, DIM)[1:]
+        cache.k.view(-1, KV_HEADS, DIM)[places[b][:n]], cache.v.view(-1, KV_HEADS, DIM)[places[b][:n]] = k[:n], v[:n]
+        whole.append((k, v))
+    q = drawn(1, HEADS, 3, DIM)
+    key, value = (
+        torch.cat([x[side][n:] for x, n in zip(whole, lengths, strict=True)]).transpose(0, 1)[None] for side in (0, 1)
+    )
+    words = dict(
+        cache=cache, cu_seq_lens_q=torch.tensor([0, 2, 3]), max_length_q=2, is_causal=True,
+        cu_seq_lens_k={"full_attention": torch.tensor([0, 7, 17], dtype=torch.int32)},
+        max_length_k={"full_attention": 10}, block_table=table[None] if by_table else None,
+        read_index=[torch.tensor(places[0] + places[1])], write_index=[torch.tensor(places[0][5:] + places[1][9:])],
+    )  # fmt: skip
+    module = SimpleNamespace(layer_idx=0, is_causal=True)
+    with torch.no_grad():
+        out, _ = adapter.attention_forward(module, q, key, value, None, **words)
+    assert out.shape == (1, 3, HEADS, DIM)
+    first = 0
+    for (k, v), s in zip(whole, new, strict=True):
+        alone = cupy_flash.attention(q[:, :, first : first + s].transpose(1, 2), k[None], v[None], causal=True)
+        torch.testing.assert_close(out[:, first : first + s], alone, atol=2e-6, rtol=0)
+        first += s
+    for b in (0, 1):
+        assert torch.equal(cache.k.view(-1, KV_HEADS, DIM)[places[b]], whole[b][0])
+
+
+@pytest.mark.exhaustive
+def test_continuous_batching_generates_the_same_tokens(monkeypatch):
+    """transformers' own scheduler, which takes no name but "sdpa": it is given ours under that name."""
+    model = model_of("llama")
+    model.set_attn_implementation("sdpa")
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 9, 5)]
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    alone = [model.generate(torch.tensor([x]), generation_config=config)[0, len(x) :].tolist() for x in prompts]
+    calls = []
+
+    def attention(module, *arguments, **words):
+        calls.append(words.get("cache"))
+        return adapter.attention_forward(module, *arguments, **words)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attention)
+    batching = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=64)
+    results = model.generate_batch(
+        prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
+    )
+    by_request = sorted(results.values(), key=lambda result: int(result.request_id.rpartition("_")[2]))
+    assert [result.generated_tokens for result in by_request] == alone
+    assert calls and None not in calls

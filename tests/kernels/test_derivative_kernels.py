@@ -1,0 +1,237 @@
+"""JVP and double backward on the simulator: every option, tiles, directions, orders, work, planted bugs."""
+
+import functools
+import inspect
+from dataclasses import replace
+
+import cases
+import pytest
+from cases import OPTIONS, PACKED_OPTIONS, PAIRS, Case
+from derivatives import ALL, check, run_kernels
+from planting import planted_in
+from tiers import exhaustive, in_tiers
+from tiles import SMALL_TILE
+
+from cupy_flash import nvrtc
+from cupy_flash.backends.simulator.errors import OutOfBounds
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import mma, simt
+from cupy_flash.problem import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+EVERYTHING = Case(
+    q_len=20, kv_len=40, batch=1, heads=2, kv_heads=1, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3
+)
+EVERY = OPTIONS | {f"packed-{name}": case for name, case in PACKED_OPTIONS.items()}
+SERVED = {name: case for name, case in EVERY.items() if max(case.head_dim, case.head_dim_v) <= 256}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+def test_every_option(case):
+    check(case, run_kernels(case, tile=SMALL_TILE))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS)
+def test_all_pairs_of_options(case):
+    check(case, run_kernels(case, tile=SMALL_TILE))
+
+
+TILES = {
+    "8x16x64": SMALL_TILE,
+    "8x8x64": simt.Tile(8, 8, 64),
+    "64x16x128": simt.Tile(64, 16, 128),
+    "16x64x64": simt.Tile(16, 64, 64),
+    "32x32x64": simt.Tile(32, 32, 64),
+}
+
+
+@pytest.mark.parametrize("tile", in_tiers(TILES, ["8x16x64"]))
+def test_all_options_in_any_tiles(tile):
+    """The size of the plan's tiles changes nothing but rounding."""
+    check(EVERYTHING, run_kernels(EVERYTHING, tile=tile))
+
+
+DIRECTIONS = {
+    "none": (),
+    **{name: (name,) for name in ALL},
+    "tq-tk": ("tq", "tk"),
+    "tk-tv-tsink": ("tk", "tv", "tsink"),
+}
+
+
+@pytest.mark.parametrize("moving", in_tiers(DIRECTIONS, ["tv"]))
+def test_any_direction(moving):
+    """An absent tangent gives the results of a tangent of zeros."""
+    check(EVERYTHING, run_kernels(EVERYTHING, moving, tile=SMALL_TILE), moving=moving)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_any_gpu_and_dtype(arch, dtype):
+    if (arch, dtype) == ("sm_75", "bfloat16"):
+        dtype = "float32"
+    case = replace(EVERYTHING, dtype=dtype)
+    check(case, run_kernels(case, arch=arch, tile=SMALL_TILE))
+
+
+@pytest.mark.exhaustive
+def test_bitwise_equal_in_any_order_of_blocks():
+    one, *others = (
+        run_kernels(EVERYTHING, tile=SMALL_TILE, start=functools.partial(start, order="random", seed=seed))
+        for seed in range(3)
+    )
+    for other in others:
+        for name, a, b in zip(one._fields, one, other, strict=True):
+            assert a.tobytes() == b.tobytes(), name
+
+
+# file, the right text, a wrong one
+BUGS = {
+    "mu-not-subtracted": ("simt/jvp.cu", "S[r][c] * (tS[r][c] - mean[r].mu);", "S[r][c] * tS[r][c];"),
+    "T-does-not-follow-mu": ("simt/jvp.cu", " - change * O[r][n];", ";"),
+    "T-not-rescaled": ("simt/jvp.cu", "T[r][n] = T[r][n] * rescale", "T[r][n] = T[r][n]"),
+    "sum-of-mu-not-rescaled": ("simt/jvp.cu", "mean[r].update(rescale,", "mean[r].update(1,"),
+    "dropout-in-mu": ("simt/jvp.cu", "moving += S[r][c] *", "moving += S[r][c] * (c % 2 ? 0 : 2) *"),
+    "no-dropout-in-T": ("simt/jvp.cu", "S[r][c] *= factor, tS[r][c] *= factor;", "S[r][c] *= factor;"),
+    "delta-for-eps": ("simt/second.cuh", "(dtP * factor - eps[query])", "(dtP * factor - delta[query])"),
+    "eps-of-out": ("delta.cu", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
+    "mu-not-subtracted-in-c": ("simt/second.cuh", "x.tangent - mu[query]", "x.tangent"),
+    "no-dropout-in-dV": ("simt/second.cuh", "probability * factor * moving", "probability * moving"),
+    "dtS-without-tK": ("simt/second_q.cu", "if constexpr (TK) add_product", "if constexpr (false) add_product"),
+    "dtS-without-tQ": ("simt/second_kv.cu", "if constexpr (TQ) add_product", "if constexpr (false) add_product"),
+    "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
+    "tangent-of-the-softcap": ("score.cuh", "      x.tangent *= slope;\n", ""),
+    "tbias": ("score.cuh", "if constexpr (TBIAS) x.tangent +=", "if constexpr (false) x.tangent +="),
+    "dsink-without-mu": ("dsink.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row];", "0;"),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ["mu-not-subtracted"]))
+def test_planted_bugs_are_found(bug, monkeypatch):
+    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+        check(EVERYTHING, run_kernels(EVERYTHING, tile=SMALL_TILE))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [exhaustive("float32", SMALL_TILE), exhaustive("float64", simt.Tile(32, 16, 128))],
+    ids=str,
+)
+def test_shared_memory_is_what_the_kernels_use(tile, dtype):
+    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
+    case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
+    found = []
+
+    def start_with_less(work, **how):
+        for number, step in enumerate(work.launches):
+            if step.shared_bytes == 0:
+                continue
+            padding = 8 * case.accumulation.itemsize  # after the last row of P, which is at the end
+            less = step._replace(shared_bytes=step.shared_bytes - padding - 1)
+            launches = (*work.launches[:number], less, *work.launches[number + 1 :])
+            with pytest.raises(OutOfBounds, match="shared"):
+                start(work._replace(launches=launches))
+            found.append(step.function)
+        return start(work, **how)
+
+    run_kernels(case, tile=tile, start=start_with_less)
+    assert found == ["jvp", "second_kv", "second_q", "second_bias"]
+
+
+WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moving", WORK)
+def test_work_beside_the_forward_and_the_backward(moving, monkeypatch):
+    """Products (FMA) and all instructions over those of the forward and the backward, in the same tile."""
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))  # as a call compiles: tests unroll less
+    case = Case(q_len=64, kv_len=192, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1)
+    counted = {}
+
+    def counting(work, **how):
+        counted.update(zip((step.function for step in work.launches), start(work, **how), strict=True))
+
+    tile = simt.Tile(32, 32, 128)
+    cases.run_kernels(case, engine="simt", tile=tile, start=counting)
+    run_kernels(case, moving, tile=tile, start=counting)
+    assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
+
+    def fma(*names):
+        return sum(counted[name].by_class()["fma"] for name in names)
+
+    def instructions(*names):
+        return sum(sum(counted[name].by_class().values()) for name in names)
+
+    products, limit = WORK[moving]
+    for count in (fma, instructions):
+        backward = count("backward_kv", "backward_q")
+        assert count("jvp") <= limit * count("forward")
+        assert count("second_kv", "second_q") <= 2.3 * backward
+        assert count("jvp", "second_kv", "second_q") <= 3.3 * backward
+    assert 0.9 * products <= fma("jvp") / fma("forward") <= products
+
+
+# Tensor cores: the JVP of the engine mma.
+
+
+def run_mma(case, moving=ALL, which=0, **how):
+    """The JVP by mma in a legal tile, the double backward after it by simt in the plan's."""
+
+    def tile(chosen):
+        return chosen.tile if chosen.problem.backward else mma.tiles(chosen.problem, chosen.device)[which]
+
+    return run_kernels(case, moving, jvp="mma", tile=tile, **how)
+
+
+IN_HALF = {name: replace(case, dtype="bfloat16") for name, case in SERVED.items()}
+JVP = ("out", "tout", "lse", "tlse")
+
+
+@pytest.mark.parametrize("case", in_tiers(IN_HALF, ["causal-more-queries"]))
+def test_every_option_on_tensor_cores(case):
+    check(case, run_mma(case), only=JVP)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moving", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_any_direction_on_tensor_cores(moving):
+    case = replace(EVERYTHING, dtype="bfloat16")
+    check(case, run_mma(case, moving), moving=moving, only=JVP)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_all_options_in_any_tiles_on_tensor_cores(arch, which, head_dim):
+    case = replace(EVERYTHING, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+    check(case, run_mma(case, which=which, arch=arch), only=JVP)
+
+
+BUGS_OF_MMA = {
+    "mu-not-subtracted": ("S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu)", "S[m][n][e] * tS[m][n][e]"),
+    "T-does-not-follow-mu": ("if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
+    "T-not-rescaled": ("    rescale(T, rescaling);\n", ""),
+    "sum-of-mu-not-rescaled": ("mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
+    "no-dropout": ("if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
+    "sink-does-not-move-mu": ("tlse = share * tlse +", "tlse = tlse + 0 *"),
+    "tlse-of-the-sink-in-T": ("float change = tlse - mean[m][half].mu;", "float change = 0;"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", BUGS_OF_MMA.values(), ids=BUGS_OF_MMA)
+def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
+    case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
+    with planted_in(monkeypatch, "mma/jvp.cu", *bug), pytest.raises(AssertionError, match="error"):
+        check(case, run_mma(case), only=JVP)
+
+
+def test_a_range_that_float16_lacks_is_refused():
+    with pytest.raises(UnsupportedError, match="may exceed the range of float16"):
+        run_mma(replace(EVERYTHING, dtype="float16"))

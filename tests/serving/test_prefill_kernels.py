@@ -1,0 +1,212 @@
+"""Prefill with a KV cache: the forward kernels of mma and simt read tiles of keys from a cache, contiguous or paged."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_decode_kernels as decode
+from cache_cases import CacheCall, CacheCase, check, posed, run_kernels
+from planting import planted_in
+from test_decode_kernels import EVERYTHING, PACKED, WRONG
+from test_invariance import assert_bits
+from test_kv_cache import CASES
+from tiers import exhaustive, in_tiers
+
+import cupy_flash
+from cupy_flash import UnsupportedError, backends
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator.errors import SimulationError
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.plan import candidates
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+OWN_DTYPE = {name: case for name, case in CASES.items() if case.cache_dtype is None}
+ROWS = {"everything": EVERYTHING, "packed-everything": PACKED, **OWN_DTYPE}
+CHUNK = CacheCase(
+    lengths=(200, 0, 130), q_len=150, appended=150, capacity=352, page=16, heads=2, kv_heads=1, head_dim=32,
+    head_dim_v=48, dtype="float16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", in_tiers(ROWS, ("everything",)))
+@pytest.mark.parametrize("engine", ["mma", exhaustive("simt")])
+def test_the_formula(case, engine):
+    half = case if case.dtype == "bfloat16" else replace(case, dtype="float16")
+    check(half, backend="simulator", engine=engine)
+
+
+@pytest.mark.parametrize("case", in_tiers(ROWS, ("packed-everything",)))
+@pytest.mark.parametrize("dtype", ["float32", exhaustive("float64")])
+def test_the_formula_in_full_precision(case, dtype):
+    """simt alone serves float32 and float64, with and without an append."""
+    check(replace(case, dtype=dtype), backend="simulator")
+
+
+@pytest.mark.parametrize("page", in_tiers({str(n): n for n in (None, 1, 2, 8, 16, 64, 256)}, ()))
+@pytest.mark.parametrize("engine", ["mma", "simt"])
+def test_every_page_size(page, engine):
+    """A chunk of several query tiles that is appended across pages; lengths around the ends of pages and the capacity.
+
+    Numbers that are no valid keys are NaN, and so is every page that no sequence has; holes of the table are -1.
+    """
+    rows = 70
+    ends = {0, 1, 300 - rows} if page is None else {0, 1, page - 1, page, page + 1, 300 - rows}
+    lengths = tuple(sorted(n for n in ends if n + rows <= 300))
+    case = replace(CHUNK, lengths=lengths, q_len=rows, appended=rows, page=page, capacity=320)
+    check(case, run_kernels(case.call(), engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "dim_v"),
+    [exhaustive(*row) for row in (
+        ("sm_75", 64, 64), ("sm_75", 256, 256), ("sm_80", 40, 80), ("sm_80", 128, 128), ("sm_80", 192, 128),
+        ("sm_80", 512, 512), ("sm_90a", 64, 64), ("sm_120", 256, 256),
+    )],
+)  # fmt: skip
+def test_any_gpu_and_head_dimension(arch, dim, dim_v):
+    case = replace(CHUNK, head_dim=dim, head_dim_v=dim_v, lengths=(40, 0), q_len=70, appended=70, capacity=112)
+    check(case, run_kernels(case.call(), arch=arch, engine="mma"))
+
+
+def planned(case):
+    """The plan of a case by mma on sm_80."""
+    return backends.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
+
+
+@pytest.mark.exhaustive
+def test_every_tile_with_pages_of_one_key():
+    """Tiles of few threads look several pages up in each."""
+    case = replace(CHUNK, page=1, lengths=(70, 3), q_len=70, appended=70, capacity=144)
+    for _, each in candidates(planned(case), "mma"):
+        problem, operands = posed(case.call(), backend="simulator", engine="mma")
+        out, lse = kernels.forward(each._replace(problem=problem), operands, start)
+        check(case, (out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ["mma", "simt"])
+def test_pages_change_no_bit(engine):
+    """A chunk has one result on a cache with and without pages, and as attention on the keys themselves."""
+    case = replace(CHUNK, page=None, appended=None, lengths=(350, 150, 280), capacity=384)
+    call = case.call()
+    expected = run_kernels(call, engine=engine)
+    for page in (1, 16, 128):
+        order = np.random.default_rng(page).permutation(3 * 384 // page)
+        pools = [x.reshape(-1, page, *x.shape[2:])[order] for x in call[1:3]]
+        table = np.argsort(order).reshape(3, -1).astype(np.int32)
+        paged = CacheCall(call.q, *pools, call.options | {"block_table": table})
+        assert_bits(run_kernels(paged, engine=engine), expected, slice(None))
+    k, v = (np.nan_to_num(x) for x in call[1:3])
+    lengths = call.options["cache_seqlens"]
+    plain = cupy_flash.attention(call.q, k, v, causal=True, kv_lengths=lengths, return_lse=True, backend="simulator",
+                                 engine=engine)  # fmt: skip
+    assert_bits(plain, expected, slice(None))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", [None, 1, 16])
+def test_keys_are_read_once_per_query_tile(page, watch):
+    """The bytes read, tables included, are hardly more than the keys that each query tile sees."""
+    case = CacheCase(lengths=(512,), capacity=512, q_len=128, page=page, heads=1, kv_heads=1, head_dim=64,
+                     head_dim_v=64, dtype="float16")  # fmt: skip
+    run_kernels(case.call(), engine="mma", start=watch.start)
+    rows = planned(case).block_q
+    keys = sum(min(512 - case.q_len + start + rows, 512) for start in range(0, case.q_len, rows)) * 2 * 2 * 64
+    queries = case.q_len * 2 * 64
+    counters = watch.counters["forward"]
+    assert keys + queries <= counters.global_bytes_read <= 1.05 * (keys + queries)
+    assert not counters.conflicting()
+
+
+# Plans
+
+
+@pytest.mark.parametrize(("dtype", "q_len", "engine"), [
+    ("float16", 1, "mma_decode"), ("float16", 16, "mma_decode"), ("float16", 512, "mma"), ("bfloat16", 2048, "mma"),
+    ("float32", 1, "simt"), ("float32", 512, "simt"),
+])  # fmt: skip
+def test_the_number_of_queries_chooses_the_kernel(dtype, q_len, engine):
+    for page in (None, 16):
+        case = CacheCase(lengths=(3000, 500), capacity=8192, page=page, q_len=q_len, heads=16, kv_heads=4, dtype=dtype,
+                         head_dim=64, head_dim_v=64)  # fmt: skip
+        problem, _ = posed(case.call(), backend="simulator")
+        chosen = backends.plan_for(problem)
+        assert chosen.engine == engine
+        steps = [x.kernel for x in chosen.launches]
+        assert steps == (["mma/decode", "merge"] if engine == "mma_decode" else [f"{engine}/forward"])
+        assert f"engine     {engine}" in chosen.explain()
+
+
+def test_one_row_tile_is_decoded_even_where_the_forward_is_predicted_to_be_faster():
+    problem, _ = posed(CacheCase(lengths=(5,), capacity=40, dtype="float16").call(), backend="simulator")
+    text = backends.plan_for(problem).explain()
+    assert "not mma    its smallest predicted time is" in text
+    assert "one tile of mma_decode has all 2 rows of a group, and reads each key once" in text
+
+
+REFUSED = {
+    "pieces": (dict(split_size=64), "mma", "it does not compute the keys in pieces of split_size"),
+    "pieces-fp32": (dict(split_size=64, dtype="float32"), None, "it does not compute the keys in pieces"),
+    "fp8": (dict(cache_dtype="float8_e4m3fn"), "mma", "it reads no caches of float8_e4m3fn in this version"),
+    "wgmma": (dict(), "wgmma", "it reads no KV cache in this version"),
+}
+
+
+@pytest.mark.parametrize(("options", "engine", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refusals(options, engine, reason):
+    call = CacheCase(**dict(dtype="float16") | options).call()
+    with pytest.raises(UnsupportedError, match=reason):
+        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, backend="simulator", engine=engine)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_append_alone_writes_the_same_bits_as_the_cpu(dtype, monkeypatch):
+    call = CacheCase(page=4, appended=3, rotary=(8, True), dtype=dtype).call()
+    names = ("cache_seqlens", "block_table", "rotary_cos", "rotary_sin", "layout")
+    options = {name: call.options[name] for name in names if name in call.options}
+    results = []
+    for backend in ("cpu", "simulator"):
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
+        ours = call.copied()
+        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
+        results.append(ours)
+    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
+        assert a.tobytes() == b.tobytes() != before.tobytes()
+
+
+# Planted bugs
+
+
+READS = replace(CHUNK, appended=None, lengths=(200, 150, 130))
+BIG_PAGES = replace(READS, page=256, capacity=512)
+EITHER = (AssertionError, SimulationError)
+LEFTPAD = CacheCase(lengths=(60, 70), q_len=2, capacity=80, leftpad=(3, 20), dtype="float16")
+BUGS = {
+    "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", READS, AssertionError),
+    "missing-page-is-read": (
+        "mma/load.cuh", "range(position) && rows.has(position)", "range(position)", None, SimulationError,
+    ),
+    "pages-of-the-tile-before": ("tile_pages.cuh", "smem[slot ^ 1]", "smem[slot]", READS, EITHER),
+    "one-slot-of-pages": ("tile_pages.cuh", "slot ^= 1;", "", READS, EITHER),
+    "no-barrier-after-a-look-up": (
+        "mma/forward.cu", "if constexpr (PAGED) __syncthreads();", "", READS, EITHER,
+    ),
+    "pages-of-other-tiles": (
+        "tile_pages.cuh", "(long long)start + BLOCK_KV", "key + (1LL << blocks.page_log2)", BIG_PAGES, SimulationError,
+    ),
+    "keys-before-the-padding-are-seen": ("mask.cuh", "return max(j, leftpad);", "return j;", LEFTPAD, AssertionError),
+    "last-keys-mask-not-shifted": (
+        "mask.cuh", "j -= band.kv_len - p.mask_keys;", "", EVERYTHING, EITHER,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("page-of-another-key",)))
+def test_planted_bugs_are_found(bug, monkeypatch):
+    file, good, bad, case, error = bug
+    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+        if case is None:
+            decode.test_wrong_contents_spoil_their_own_sequence_alone((WRONG["page-past-the-pool"], "mma"))
+        check(case, run_kernels(case.call(), engine="mma"))

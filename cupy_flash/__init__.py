@@ -66,10 +66,10 @@ LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.
 LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
 LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 
-if not TYPE_CHECKING:  # a type checker would take any name from it
+if not TYPE_CHECKING:  # because of it a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Import `cupy_flash.memory` and what LAZY names on first use."""
+        """Import `cupy_flash.memory`, or the name in LAZY, at its first use."""
         from importlib import import_module
 
         if name == "memory":

@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(error: Exception) -> str:
-    """The text of an error. That of an invalid problem is one line of reasons, without the arrays that stand for it."""
+    """The text of an error. For an invalid problem, its reasons in one line, without the list of placeholder arrays."""
     text = str(error)
-    if isinstance(error, (CompileError, UnsupportedError)):  # the compiler's log; the reasons of each engine
+    if isinstance(error, (CompileError, UnsupportedError)):  # the whole compiler log, or every engine's reasons
         return text
     reasons = [line.removeprefix("  - ") for line in text.splitlines() if line.startswith("  - ")]
     return "; ".join(reasons) or text

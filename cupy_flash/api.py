@@ -107,9 +107,9 @@ def attention(
                 0 1 1 1
                 0 0 1 1
 
-        scale: factor of q.k, default 1 / sqrt(D), finite in the dtype of sums: float32, for float64 float64. Negative
-            and 0 are legal.
-        softcap: c > 0: scores become c tanh(s / c). One that is infinite in the dtype of sums is none.
+        scale: factor of q.k, default 1 / sqrt(D), finite in the accumulation dtype: float32, for float64 float64.
+            Negative and 0 are legal.
+        softcap: c > 0: scores become c tanh(s / c). A c that is infinite in the accumulation dtype means no softcap.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |i + o - j|. No gradient.
         bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.
@@ -117,20 +117,20 @@ def attention(
         q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch. Rows past it are never
             read, the offset o uses it, and rows of out past it are 0 (lse -inf).
         kv_lengths: int32 (B,): likewise for the keys.
-        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as of FlexAttention: the score that the
-            masks and the softmax then see. It is called once, with stand-ins, and must be arithmetic, comparisons and
+        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as in FlexAttention; masks and softmax see
+            its result. It is traced, by one call with symbolic arguments, and may use arithmetic, comparisons and
             functions of NumPy, torch or jax on numbers, and elements of arrays that it captures: `table[h, q_idx -
             kv_idx]`. h is the query head, b the sequence; q_idx and kv_idx are int32 row numbers inside the sequence,
-            from 0, without the offset o. Of the captured arrays floating ones have gradients, and an index beyond its
-            dimension is clamped. -inf hides a key. A `Mod` holds functions that are traced already.
+            from 0, without the offset o. Captured arrays have gradients if they are floating, and indices are clamped
+            to their dimensions. -inf hides a key. A `Mod` holds functions that are traced already.
         mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with the others.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
         seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
             drops the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires
             one.
-        q_descale: for float8_e4m3fn alone, float32 (B, Hk), finite and not negative: q stands for its numbers times
-            the descale of their sequence and of the key/value head that they attend to. None is 1.
+        q_descale: for float8_e4m3fn alone, float32 (B, Hk), finite and not negative: the factor by which q is
+            multiplied, for each sequence and the query heads of each key/value head. None is 1.
         k_descale: float32 (B, Hk), likewise for k.
         v_descale: float32 (B, Hk), likewise for v.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
@@ -138,13 +138,13 @@ def attention(
             denominator, sink included, dropout not.
         deterministic: gradients bitwise equal from run to run. The results of the CPU engine always are, for
             any number of threads.
-        backend: "cpu", "cuda" or "simulator"; None follows the arrays. It is never replaced by another.
+        backend: "cpu", "cuda" or "simulator"; None follows the arrays. No other backend is used in its place.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
 
     Returns:
         out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0,
-        its lse -inf (the sink with one).
+        and its lse -inf, or with a sink the sink.
 
     Raises:
         TypeError: at least one requirement about a type is not met. Like ValueError, it is one error that lists every
@@ -378,7 +378,7 @@ def attention_jvp(
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PaddedOptions[AnyArray]],
 ) -> tuple[ArrayT, ...]:
-    """`attention` and its derivative in one direction of its inputs (forward mode), in one pass without a matrix.
+    """`attention` and its derivative in one direction of its inputs (forward mode), in one pass, linear in memory.
 
     With s the scores that the softmax sees, ts their tangent and P the probabilities, for one head:
 
@@ -394,8 +394,8 @@ def attention_jvp(
         tv: the tangent of v.
         tbias: the tangent of the option bias.
         tsink: the tangent of the option sink.
-        tcaptured: the tangents of the arrays that score_mod captures, in the order of `Mod.arrays`; None in the place
-            of an array that does not move, or is not floating.
+        tcaptured: the tangents of the arrays that score_mod captures, in the order of `Mod.arrays`; None for an array
+            whose tangent is 0, or that is not floating.
         **options: those of `attention`.
 
     Returns:
@@ -570,7 +570,7 @@ def merge(
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
 
     Computed in the dtype of lse. A row that saw no key in one part takes the other's result; one that saw none in both
-    stays 0 and -inf. A sink belongs into exactly one of the parts. No gradients are recorded.
+    stays 0 and -inf. Pass a sink to exactly one of the two calls. No gradients are recorded.
 
     Args:
         out_a: (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv).
@@ -605,11 +605,11 @@ def compile(
 ) -> tuple[Compiled, ...]:
     """Compile what later calls on a GPU will need, before the first of them.
 
-    No GPU is needed, no array, and no length. Kernels know neither batch nor lengths, but the plan chooses tile sizes
-    by them: compiled is every tile that it may choose, a few of each kernel. They are stored in the cache folder;
-    without `arch` they are loaded, too, so that a CUDA graph can capture the calls from the start. With CuPy a capture
-    needs a memory pool of its own (cupy.cuda.using_allocator): every replay writes to workspaces whose memory the
-    capture gave back.
+    No GPU is needed, no array, and no length. Kernels do not depend on batch and lengths, but the plan chooses tile
+    sizes by them, so this compiles every tile that it may choose, a few of each kernel. They are stored in the cache
+    folder; without `arch` they are loaded, too, so that a CUDA graph can capture the calls from the start. With CuPy a
+    capture needs a memory pool of its own (cupy.cuda.using_allocator): every replay writes to workspaces whose memory
+    the capture gave back.
 
     Args:
         dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.

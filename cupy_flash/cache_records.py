@@ -14,7 +14,7 @@ from .features import record
 
 
 class Cache(NamedTuple):
-    """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. Lengths are no facts."""
+    """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. It does not know lengths."""
 
     layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
     dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
@@ -46,8 +46,8 @@ _CacheOperands: Any = record(
 class CacheOperands(_CacheOperands):
     """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands.
 
-    None for those that it has not. cache_seqlens may be an int, the length of all sequences; out is where the caller
-    wants the result.
+    None for those that are absent. cache_seqlens may be an int, the length of all sequences; the result is written to
+    `out`.
     """
 
     __slots__ = ()

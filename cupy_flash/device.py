@@ -14,7 +14,7 @@ class Device(NamedTuple):
     arch: str  # "x86_64", "arm64"; "sm_80"
     units: int  # SMs; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
     shared_bytes: int = 0  # largest shared memory of a block
-    card: str = ""  # model of a GPU of this machine; "simulator"; "" of a GPU that is only named
+    card: str = ""  # model of a GPU of this machine; "simulator"; "" for an architecture without a GPU
     driver: str = ""  # the CUDA version of a GPU's driver
 
     def __str__(self) -> str:

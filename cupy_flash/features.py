@@ -1,10 +1,10 @@
 """The options of `attention`, declared once: a row for each, in the order of its signature.
 
-What else knows options derives it from these rows: Options and their checks (requirements.py, pose.py), the facts of a
-Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py), the operators
-of torch, the operands of jax, attention over several ranks, and compile() with its command. Written by hand are the
+Everything else that depends on options is derived from these rows: Options and their checks (requirements.py, pose.py),
+the facts of a Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py),
+the operators of torch, the operands of jax, attention over several ranks, and compile() with its command. Only the
 signature and docstring of `attention`, the types of options (arguments.py) and the math of each feature (score.py,
-score.cuh, reference.py).
+score.cuh, reference.py) are written by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk"}  # the axes of ar
 
 
 class Feature(NamedTuple):
-    """One option. Columns of another kind keep their defaults."""
+    """One option. The columns that its kind does not use keep their defaults."""
 
     name: str  # the keyword; the member of Params for an array
     kind: str

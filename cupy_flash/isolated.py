@@ -22,8 +22,8 @@ from typing import Any
 
 Announce = Callable[[str, float], None]  # (name of the step that begins, its timeout in seconds)
 START, START_SECONDS = "the start of the worker process", 60.0
-WATCH_SECONDS = 1.0  # between two looks of a worker at its parent
-ENDING_SECONDS = 30.0  # the driver may take long to clean up a killed process
+WATCH_SECONDS = 1.0  # interval at which a worker checks that its parent is alive
+ENDING_SECONDS = 30.0  # limit for a killed process to end: the driver may take long to clean up
 
 
 class Lost(Exception):

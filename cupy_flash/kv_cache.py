@@ -74,10 +74,9 @@ def attention_with_kv_cache(
     """Attention of new queries on the keys and values of a cache, contiguous or paged, after appending new ones.
 
     Sequence b has n_b keys in the cache, the call appends s_b rows of k and v in place, and its Sq queries then see
-    L_b = n_b + s_b keys; query i lies at position L_b - Sq + i. No gradients are recorded. Lengths, tables and
-    positions stay where they are: on a GPU the host never reads them, and a call is planned by the capacity of the
-    cache. Arrays as for `cupy_flash.attention`; caches are never copied and may have any strides with a contiguous last
-    dimension.
+    L_b = n_b + s_b keys; query i lies at position L_b - Sq + i. No gradients are recorded. The host never reads
+    lengths, tables and positions that are on a GPU: a call is planned by the capacity of the cache. Arrays as for
+    `cupy_flash.attention`; caches are never copied and may have any strides with a contiguous last dimension.
 
     Args:
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q; float16, bfloat16, float32 or float64.
@@ -126,8 +125,8 @@ def attention_with_kv_cache(
         engine: as in `cupy_flash.attention`.
 
     Returns:
-        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key, and rows past cu_seqlens_q[-1], are
-        0, their lse -inf (for the former the sink with one).
+        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key is 0, and its lse -inf, or with a
+        sink the sink. Rows past cu_seqlens_q[-1] are 0, and their lse -inf.
 
     Raises:
         TypeError: as `cupy_flash.attention`, one error with every reason.

@@ -168,7 +168,7 @@ def load(name: str) -> Transformer:
     does not pass through count as parameters alone.
 
     Args:
-        name: of a preset, or the path of a config.json or of the folder that holds it.
+        name: a name in PRESETS, or the path of a config.json or of the folder that holds it.
 
     Raises:
         ValueError: the config is no such model (the message names the file), or the name is unknown.

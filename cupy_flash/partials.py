@@ -69,8 +69,8 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 def merge_weights(lses: list[np.ndarray[Any, Any]]) -> tuple[Any, list[Any]]:
     """(lse of all parts, weight of each part), shaped as a part's lse. A part with lse -inf has weight 0.
 
-    If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) would carry the
-    rounding of lse: 1e-3 at scores of 1e4.
+    If all are -inf, so is lse. Weights are normalised by their sum: exp(lse of a part - lse) would include the rounding
+    error of lse, which is 1e-3 at scores of 1e4.
     """
     largest = reduce(np.maximum, lses)
     reference = np.where(largest == -np.inf, 0, largest)

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
     cost: float
     refused: Refused  # the engines that were not chosen, and why
-    measured: str = ""  # the measurement that has chosen; "": the prediction has
+    measured: str = ""  # the measurement that decided; "" if the prediction did
 
     @property
     def tiles(self) -> str:
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
 
 
 def engine_reason(engine: Any) -> str | None:
-    """Why `engine=` names no engine; None where it does, or leaves the choice to the plan."""
+    """The error text if `engine=` is not the name of an engine; None if it is one, or None."""
     if engine is None or (isinstance(engine, str) and engine in MODULES):
         return None
     return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
@@ -190,7 +190,7 @@ def last_of_bucket(problem: Problem) -> Problem:
 
 
 def tune_key(problem: Problem) -> dict[str, Any]:
-    """The bucket of shapes and options that a measurement holds for, as a record of JSON.
+    """The bucket of shapes and options to which a measurement applies, as a record of JSON.
 
     Lengths, rows of heads (batch times query heads) and windows count by their buckets, numbers and arrays among the
     options by their presence.

@@ -162,8 +162,8 @@ def _given(
     return given
 
 
-# The options in the cache key as they are. The sides of a window are checked one by one; a seed is no fact, and a
-# mod's text is one.
+# The options that enter the cache key as they are. The others: a window enters it as two sides, a mod as its text, and
+# a seed not at all, because no fact depends on it.
 PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 # Options of other types are not cached: they may be mutable, unhashable, or equal to something with another meaning.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .cache_records import Cache, CacheOperands
 
 DTYPES = FLOATING
-FP8 = "float8_e4m3fn"  # of q, k and v alone, and forward only: out is bfloat16
+FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, whose out is bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"

@@ -20,12 +20,12 @@ class Spans(NamedTuple):
 
     q_rows: np.ndarray
     k_rows: np.ndarray  # rows of k
-    before: np.ndarray  # n_b
-    appended: np.ndarray  # s_b
+    before: np.ndarray  # n_b: keys in the cache before the call
+    appended: np.ndarray  # s_b: keys that the call appends; 0 with slots
 
     @property
     def kv_lengths(self) -> np.ndarray:
-        """L_b."""
+        """L_b: the keys that each sequence has after the append."""
         return self.before + self.appended
 
     @property

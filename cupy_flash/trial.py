@@ -23,7 +23,7 @@ from .requirements import Requirements, check_options
 
 # The options that a Trial names by their presence: numbers without a field of their own, and arrays.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
-STATED = ("causal", "layout", "deterministic")  # the other options of a Trial that are not arrays have its values
+STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
 NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that cannot be made again
 

@@ -1,5 +1,5 @@
-// After backward_captured: rounds the sums of the gradients of captured arrays to the dtypes of these. grid (any number
-// of blocks)
+// Runs after backward_captured: rounds the sums of the gradients of captured arrays to the arrays' dtypes. grid (any
+// number of blocks)
 #include "mod.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) captured_end(const __grid_constant__ Params p) {

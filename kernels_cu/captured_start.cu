@@ -1,5 +1,5 @@
-// Before the kernels of tiles: fills the tables of extremes of captured arrays, which the classes of tiles depend on,
-// and clears the sums of their gradients. grid (any number of blocks)
+// Runs before the attention kernels: fills the tables of least and greatest elements of captured arrays, from which
+// they bound the mask_mod over a tile, and zeroes the sums of the arrays' gradients. grid (any number of blocks)
 #include "mod.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) captured_start(const __grid_constant__ Params p) {

@@ -17,7 +17,7 @@ using element = float;        // dtype of Q, K, V and O in global memory; fp8: o
 using real = float;           // accumulation dtype of scores, sums and lse: float, or double for double
 using bias_element = float;   // dtype of the bias and of its gradient
 using sink_element = float;   // dtype of the sink and of its gradient
-using other_element = float;  // dtype of the second of two partial results
+using other_element = float;  // partials.cu: dtype of the stack of outputs, out_b
 
 constexpr int HEAD_DIM = 64;    // columns of Q and K
 constexpr int HEAD_DIM_V = 64;  // columns of V and O
@@ -31,24 +31,24 @@ constexpr int STAGES = 2;        // slots of the shared-memory pipeline; 1: no p
 constexpr bool Q_IN_REGISTERS = false;  // Q fragments stay in registers for the whole mainloop
 constexpr float RESCALE_ABOVE = 8.0f;   // lazy rescaling: O is rescaled when a row max grew by more powers of two
 constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one tile of keys is in registers at a time
-constexpr int LARGEST_LOG2 = 0;  // log2 of the probability of a row's reference score: shifts P into the range of e4m3
-constexpr bool MODIFIED = true;  // scores are more than q.k times a positive scale
-constexpr bool LSE2 = false;     // delta.cu writes lse * log2(e) beside delta
-constexpr bool FAST_MATH = false;  // a score_mod's functions by ex2.approx and rcp.approx; float only
-constexpr bool ADD_DQ = false;     // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr int LARGEST_LOG2 = 0;         // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
+constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale: a pass computes them first
+constexpr bool LSE2 = false;            // delta.cu writes lse * log2(e) beside delta
+constexpr bool FAST_MATH = false;       // a score_mod's functions by ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;          // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
 constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the order of their keys
 constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from shared memory, not by red from registers
 constexpr bool PERSISTENT = false;  // persistent grid: one block per SM computes several query tiles
-constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else every gridDim.x-th is theirs
-constexpr bool O_BUFFER = false;     // forward: shared memory of its own for O, which else has that of Q
+constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th
+constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own; else it is staged in that of Q
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
-constexpr bool EXPONENTIALS_FIRST = false;  // forward: the wait for PV stays below the exponentials that overlap it
+constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
-#define TMA_STORE_O 0   // store O with TMA, unless a box could overwrite the next sequence or rows are unaligned
+#define TMA_STORE_O 0   // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.
 constexpr bool PACKED = false;        // varlen: sequences are concatenated along the row axis
@@ -65,9 +65,9 @@ constexpr bool SINK = false;
 constexpr bool DROPOUT = false;
 constexpr bool DLSE = false;               // lse has a gradient
 constexpr bool SCORE_MOD = false;          // a score_mod changes the scores
-constexpr bool MASK_MOD = false;           // a mask_mod hides some
+constexpr bool MASK_MOD = false;           // a mask_mod hides some scores
 constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
-#define MODS 0                 // there is one of both: traced.cuh and captured.cuh are generated from their traces
+#define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
 // A direction of the inputs, of a JVP or a double backward. An input without a tangent does not move.
@@ -81,8 +81,8 @@ constexpr bool TCAPTURED = false;  // an array that score_mod reads moves
 
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
-constexpr bool PAGED = false;  // they are pools of pages with a block table
-constexpr int SPLIT_SIZE = 0;  // keys of a piece, which ends at its multiples; 0: equal runs of tiles
+constexpr bool PAGED = false;  // the caches are pools of pages with a block table
+constexpr int SPLIT_SIZE = 0;  // split-KV: keys of a piece, which ends at a multiple of it; 0: equal runs of tiles
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
 constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2
 using cos_element = float;                  // dtypes of the rotary tables

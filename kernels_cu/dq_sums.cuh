@@ -14,13 +14,13 @@ struct DqSums {
   static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
   float* data;
 
-  // The part of one head.
+  // The sums of one head of a sequence.
   __device__ DqSums(const Params& p, const Sequence& sequence, int head) {
     data = (float*)p.dq_sums.data + (PACKED ? 0 : sequence.batch * p.dq_sums.batch) + head * p.dq_sums.head +
            first_block(sequence) * 16 * COLUMNS;
   }
 
-  // 16 rows: their 16 x 16 blocks one after the other.
+  // Address of 16 rows from `row`, whose 16 x 16 blocks are contiguous.
   __device__ float* block_row(int row) const { return data + (long long)row * COLUMNS; }
   // Elements 0 to 3 of this lane in fragment `half` (0: left 8 columns, 1: right 8) of a 16 x 16 block.
   __device__ float* fragment(int row, int column, int half) const {
@@ -30,7 +30,8 @@ struct DqSums {
     red_add_v4(fragment(row, column, half), x);
   }
 
-  // Zeroes COLUMNS numbers, as many as one of n rows has; i < n covers all. Collective of a warp.
+  // Zeroes the i-th COLUMNS numbers, as many as a row has: calls for i below the number of rows zero all of them. All
+  // lanes of a warp must take part.
   __device__ void clear(int i) const {
     for (int column = threadIdx.x % 32; column < COLUMNS; column += 32) data[(long long)i * COLUMNS + column] = 0;
   }
@@ -50,7 +51,7 @@ struct DqTurns {
   }
   __device__ unsigned int* of(int row, int half) const { return data + row / 16 * 2 + half; }
 
-  // Waits until `before` blocks have added. Collective of a warp.
+  // Waits until `before` blocks have added. All lanes of a warp must take part.
   __device__ void wait(int row, int half, unsigned int before) const {
     if (threadIdx.x % 32 == 0)
       while (ld_acquire(of(row, half)) != before) {}

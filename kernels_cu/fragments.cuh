@@ -155,8 +155,8 @@ __device__ void round_fragments(unsigned int (&A)[M][N / 2][4], const float (&C)
     }
 }
 
-// Normalisation factors of the rows from q_start, and lse from one warp of those that share them. `scale` multiplies
-// the bare q.k.
+// Computes the factors that normalise O in the rows from q_start, and stores lse; `writes_lse` is true in one of the
+// warps that share rows. `scale` multiplies the bare q.k.
 template <int M>
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const Params& p, const Sequence& sequence,
                        const Dropout& dropout, int head, int q_start, bool writes_lse, float scale) {

@@ -76,7 +76,7 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
         s = seen ? score.apply(s, i, j, derivatives[e]) : -infinity();
       else
         s = seen ? s : -infinity();
-      // Without it a hidden score would keep the derivative of an earlier one, and 0 times a NaN is a NaN.
+      // Otherwise a hidden score would keep the derivative of an earlier one, and 0 times a NaN is a NaN.
       if ((SOFTCAP || SCORE_MOD) && !seen) derivatives[e] = 0;
       s = ex2_approx(s * scale_log2 - queries.lse2[query]);
     }
@@ -98,8 +98,8 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
   // Each call passes `masked` as a constant, so that the inlined code has one branch only.
   constexpr int PAIRS = M * N / 2;
   float derivatives[8] = {};
-  // Probabilities and gradients of two fragments at a time. In the order below, the derivatives of the scores would be
-  // live for all fragments, and with dropout or many scores the compiler spills.
+  // Probabilities and gradients of two fragments at a time. If all exponentials came first, as in exponentiate_all, the
+  // derivatives of all scores would be live at once; with dropout or many scores the compiler would spill, too.
   auto attend_pairs = [&](bool masked) {
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) {

@@ -1,5 +1,6 @@
-// Locates the keys of a sequence in a KV cache: in one row of a contiguous cache, or in the pages of a block table. A
-// wrong table may name blocks that do not exist: they are never accessed, and their keys read as zeros.
+// Locates the keys of a sequence in a KV cache. A block is a page that the block table names, or the row of a
+// contiguous cache that holds the sequence. A wrong table may name blocks that do not exist: they are never accessed,
+// and their keys read as zeros.
 #pragma once
 #include "params.cuh"
 
@@ -18,7 +19,7 @@ struct Blocks {
     if (!PAGED && !past_the_end && p.cache_batch_idx) own = p.cache_batch_idx[b];
   }
   __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }
-  // Contiguous: whether the sequence has a valid row of the cache (always true of pages), and that row, else 0.
+  // Contiguous: whether the sequence has a valid row of the cache, and that row, or 0 if not. Paged: always true.
   __device__ bool exists() const { return PAGED || has(own); }
   __device__ int row() const { return has(own) ? own : 0; }
 
@@ -48,7 +49,7 @@ struct PagedTileRows {
   }
 };
 
-// The keys of one head of a cache; `tile` finds those from position `first`, given its pages.
+// The keys of one head of a cache; tile(first, pages) returns those from position `first`, given their pages.
 template <typename T>
 struct CacheRows {
   Blocks blocks;

@@ -17,7 +17,7 @@ struct Band {
 
   __device__ Band(const Params& p, const Sequence& sequence)
       : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence.batch) {
-    // Bounds are clamped to just beyond all pairs of positions, which an unbounded side is too: no sum overflows.
+    // An unbounded side is just beyond all pairs of positions. Bounds are clamped to that, so that no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;
     if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
@@ -47,7 +47,7 @@ struct Band {
     return key_after_padding(i + low) <= j && j <= i + high && i < q_len && j < kv_len;
   }
 
-  // Positions past the end stand for the last, so that a mod reads its captured arrays without a branch.
+  // Clamps a position to the last one, so that a mod reads its captured arrays in bounds without a branch.
   __device__ int query(int i) const { return min(i, q_len - 1); }
   __device__ int key(int j) const { return min(j, kv_len - 1); }
 

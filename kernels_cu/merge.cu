@@ -1,6 +1,8 @@
-// Merges the partial results of every unit that decode has computed in several parts: one warp per row, summed in the
-// order of the keys. decode writes units of one part itself. grid (units of a sequence, sequences)
+// Merges the partial results of every unit that decode.cu has computed in several parts: one warp per row, in the order
+// of the keys. A unit of one part needs no merge: decode.cu has written its result. grid (units of a sequence,
+// sequences)
 #include "partials.cuh"
+#include "softmax2.cuh"
 #include "split_kv.cuh"
 
 __device__ void merge_unit(const Params& p, const Sequence& sequence, int unit, int place, int each, int run) {

@@ -38,10 +38,10 @@ struct Params {
   Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
   Operand dq_turns;
   Operand vt;         // fp8 workspace, laid out by wgmma/vt.cuh
-  Operand q_descale;  // fp8: (b, kv head); null: 1
+  Operand q_descale;  // fp8: (b, kv head); a null pointer means 1
   Operand k_descale;
   Operand v_descale;
-  int* drawn;  // workspace: how many tiles a persistent grid has drawn (wgmma/tile_scheduler.cuh)
+  int* drawn;  // workspace: number of tiles that a persistent grid has drawn (wgmma/tile_scheduler.cuh)
   Operand dq;
   Operand dk;
   Operand dv;
@@ -61,9 +61,9 @@ struct Params {
   unsigned long long seed;
   double scale;
   double softcap;
-  double keep_scale;
+  double keep_scale;        // 1 / (1 - dropout probability)
   unsigned int drop_below;  // dropout keeps a probability if its 16 random bits are at least this
-  int step;                 // distance of neighbouring rows in positions: 1, or more for a striped shard
+  int step;                 // distance in positions between neighbouring rows: 1, or more for a striped shard
   int first_head;           // shard: global index of its first head
   int whole_heads;          // query heads of the unsharded problem
   int batch;
@@ -86,8 +86,8 @@ struct Params {
 #if KV_CACHE
   Operand k_new;  // rows to append; null: none
   Operand v_new;
-  Operand q_unrotated;  // with rotary tables: the caller's q, and q is the workspace with its rotated rows
-  int* cache_seqlens;   // keys of each sequence before the append, with slots all keys; null: cache_length
+  Operand q_unrotated;  // with rotary tables: the caller's q; `q` is then a workspace with the rotated rows
+  int* cache_seqlens;   // keys of each sequence before the append, or with slots after it; null: cache_length
   int* cache_batch_idx;
   int* cache_leftpad;
   int* block_table;
@@ -109,7 +109,7 @@ struct Params {
   int page_log2;
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables
-  int mask_keys;    // the last keys of a sequence, to which the mask applies
+  int mask_keys;    // the dense mask covers this many keys, the last ones of a sequence
 #endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod

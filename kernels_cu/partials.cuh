@@ -1,4 +1,5 @@
-// The average of partial results of one row, weighted by exp(lse): one warp, sums in the order of `add`.
+// Averages the partial results of one row, weighted by exp(lse). One warp adds them in the order of its calls of add(),
+// so that results are reproducible.
 #pragma once
 #include "ptx.cuh"
 
@@ -13,7 +14,7 @@ struct PartialSums {
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) O[n] = -0.0f;  // x + -0.0f is x for every x, also for -0.0f
   }
-  // A row without keys in one part takes the results of the others; without keys in all parts it stays 0 and -inf.
+  // True if no part of the row has a key: then the result is 0, with lse -inf.
   __device__ bool empty() const { return largest == -infinity(); }
 
   template <typename T>

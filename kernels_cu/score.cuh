@@ -29,8 +29,8 @@ struct Score {
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // Score of query i and key j from q.k, before the score_mod. Sets its derivative by scale * q.k or, BY_BIAS, by the
-  // bias; and `hidden` if the bias is -inf.
+  // Score of query i and key j from q.k, before the score_mod. Sets `derivative` to its derivative by scale * q.k or,
+  // BY_BIAS, by the bias; and `hidden` if the bias is -inf.
   template <bool BY_BIAS>
   __device__ real unmodified(real product, int i, int j, real& derivative, bool& hidden) const {
     real s = scale * product;
@@ -56,14 +56,14 @@ struct Score {
     return s;
   }
 
-  // Score of query i and key j from q.k. Sets its derivative, for gradient().
+  // Score of query i and key j from q.k. Sets `derivative`, which gradient() needs.
   template <bool BY_BIAS = false>
   __device__ real apply(real product, Position i, Position j, real& derivative) const {
     bool hidden = false;
     real s = unmodified<BY_BIAS>(product, i, j, derivative, hidden);
 #if MODS
     if constexpr (SCORE_MOD) {
-      // The derivative of a hidden score may be infinite, and 0 times it is a NaN.
+      // At -inf a score_mod's derivative may be infinite, and 0 times infinity is a NaN: hidden scores pass 0.
       real by_score, modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
       s = hidden ? s : modified;
       derivative = times(derivative, by_score);
@@ -72,7 +72,7 @@ struct Score {
     return s;
   }
 
-  // Gradient of scale * q.k, or of the bias, from that of the score and its derivative.
+  // Gradient of scale * q.k, or of the bias: the gradient ds of the score times the derivative from apply().
   __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
 
 #if DIRECTION

@@ -18,16 +18,16 @@ template <typename T>
 struct TileRows {
   static constexpr bool EQUIDISTANT = true;
 
-  T* data;  // position 0 of the sequence
+  T* data;  // the row of position 0 of the sequence
   long long stride;
   int first;    // position of the tile's row 0
   int aligned;  // Operand::aligned
 
   __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
-  __device__ bool has(int position) const { return true; }  // PagedTileRows may lack a position
+  __device__ bool has(int position) const { return true; }  // as in PagedTileRows, where a page may not exist
 };
 
-// The rows of one head of a tensor; `tile` finds those from position `first`.
+// The rows of one head of a tensor; tile(first) returns those from position `first`.
 template <typename T>
 struct HeadRows {
   T* data;
@@ -64,11 +64,11 @@ struct Sequence {
   int step;    // query i is i * step + offset - j * step positions past key j
 
 #if KV_CACHE
-  int appended;  // rows of k
-  int leftpad;   // keys before it are not seen
+  int appended;  // rows of k_new that this sequence appends
+  int leftpad;   // keys before this position are padding
   Blocks blocks;
 
-  // Wrong contents of arrays lead to no access outside of the arrays: lengths and bounds are clamped.
+  // Lengths and bounds are clamped, so that wrong contents of an array cause no access out of bounds.
   __device__ Sequence(const Params& p, int b)
       : batch(b), q_rows(p.q_len), kv_start(0), q_start(0), step(1), leftpad(0), blocks(p, b) {
     bool past_the_end = PACKED && b == p.batch;
@@ -118,7 +118,7 @@ struct Sequence {
   }
 #endif
 
-  // The address of row 0 of this sequence: of a tensor of queries, then of a tensor of keys.
+  // The address of this sequence's row 0 in a tensor with the rows of q; keys(): in one with the rows of k.
   template <typename T>
   __device__ T* queries(const Operand& x, int head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + head * x.head + q_start * x.row;
@@ -128,9 +128,9 @@ struct Sequence {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + kv_head * x.head + kv_start * x.row;
   }
 
-  // Rows that are loaded tile by tile. The loads of K and V get the addresses of keys from key_rows or, if TMA loads
-  // them, their coordinates from key_box, so that a cache of keys with another layout is a change of these two. (fp8's
-  // transposition of V reads rows of `keys`.)
+  // Rows that are loaded tile by tile. All loads of K and V take addresses from key_rows or, with TMA, coordinates from
+  // key_box, so that another layout of keys changes these two functions only. (vt.cu, which transposes V for fp8, reads
+  // rows through keys() instead.)
   template <typename T>
   __device__ HeadRows<T> query_rows(const Operand& x, int head) const {
     return {queries<T>(x, head), x.row, x.aligned};

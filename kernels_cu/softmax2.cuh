@@ -1,6 +1,7 @@
 // Online softmax in base 2, for scores in mma fragments: a probability costs one FFMA and one ex2. scale_log2 turns a
 // score into an exponent of two: log2(e), or scale * log2(e) if the scores are the bare q.k.
 #pragma once
+#include "params.cuh"
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -37,7 +38,7 @@ struct Softmax2 {
 
   __device__ float probability(float s, float scale_log2) const { return ex2_approx(s * scale_log2 - reference); }
 
-  // Result of a row, once l is the sum over its four lanes. `scale` is scale_log2 / log2(e).
+  // Result of a row; end() computes it once l is the sum over the row's four lanes. `scale` is scale_log2 / log2(e).
   struct Ending {
     float lse;     // natural log; corrected for the rounding of `reference`
     float factor;  // normalises O
@@ -57,3 +58,10 @@ struct Softmax2 {
     return {fmaf(m, scale, LN_2 * log2_sum), 1 / l};
   }
 };
+
+// Adds the sink to the lse of a row, if there is one. Returns the new lse and the factor of O.
+__device__ inline Softmax2::Ending with_sink(const Params& p, int head, float lse) {
+  Softmax2::Ending ending{lse, 1};
+  if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
+  return ending;
+}

@@ -12,7 +12,7 @@
 //                of its own. The pieces of a row and their order depend on its own sequence alone
 #pragma once
 #include "mask.cuh"
-#include "softmax2.cuh"
+#include "ptx.cuh"
 
 constexpr int PLACE_KEYS = SPLIT_SIZE ? SPLIT_SIZE : BLOCK_KV;  // keys of one place
 constexpr int SHORTEST_RUN = SPLIT_SIZE ? 1 : 4;  // in places: shorter runs cost more in the merge than they save
@@ -22,8 +22,8 @@ constexpr int PART_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;  // columns of a row o
 struct Places {
   Range keys;  // the keys that any query sees
   int units;
-  int first;  // first place of every unit, counted from key 0
-  int each;   // places of every unit, at least 1
+  int first;  // index of the first visited place of a unit, if places are counted from key 0
+  int each;   // places per unit, at least 1
 
   __device__ Places(const Params& p, const Sequence& sequence, const Band& band) {
     int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
@@ -65,20 +65,14 @@ struct Line {
   __device__ int run(int blocks) const { return max((total + blocks - 1) / blocks, SHORTEST_RUN); }
 };
 
-// Number of blocks that share the line. p.places counts two partial results per block, or with SPLIT_SIZE one per
-// piece: then results do not depend on the number of blocks.
+// Number of blocks that share the line. Without SPLIT_SIZE the workspace has two partial results per block; with it,
+// one per piece, and results do not depend on the number of blocks.
 __device__ inline int line_blocks(const Params& p, int grid) {
   return SPLIT_SIZE ? grid : p.places / 2;
 }
 
-// Index of the partial result of the part of a unit that starts at `place`, computed by block `c`.
+// Index of the partial result of the part of a unit that starts at `place`. Without SPLIT_SIZE block `c` has two: 2 c
+// for the unit that began in an earlier block, 2 c + 1 for one that begins in its run.
 __device__ inline int part_of(int place, int c, bool first_of_unit) {
   return SPLIT_SIZE ? place : 2 * c + first_of_unit;
-}
-
-// Adds the sink to the lse of a row whose parts are merged; returns the new lse and the factor of O.
-__device__ inline Softmax2::Ending with_sink(const Params& p, int head, float lse) {
-  Softmax2::Ending ending{lse, 1};
-  if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
-  return ending;
 }

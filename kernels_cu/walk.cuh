@@ -3,7 +3,7 @@
 //
 //   for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next())
 //
-// A copy that is a few tiles ahead iterates over the same tiles: that of the next loads, or of a producer warp.
+// Prefetches and producer warps iterate over the same tiles with a copy that is a few tiles ahead.
 #pragma once
 #include "mask.cuh"
 
@@ -16,8 +16,8 @@ template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
   static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
 
-  Range unmasked;  // positions that need no mask but the mask_mod
-  Range visible;   // positions to load: no pair of the block with another position is visible
+  Range unmasked;  // positions that only the mask_mod may mask: the band hides no pair of theirs
+  Range visible;   // positions to load: the band hides all others from the block
   int first;       // start of the first tile
   int start;       // start of the current tile
   Classify classify;
@@ -73,7 +73,8 @@ struct Walk {
   }
 };
 
-// Bounds of the mask_mod over a tile of keys and the queries of a block, or for a tile of queries and its keys.
+// Bounds of the mask_mod over the queries of a block and the tile of keys at `start`; ClassifyQueries: over the keys of
+// a block and the tile of queries at `start`.
 struct ClassifyKeys {
   const Band& band;
   int head;
@@ -99,7 +100,7 @@ struct ClassifyQueries {
 };
 
 // The key tiles of a query tile. Kernels with an online softmax visit the last tile first, which is the one that a
-// causal mask cuts. `queries` are those that masked() refers to.
+// causal mask cuts. masked() is about `queries`, which may be a part of the block's.
 template <Order ORDER>
 struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   __device__ KvTiles(const Band& band, int head, int q_start, Range queries)
@@ -116,7 +117,8 @@ struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   }
 };
 
-// The query tiles of a key tile, head after head of the GQA group. `keys` are those that masked() refers to.
+// The query tiles of a key tile, head after head of the GQA group. masked() is about `keys`, which may be a part of the
+// block's.
 struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
   int head;
   int head_end;

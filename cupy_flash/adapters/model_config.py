@@ -7,13 +7,13 @@ from typing import Any
 WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # names of the MLP's width
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-CONTEXT = 2048  # where a config has none of CONTEXTS
+CONTEXT = 2048  # the context length if a config has none of the fields CONTEXTS
 
 
 def dimensions(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of memory.Transformer for the contents of a config.json.
 
-    Parameters are counted. Of experts, those that a token passes through count as one MLP. Raises ImportError without
+    Parameters are counted. The experts that a token passes through count as one MLP. Raises ImportError without
     torch or transformers, ValueError if transformers cannot build a causal language model, KeyError for a missing size.
     """
     import torch
@@ -26,7 +26,7 @@ def dimensions(config: dict[str, Any]) -> dict[str, Any]:
         sizes = CONFIG_MAPPING[kind].from_dict(config).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(sizes)
-    except Exception as error:  # from model code, for values of any type
+    except Exception as error:  # a model's code may raise anything
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"transformers {__version__} builds no causal language model of type {kind!r}: "
@@ -54,7 +54,7 @@ def dimensions(config: dict[str, Any]) -> dict[str, Any]:
         shared = size("shared_expert_intermediate_size") or (size("n_shared_experts") or 0) * expert
         width = size("num_experts_per_tok") * expert + shared
     matrices = _mlp_elements(blocks[-1], expert) / (size("hidden_size") * expert * experts)
-    multi_query = size("multi_query") and not size("new_decoder_architecture")  # Falcon's and StarCoder's
+    multi_query = size("multi_query") and not size("new_decoder_architecture")  # Falcon, StarCoder
     plain = "relu" if size("hidden_act", "activation_function") == "relu" else "gelu"
     drops = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
     return dict(

@@ -151,7 +151,7 @@ class LazyMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
 
     dense: functools._lru_cache_wrapper[Any]
-    mod: Mod | None  # the whole pattern, instead of the following
+    mod: Mod | None  # the whole pattern; if it is given, the fields below do not count
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
@@ -264,7 +264,7 @@ def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> L
 
 
 def _valid_keys(tokens: Any, length: int, device: Any) -> Any:
-    """The padding mask, bool (B, tokens), on a device, with False for the keys up to `length` that it lacks."""
+    """The padding mask on a device, bool (B, at least `length`), extended by False."""
     return F.pad(tokens.to(device), (0, max(0, length - tokens.shape[1])))
 
 
@@ -282,11 +282,11 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
 
     try:
         mod = Mod(mask_mod=mask_mod) if q_length > 1 else None
-    except Exception:  # errors of the function's own come again, with tensors
+    except Exception:  # sdpa_mask, below, raises the function's own errors again
         mod = None
     if mod is None:
         return sdpa_mask(**sizes, **arguments)
-    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)  # its elements are never None
+    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)  # `dense` is a tensor
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,

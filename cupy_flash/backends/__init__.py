@@ -105,7 +105,7 @@ def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Arra
 def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
     """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
 
-    The JVP in the direction of the cotangents comes first: its tout is the gradient by dout, its tlse that by dlse.
+    The JVP in the direction of the cotangents comes first: its tout is ddout, its tlse ddlse.
     """
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
@@ -179,7 +179,7 @@ def append(problem: Problem, operands: Operands) -> None:
     _module(chosen).append(chosen, operands)
 
 
-# By backend; a module of one engine comes first.
+# The modules by backend, or by engine, which takes precedence.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 

@@ -162,7 +162,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def rounded(total: Any, operand: Any, like: Array) -> Any:
-    """A sum in the shape and dtype of its operand; of a tuple each, None where there is none."""
+    """A sum rounded to the shape and dtype of its operand, None without a sum; for a tuple, each of its elements."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:
@@ -173,7 +173,7 @@ def rounded(total: Any, operand: Any, like: Array) -> Any:
 
 
 def fitted(plan: Plan, operands: Operands) -> Plan:
-    """The plan with the best tile for the pairs that its mask_mod leaves of the longest sequence, in head 0."""
+    """The plan with the best tile for the pairs of the longest sequence that mask_mod does not hide in head 0."""
     problem = plan.problem
     sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
@@ -181,7 +181,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
     classes = MaskMod(problem, operands).classes
     pairs = VisitedPairs(classes, *place)
-    unbounded = problem._replace(mask=Mask())  # edges are among the pairs
+    unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
     masking = problem.batch * problem.heads * (len(of_pairs) + 1) / 2 * engine.EDGE * 1e-9
 
@@ -308,7 +308,7 @@ class Call:
 
     @property
     def additive(self) -> bool:
-        """Whether |q| |k| does not bound the scores."""
+        """Whether something is added to the scores, so that |q| |k| does not bound them."""
         return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:
@@ -334,7 +334,7 @@ class Call:
         return self.visits.kv_tiles(*place, q_start)
 
     def _place(self, sequence: Sequence, head: int) -> tuple[int, int, Band, Positions]:
-        """The batch index and the head in the whole call, and the positions, of a sequence's head."""
+        """(batch index, head, band, positions) of a sequence's head in the whole call, if this one is a part of it."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 

@@ -40,7 +40,7 @@ class Work(NamedTuple):
     results: Results
     layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
-    captured: Captured | None = None  # what mods read and write
+    captured: Captured | None = None  # the arrays that mods read, and their gradients
     written: tuple[str, ...] = ()  # the inputs that are also written: the caches of an append
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Arr
 
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
-    launches = tuple(launch for launch in plan.launches if launch.kernel == "append")
+    launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
     start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 

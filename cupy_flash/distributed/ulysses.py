@@ -306,7 +306,7 @@ class _Ulysses(torch.autograd.Function):
 def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
     """(dq, dk, dv) of this rank's rows, and the gradients of TENSORS, 0 except for this rank's heads.
 
-    Then those of what the mods capture, which are summed over the ranks.
+    The gradients of the tensors that mods capture follow; they are summed over the ranks.
     """
     q, k, v, out, lse, *rest, cu_seqlens_q, cu_seqlens_k = saved
     tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])

@@ -8,7 +8,7 @@ from ..problem import Problem
 from .shared import ELEMENTS, known_constants, rows_of_heads, sequences
 
 ROW_THREADS = 128  # threads of a block of append and merge
-ROWS_OF_APPEND = 4  # rows of a block of append.cu
+ROWS_OF_APPEND = 4  # rows of a block of rotary_append.cu
 BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
 
 
@@ -28,7 +28,7 @@ def static_bytes(problem: Problem, keys: int) -> int:
 
 
 def append_launches(problem: Problem, constants: dict[str, Constant]) -> list[Launch]:
-    """The launch of append.cu, where rows are appended or rotated; `constants` are those of the attention kernel."""
+    """The launch of rotary_append.cu, if rows are appended or rotated; `constants` are the attention kernel's."""
     cache = problem.cache
     if cache is None or (cache.appended is None and cache.rotary is None):
         return []
@@ -41,7 +41,14 @@ def append_launches(problem: Problem, constants: dict[str, Constant]) -> list[La
         constants |= {"ROTARY_DIM": dims, "ROTARY_INTERLEAVED": interleaved}
         constants |= {"cos_element": ELEMENTS[cos], "sin_element": ELEMENTS[sin]}
     blocks = min(-(-rows // ROWS_OF_APPEND), BLOCKS_OF_APPEND)
-    return [Launch("append", known_constants("append", constants), (blocks, heads, sequences(problem)), ROW_THREADS)]
+    return [
+        Launch(
+            "rotary_append",
+            known_constants("rotary_append", constants),
+            (blocks, heads, sequences(problem)),
+            ROW_THREADS,
+        )
+    ]
 
 
 def rotated_rows(problem: Problem, q_rows: int) -> tuple[Workspace, ...]:

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Only fp8 is refused."""
+    """The engine refuses fp8 only."""
     return dtype_refusals(problem)
 
 

@@ -58,7 +58,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Predicted core seconds: matmuls and passes over the scores of all rows, loads of K and V, overhead of the calls.
 
-    Of a KV cache every sequence counts as long as the capacity.
+    With a KV cache every sequence is taken to be as long as the capacity.
     """
     dims = problem.head_dim + problem.head_dim_v
     row_tiles = -(-problem.q_len // tile.block_q)

@@ -10,7 +10,7 @@ from ..params import Workspace
 from ..problem import Problem
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
-# A scale in these bounds is multiplied with log2(e) into the exponents; any other takes a pass over the scores.
+# A scale in these bounds is folded into the exponents with log2(e); any other takes a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
 RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
 ROWS = 64  # rows of a block of the row kernels
@@ -26,7 +26,7 @@ def is_modified(problem: Problem) -> bool:
 
 
 def keeps_scores(problem: Problem) -> bool:
-    """Whether the gradient of a feature needs a number of every score beside its probability."""
+    """Whether the gradient of a feature needs another number per score beside the probability."""
     return any(is_given(problem, feature) for feature in KEEPS_SCORE)
 
 
@@ -76,7 +76,7 @@ def backward_workspaces(
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces
-    # Each sequence of a packed batch begins with a square of its own.
+    # Each sequence of a packed batch starts a new row of squares.
     squares = q_rows // SQUARE + problem.batch if problem.layout == "thd" else -(-q_rows // SQUARE)
     columns = -(-problem.head_dim // SQUARE) * SQUARE
     shape, strides = rows_of_heads(problem, SQUARE * squares, columns)

@@ -251,7 +251,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    walks = problem.mask_mod and kernel == "forward"  # two walks over tiles, that of the loads and its own
+    walks = problem.mask_mod and kernel == "forward"  # the loads walk over the tiles, too, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0

@@ -53,7 +53,14 @@ ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "DIRECTION", "TSINK"),
-    "append": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "ROTARY_DIM", "ROTARY_INTERLEAVED", "cos_element", "sin_element"),
+    "rotary_append": (
+        *SEQUENCE_CONSTANTS,
+        *CACHE_CONSTANTS,
+        "ROTARY_DIM",
+        "ROTARY_INTERLEAVED",
+        "cos_element",
+        "sin_element",
+    ),
     "merge": (
         *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
@@ -65,7 +72,7 @@ ROW_CONSTANTS = {
 def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[str, Constant], ...]:
     """The constants of a plan that its kernel reads."""
     known = ROW_CONSTANTS.get(kernel)
-    # delta alone reads the gradient of lse: the kernels of tiles are the same with and without.
+    # Only delta.cu reads the gradient of lse: the kernels of tiles are the same with and without.
     return tuple((name, x) for name, x in constants.items() if (name != "DLSE" if known is None else name in known))
 
 
@@ -75,7 +82,7 @@ def sequences(problem: Problem) -> int:
 
 
 def nonempty(launches: list[Launch]) -> tuple[Launch, ...]:
-    """The launches that have a block: CUDA refuses an empty grid, as that of an empty batch is."""
+    """The launches that have a block: CUDA refuses an empty grid, such as that of an empty batch."""
     return tuple(launch for launch in launches if 0 not in launch.grid)
 
 
@@ -106,7 +113,7 @@ CAPTURED_BLOCKS = 128  # grid of the kernels that loop over captured arrays
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
-    """The launches with the generated headers of the call's mods, between the kernels for what these capture."""
+    """The launches with the headers generated from the mods; captured_start and captured_end run around them."""
     if not problem.mods:
         return launches
     from ..mods import cuda_code  # imported by the first call that has a mod
@@ -129,8 +136,9 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 def captured_reads(problem: Problem) -> tuple[Read, ...]:
     """The reads by score_mod whose gradients a backward computes.
 
-    A block owns the elements of some and sums them (`owned_launches`), which is deterministic; the others any score may
-    add to (`added_launches`, `simt.captured_launches`).
+    If a read is at b, h, q_idx and kv_idx themselves, one block owns each element of the gradient and sums it
+    (`owned_launches`), which is deterministic. Otherwise any score may add to any element (`added_launches`,
+    `simt.captured_launches`).
     """
     if not any(problem.captured_gradient):
         return ()

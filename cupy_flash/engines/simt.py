@@ -86,7 +86,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    """The rows of queries: only they enter the cost together with the length, through waves and scores of a block."""
+    """The queries of a block, the only part of the tile whose effect on the cost depends on the length."""
     return tile.block_q
 
 

@@ -23,7 +23,7 @@ struct Part {
   int first_row;
   Range keys;
   bool whole;  // the part has all keys of the unit: nothing to merge
-  int place;   // index of the partial result, unless whole
+  int place;   // index of the partial result in the workspace; unused if `whole`
 
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
   __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
@@ -121,7 +121,7 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor;
     if (!part.whole) {
       long long at = (long long)part.place * BLOCK_Q + row;
-      if (SPLIT_SIZE && part.place >= p.places) continue;  // lengths beyond those that the workspace is for
+      if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;
       continue;
@@ -269,7 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
                 keys,
                 count == places.each,
                 part_of(place, blockIdx.x, begin == 0)};
-      // Skip the keys that no row of this tile sees, though other tiles of the unit's sequence do. This changes no bit.
+      // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
+      // add zeros, so this changes no bit.
       part.keys.begin = max(keys.begin, band.kv_begin(part.query(p, 0)));
       part.keys.end = min(keys.end, band.kv_end(min(part.query(p, BLOCK_Q - 1) + 1, sequence.q_len)));
       if (part.keys.begin >= part.keys.end) part.keys = {0, 0};

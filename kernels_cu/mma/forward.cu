@@ -8,7 +8,7 @@ constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 
-// S becomes the probabilities of a tile; O is rescaled if the reference of their exponents moves.
+// Turns S into the probabilities of a tile, and rescales O if the reference of the exponents changes.
 __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
                        bool masked, const Score& score, const Band& band, const Dropout& dropout, float scale_log2,
                        int q_start, int kv_start) {

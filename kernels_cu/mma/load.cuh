@@ -19,8 +19,8 @@ __device__ void load_numbers_of_chunk(unsigned int to, const element* row, int c
   st_shared_v4(to, words);
 }
 
-// Loads tiles of ROWS rows of a tensor into shared memory; rows that are not requested become zeros and are not read.
-// If every thread has the same share of every tile (REGULAR), its addresses are computed once.
+// Loads tiles of ROWS rows of a tensor into shared memory. If every thread has the same share of every tile (REGULAR),
+// its addresses are computed once.
 template <int ROWS, int DIM>
 struct Loader {
   using T = Tile<DIM>;
@@ -45,7 +45,8 @@ struct Loader {
   // Valid bytes of a chunk: 16 except at the end of a row.
   __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
 
-  // Loads rows of the tile whose position is with `read(position)`; `whole`: all of them.
+  // Loads a tile. Rows for which read(position) is false become zeros, and their memory is not accessed; `whole`: it is
+  // true for all rows.
   template <typename Rows, typename Read>
   __device__ void load(unsigned int tile, const Rows& rows, bool whole, Read read) const {
     if (rows.aligned < 8) {
@@ -115,10 +116,10 @@ struct Pipeline {
   }
 };
 
-// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros for those without `read(row)`.
+// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros where read(row) is false.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
-  static_assert(COUNT <= THREADS, "one each");
+  static_assert(COUNT <= THREADS, "a thread loads at most one number");
   int n = threadIdx.x;
   if (n >= COUNT) return;
   bool valid = read(first + n);

@@ -1,12 +1,12 @@
-// A step that the backward kernels of the mma engine share.
+// The load of dO, which the backward kernels of the mma engine share.
 #pragma once
 #include "../gradients.cuh"
 #include "gemm.cuh"
 #include "load.cuh"
 
 // Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
-// contribute, whatever its dO: positions alone exclude such rows from `queries`; with a dense mask or a bias, lse
-// identifies them.
+// contribute, whatever its dO. A row that sees no key by position is outside of `queries`; one whose keys are all
+// hidden by a dense mask or a bias is known by its lse of -inf.
 __device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
                                const Sequence& sequence, int head, int q_start, Range queries) {
   auto dO = sequence.query_rows<element>(p.dout, head).tile(q_start);

@@ -7,7 +7,7 @@
 
 constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with different rows
 
-// Columns of a tile: a whole number of fragments per warp.
+// Columns of a tile: `dim` rounded up, so that every column warp has whole fragments.
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
@@ -32,8 +32,8 @@ template <int DIM>
 struct Tile {
   static constexpr int CHUNKS = padded(DIM) / 8;
   static constexpr int ROW = 16 * CHUNKS;  // bytes
-  // Chunks are permuted within groups of 8, or of the largest power of two that divides the row. Rows of a smaller
-  // group are not a multiple of all banks long, and need less swizzling.
+  // Chunks are permuted within groups of 8, or of the largest power of two that divides their number. In the latter
+  // case a row is no multiple of 128 bytes, so neighbouring rows start at different banks and need less swizzling.
   static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
 
   __device__ static int swizzle(int row) { return row / (8 / GROUP) % GROUP; }
@@ -60,7 +60,7 @@ struct Tile {
     }
   };
 
-  // The lane's addresses of 16 rows of A, of 16 rows of B, and of 16 rows of X in this warp's columns.
+  // This lane's address for ldmatrix: of 16 rows of A, of 16 rows of B, and of 16 rows of X in this warp's columns.
   __device__ static Lane lane_of_A(int row) { return Lane(row + lane_id() % 16, lane_id() / 16); }
   __device__ static Lane lane_of_B() { return Lane(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2); }
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }

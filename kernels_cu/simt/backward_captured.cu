@@ -1,8 +1,9 @@
 // Backward, the gradients of the arrays that a score_mod reads at computed indices, or at neither a query nor a key;
-// backward_bias.cu has those of other reads. One block per tile of BLOCK_Q queries of one head, over all keys they see,
-// recomputes the scores. Any score may read any element, so gradients are added atomically, in any order; what all keys
-// of a row read is added once per row. A deterministic backward launches it twice: Mod of the first launch finds the
-// largest contribution of a row, that of the second adds in fixed point. grid (query tiles, heads, sequences)
+// backward_bias.cu computes those of other reads. One block per tile of BLOCK_Q queries of one head recomputes the
+// scores of all keys they see. Any score may read any element, so gradients are added atomically, in any order; an
+// element that all keys of a row read is added to once per row. A deterministic backward launches this twice: the Mod
+// of the first launch finds the largest contribution of a row, that of the second adds in fixed point, scaled by it.
+// grid (query tiles, heads, sequences)
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;

@@ -1,4 +1,4 @@
-// Tiles of the simt engine: 8 lanes x THREADS / 8 row threads share a tile, and there are three operations on it.
+// Tiles of the simt engine: 8 lanes x THREADS / 8 row threads share a tile. It has three operations:
 //
 //   load_tile      rows of a tensor -> shared memory, in the accumulation dtype, zeros for rows outside the range
 //   scores         S += A B^T     a thread has rows y + r * ROW_THREADS and columns x + c * LANES of S
@@ -48,7 +48,7 @@ __device__ inline real row_sum(real x) {
   return x;
 }
 
-// Loads ROWS rows of a tensor; rows whose position is without `read(position)` become zeros and are not read.
+// Loads ROWS rows of a tensor. Rows for which read(position) is false become zeros, and their memory is not accessed.
 template <int ROWS, int DIM, typename Rows, typename Read>
 __device__ void load_tile(real* X_smem, const Rows& rows, Read read) {
   constexpr int CHUNKS = round_up(DIM, LANES * VECTOR) / VECTOR;
@@ -93,12 +93,12 @@ __device__ void scores(real (&S)[ROWS][COLS], const real* A_smem, const real* B_
   }
 }
 
-// Columns of the output that one thread accumulates, of every row.
+// Number of columns of a row of the output that one thread accumulates.
 __device__ constexpr int columns_of(int dim) {
   return round_up(dim, LANES * VECTOR) / LANES;
 }
 
-// Sums one tile before adding it to O: a single running sum over a long sequence would round at every step.
+// O += P X. The sum over one tile is computed apart: a single running sum over a long sequence would round more often.
 template <int ROWS, int INNER, int DIM>
 __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem, const real* X_smem) {
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem,
   }
 }
 
-// Column of the tensor of O[.][n] of this thread.
+// Column of the tensor that this thread's O[.][n] is.
 __device__ inline int column_of(int n) {
   return (n / VECTOR * LANES + lane_x()) * VECTOR + n % VECTOR;
 }

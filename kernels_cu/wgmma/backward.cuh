@@ -6,7 +6,7 @@
 //   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
 //   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
 //   pass_turns        the turns of tiles that the mask_mod hides
-//   clear_keys        zeros in rows of K and V that belong to another sequence; clear_queries: of Q and dO
+//   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
 //   issue_S_dP ..     the asynchronous steps of the mainloop
 //   add_dQ            the block's part of dQ -> workspace
@@ -50,7 +50,7 @@ struct Consumer {
 };
 
 // Operand A of dV += P^T dO and of dK += dS^T Q: this consumer's 64 keys x BLOCK_Q queries. Each consumer rounds the
-// columns of its own queries, and may store them to a tile of all consumers.
+// columns of its own queries; store() writes them to a tile that all consumers read.
 struct RoundedTile {
   unsigned int rmem[1][N / 2][4];
   unsigned int smem;
@@ -169,7 +169,8 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
   }
 }
 
-// Rows that see no key, or are outside the sequence, get lse2 +inf, so that their probabilities are 0.
+// Producer of lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
+// probabilities are 0.
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
                                const Band& band, int kv_head) {
   auto write_record = [&](int head, int start) {
@@ -204,7 +205,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
   }
 }
 
-// Consumer: iterator over the published tiles. `unmasked` are the queries that need no mask but the mask_mod.
+// Consumer: iterator over the published tiles. `unmasked` are the queries that only the mask_mod may mask.
 struct PublishedQTiles {
   RowRing& ring;
   Range unmasked;
@@ -248,8 +249,8 @@ __device__ void clear_keys(const Sequence& sequence, int kv_start, unsigned int 
     }
 }
 
-// Zeroes rows of Q and dO without `wanted(row)`, those without probabilities: a probability of 0 does not cancel a NaN
-// or infinity.
+// Zeroes the rows of Q and dO for which wanted(row) is false. Their probabilities are 0, which does not cancel a NaN or
+// an infinity.
 template <typename Wanted>
 __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int dO_smem) {
   bool unwanted = false;
@@ -328,7 +329,7 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   }
 }
 
-// The number of blocks that add to a tile of dQ before that of kv_start. The first one is that of the first key which
+// The number of blocks that add to a tile of dQ before the block of kv_start. The first of them has the first key that
 // the tile's first query sees.
 __device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
   return kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV;

@@ -17,10 +17,9 @@ struct Maps {
 #endif
 };
 
-// PV of a tile is N / 2 wgmmas. A warpgroup is stalled while the queue of the tensor cores is full, so only the first
-// ones are issued behind QK of the next tile, and the others once its row max is known, when the first have run: the
-// softmax starts as soon as S is ready. Few wgmmas fit the queue. A tile that waits for PV before the softmax issues
-// all.
+// Number of the N / 2 wgmmas of PV that are issued right behind QK of the next tile. The tensor cores' queue holds few
+// wgmmas, and a warpgroup stalls while it is full. The others are issued after the row max, when the first have run, so
+// that the softmax starts as soon as S is ready. If PV is waited for before the softmax, all are issued at once.
 constexpr int EARLY_PV = EXPONENTIALS_FIRST && !SCORE_MODIFIED && !PINGPONG && N / 2 > 5 ? 4 : N / 2;
 
 using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
@@ -51,7 +50,7 @@ struct Rings {
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
-// stored; with O_BUFFER, until the previous tile's last S is ready. The tile record is published by Q's full mbarrier.
+// stored or, with O_BUFFER, until the previous tile's last S is ready. Q's full mbarrier publishes the tile record.
 // L2 policy: Q is read once, K and V by every tile of queries.
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, TileScheduler& tile_smem) {
   TileScheduler scheduler(p);
@@ -98,7 +97,7 @@ __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
   fence_operand(S);
   K.release();
 }
-// Steps [BEGIN, END) of 16 keys.
+// Issues steps [BEGIN, END) of PV, 16 keys each.
 template <int BEGIN, int END>
 __device__ void issue_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], const V_Ring& V) {
   if constexpr (BEGIN == 0) V.wait();

@@ -21,7 +21,7 @@ constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MO
 
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 
-// The records of tiles of keys, one beside each stage of K, of the starts plus CUT.
+// Under a mask_mod each stage of K has a record of its tile: the start, plus CUT if the mask_mod cuts the tile.
 constexpr int RECORD_BYTES = MASK_MOD ? round_up(4 * STAGES, 16) : 0;
 
 template <typename K_Ring>
@@ -46,7 +46,7 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
   }
 }
 
-// Consumer: iterator over the published tiles. `unmasked` are the keys that need no mask but the mask_mod.
+// Consumer: iterator over the published tiles. `unmasked` are the keys that only the mask_mod may mask.
 template <typename K_Ring>
 struct PublishedKvTiles {
   K_Ring& ring;
@@ -89,7 +89,7 @@ __device__ inline void wait_for_stored_O() {
 }
 
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
-// the stores and waits until they have read the tile; with O_BUFFER, those of the tile before have.
+// the stores and waits until they have read the tile; with O_BUFFER, it waits for those of the previous tile instead.
 template <int ROWS, int DIM, int K>
 __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
                                int first, int head, int batch) {

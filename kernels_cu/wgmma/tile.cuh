@@ -6,7 +6,7 @@
 //   scores         C = A B^T     64 rows of tile A by the rows of tile B
 //   accumulate     C += P X      P in fragments, X the rows of a tile
 //   pingpong_wait  order of the consumer warpgroups
-//   clear_rows     zeros in rows that belong to another sequence
+//   clear_rows     zeroes rows that belong to another sequence
 //   store_rows     fragments -> rows of a tensor
 #pragma once
 #include "../fragments.cuh"
@@ -19,9 +19,9 @@ constexpr int PANEL_ROW = 2 * PANEL;            // bytes
 constexpr int COMMON_BARRIER = 1;               // named barrier of all consumers
 constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
 
-// Under a mask_mod the producer alone classifies tiles, and passes them to the consumers in records: of the start, a
-// multiple of 16, plus CUT if the mask_mod cuts the tile; END follows the last tile. The walk needs all lanes of a
-// warp, one of which issues the loads.
+// Under a mask_mod the producer alone classifies tiles, and passes each to the consumers in a record: its start, which
+// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. Classification needs all
+// lanes of the producer's warp; one of them issues the loads.
 constexpr int END = -1, CUT = 1;
 __device__ inline bool issues_loads() {
   return !MASK_MOD || lane_id() == 0;
@@ -115,7 +115,7 @@ __device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_
   wgmma_commit_group();
 }
 
-// Issues C += P X for columns [16 BEGIN, 16 END) of P in fragments, and these rows of tile X, which has 16 K.
+// Issues C += P X for columns [16 BEGIN, 16 END) of P, in fragments, and the same rows of tile X, which has 16 K rows.
 template <int BEGIN, int END, int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
   unsigned long long x = smem_descriptor(X_smem, 16 * K * PANEL_ROW);
@@ -134,7 +134,8 @@ __device__ inline void pingpong_signal(int warpgroup) {
     named_barrier_arrive(PINGPONG_BARRIER + (warpgroup + 1) % (CONSUMERS / WARPGROUP), 2 * WARPGROUP);
 }
 
-// Zeroes the rows of a tile without `wanted(row)`, which may hold another sequence's data. Collective of all consumers.
+// Zeroes the rows of a tile for which wanted(row) is false: they may hold another sequence's data. All consumers must
+// take part.
 template <int ROWS, int DIM, typename Wanted>
 __device__ void clear_rows(unsigned int tile, Wanted wanted) {
   constexpr int CHUNKS = PANEL_ROW / 16;

@@ -1,9 +1,9 @@
 // Tile scheduler: which tiles of queries a block computes, in which order.
 //
 // PERSISTENT: the grid has one block per SM. A block starts with the tile of its index; the next K and V load while the
-// last O is stored. Tiles of different cost are drawn from a global counter (DRAWS_TILES), so that blocks that finish
-// early take more of them; tiles of one cost are dealt out in turn, which needs no counter. Otherwise a block has one
-// tile, that of its place in the grid (tiles, heads, sequences).
+// last O is stored. If tiles differ in cost, blocks draw them from a global counter (DRAWS_TILES), so that blocks that
+// finish early take more of them; if not, tiles are dealt out in turn, which needs no counter. Not PERSISTENT: a block
+// has one tile, given by its index in the grid (tiles, heads, sequences).
 #pragma once
 #include "../sequence.cuh"
 

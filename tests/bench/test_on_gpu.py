@@ -378,7 +378,7 @@ def test_sanitized_calls_start_every_kernel():
         for case in sanitize.CACHES.values()
         for launch in backends.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
-    assert of_caches == {"append", "mma/decode", "merge"}
+    assert of_caches == {"rotary_append", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
     assert {"simt/jvp", "mma/jvp", "simt/second_captured"} <= of_derivatives
     assert kernels == every - of_caches - (of_derivatives - kernels) - {"partials", "wgmma/forward_fp8", "wgmma/vt"}

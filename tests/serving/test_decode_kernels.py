@@ -377,7 +377,7 @@ def test_launches_hold_every_constant_that_their_kernels_name():
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
     problem, _ = posed(EVERYTHING.call(), backend="simulator")
     steps = backends.plan_for(problem._replace(kv_len=4096)).launches
-    assert [step.function for step in steps] == ["append", "decode", "merge"]
+    assert [step.function for step in steps] == ["rotary_append", "decode", "merge"]
     for step in steps:
         text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))
         assert names & set(re.findall(r"\w+", text)) <= set(dict(step.constants)), step.kernel
@@ -465,14 +465,14 @@ BUGS = {
         (AssertionError, SimulationError),
     ),
     "rotated-by-the-length-before": (
-        "append.cu",
+        "rotary_append.cu",
         "sequence.kv_len - sequence.q_len, i",
         "sequence.kv_len - sequence.appended, i",
         EVERYTHING,
         AssertionError,
     ),
     "appended-to-the-page-before": (
-        "append.cu",
+        "rotary_append.cu",
         "sequence.kv_len - sequence.appended + i;",
         "sequence.kv_len - sequence.appended + i - 1;",
         EVERYTHING,

@@ -1,7 +1,7 @@
 """A KV cache of torch tensors: the operators cupy_flash::attention_with_kv_cache and cupy_flash::append_to_kv_cache.
 
 Both declare the caches as written in place, so that torch.compile neither reorders nor copies them, and record no
-gradient. `attend` and `append` lead to them from a caller's words.
+gradient. `attend` and `append` turn a caller's arguments into theirs and call them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...problem import UnsupportedError
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
-# The other arguments of the operator, with their types in its schema.
+# The types of the operators' other arguments in their schemas, by the kind of the option.
 TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
@@ -57,7 +57,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
         arguments = _arguments(ATTEND, given, options, reasons)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
-            pose_with_cache(q, k_cache, v_cache, options, reasons)  # the same complaint, among all others
+            pose_with_cache(q, k_cache, v_cache, options, reasons)  # raises the same reason together with all others
         raise
     result, lse = attention_with_kv_cache(*arguments)
     if options.out is not None:
@@ -103,7 +103,7 @@ def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options:
 
 
 def _tensors(options: CacheOptions) -> dict[str, Any]:
-    """The tensors among the options; cache_seqlens may be a number, which is none of them."""
+    """The options that may be tensors, by name; None for a cache_seqlens that is a number."""
     tensors = {name: getattr(options, name) for name in ARRAY_NAMES}
     if _is_whole(tensors["cache_seqlens"]):
         tensors["cache_seqlens"] = None
@@ -115,7 +115,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
-    """The requirement that autograd records nothing, where it would have to: to detach in silence loses gradients."""
+    """The reason for an error if autograd would have to record the call: a silent detach would lose gradients."""
     tangents = [name for name, x in given.items() if isinstance(x, torch.Tensor) and unpack_dual(x).tangent is not None]
     if tangents:
         return (f"{', '.join(tangents)}: a KV cache has no forward-mode derivative",)
@@ -130,7 +130,7 @@ def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
 def _arguments(
     names: tuple[str, ...], given: dict[str, Any], options: CacheOptions, reasons: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """A caller's words as an operator's arguments; TypeError or ValueError for one that has no such form."""
+    """The operator's arguments for a caller's; TypeError or ValueError for what its schema cannot express."""
     if reasons:
         raise ValueError(reasons[0])
     tensors = [given[name] for name in names]
@@ -173,7 +173,7 @@ def _attend(*arguments: Any) -> tuple[Any, Any]:
         result, lse = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
     written = [given[name] for name in ("out", *(("k_cache", "v_cache") if options.k is not None else ()))]
     _bump(*written)
-    # An operator does not return what it writes: `attend` returns `out` itself.
+    # An operator must not return a tensor that it writes to: `attend` returns `out` itself.
     return (result.result() if options.out is None else given["q"].new_empty((0,))), lse.result()
 
 
@@ -187,7 +187,7 @@ def _append(*arguments: Any) -> None:
 
 
 def _bump(*written: Any) -> None:
-    """Tell autograd that these tensors have changed, as an operation in place of torch's own does."""
+    """Count up the version of these tensors, as torch's own in-place operations do, so that autograd knows of it."""
     for tensor in written:
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

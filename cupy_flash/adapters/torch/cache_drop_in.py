@@ -73,13 +73,13 @@ def flash_attn_with_kvcache(
         softcap: 0.0 means no softcap.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
         alibi_slopes: float32 (Hq,) or (B, Hq).
-        num_splits: 0 is equal work for all processors; n means pieces of an n-th of the capacity, rounded up to a
-            multiple of 64, as `split_size`: bits that do not depend on the batch.
+        num_splits: 0 divides the work equally between the processors; n sets split_size to an n-th of the capacity,
+            rounded up to a multiple of 64, and the bits of the result do not depend on the batch.
         return_softmax_lse: also return softmax_lse, (B, Hq, Sq) or (Hq, T).
         page_table: another name of block_table.
-        cu_seqlens_q: int32 (B + 1,), of packed queries.
+        cu_seqlens_q: int32 (B + 1,), for packed queries.
         cu_seqlens_k_new: None or cu_seqlens_q itself where k is given; else ignored.
-        max_seqlen_q: with cu_seqlens_q.
+        max_seqlen_q: at least the longest sequence of queries; needed with cu_seqlens_q.
         qv: UnsupportedError unless None.
         q_descale: UnsupportedError unless None.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
@@ -117,7 +117,7 @@ def flash_attn_with_kvcache(
         return attend(q, k_cache, v_cache, CacheOptions(k, v, cache_seqlens, **rotary, **options))
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
-    # flash-attn rotates queries by other positions than where they lie: append first, then attend.
+    # flash-attn rotates queries by other positions than their own, which one call cannot express: append, then attend.
     places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
     append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
     positions = _positions(q, cache_seqlens, advance=is_local)
@@ -151,7 +151,7 @@ def attend_to_pages(
     v_descale: Any = None,
     out: Any = None,
 ) -> Any:
-    """Attention of packed queries on pages, by flash-attn's names; `function` is named in errors."""
+    """Attention of packed queries on pages, by flash-attn's argument names; errors name `function`."""
     if not is_zero(dropout_p):
         raise UnsupportedError(f"{function}: dropout with block_table: a KV cache records no gradients")
     lengths = seqused_k

@@ -95,7 +95,7 @@ def _fake_double_backward(*arguments: Any) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     count = len(Call._fields)
-    if len(inputs) == count + len(Saved._fields) - 1:  # of a call without mods
+    if len(inputs) == count + len(Saved._fields) - 1:  # a call without mods
         inputs = (*inputs[:count], [], "", *inputs[count:], [])
     call, captured, ctx.mods, saved = split_modified(inputs)
     ctx.save_for_backward(*call[: len(TENSORS)], *captured, *saved[:4])
@@ -103,7 +103,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-    """The gradients by the arguments of attention_backward, or of its form for mods."""
+    """The gradients with respect to the arguments of attention_backward, or of modified_attention_backward."""
     *tensors, dout, out, lse, dlse = ctx.saved_tensors
     tensors, captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
     has_mods = ctx.mods != ""
@@ -119,7 +119,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     )  # fmt: skip
     by_input = dict(zip(DIFFERENTIATED, gradients, strict=True))
     returned_gradients = [by_input.get(name) if needed[name] else None for name in Call._fields]
-    # out and lse are results of the same inputs: their part is in the gradients by these.
+    # out and lse are functions of the inputs, so the inputs' gradients include what goes through them.
     of_saved = [ddout, None, None, None if dlse is None else ddlse, None]
     if not has_mods:
         return (*returned_gradients, *of_saved)
@@ -134,7 +134,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
 
 
 def _present(cotangents: Any, tensors: Any) -> list[Any]:
-    """The cotangents of DIFFERENTIATED; None for that of a gradient without elements, which was not requested."""
+    """The cotangents of DIFFERENTIATED; None where the gradient was not requested: it then has no elements."""
     named = dict(zip(TENSORS, tensors, strict=True))
     pairs = zip(DIFFERENTIATED, cotangents, strict=True)
     return [
@@ -143,7 +143,7 @@ def _present(cotangents: Any, tensors: Any) -> list[Any]:
 
 
 def refuse_third_derivative(*_: Any) -> Any:
-    """RuntimeError: derivatives end at the second."""
+    """Raise RuntimeError: there are no third derivatives."""
     raise RuntimeError(
         "cupy_flash has no third derivative of attention, and no second one in forward mode alone: what an "
         "attention_double_backward or a tangent of attention_jvp returned cannot be differentiated this way again"

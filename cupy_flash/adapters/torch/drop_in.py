@@ -63,10 +63,10 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cupy_flash.attention` on torch tensors; see there for arguments, results and errors.
 
-    Differentiable once, with respect to q, k, v, bias and sink, through out and lse. Autograd saves q, k, v, out, lse,
-    the seed and the caller's tensors among the options. Works under torch.compile, torch.export, checkpointing and
-    FSDP2. Autocast casts q, k and v; torch.use_deterministic_algorithms sets `deterministic`. Forward-mode AD and
-    torch.func.grad raise RuntimeError.
+    Differentiable with respect to q, k, v, bias, sink and what score_mod captures, through out and lse: on the CPU
+    twice and in forward mode, on a GPU once. Autograd saves q, k, v, out, lse, the seed and the caller's tensors among
+    the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k and
+    v; torch.use_deterministic_algorithms sets `deterministic`.
 
     Args:
         q: as in `cupy_flash.attention`.
@@ -314,7 +314,7 @@ def _order_in_memory(query: Any) -> tuple[int, ...]:
     """Order of the first three dimensions of query in memory, outermost first."""
     strides = query.stride()
     if 0 in strides[:3]:
-        # The stride of an expanded dimension says nothing of its place. torch's result is an empty_like(query).
+        # The stride 0 of an expanded dimension does not say where it lies. torch's result is an empty_like(query).
         strides = torch.empty_like(query, device="meta").stride()
     # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(
@@ -769,7 +769,7 @@ def _flash_attn_options(
 
 
 def refuse_without_pages(function: str, **arguments: Any) -> None:
-    """Raise UnsupportedError if an argument that only a cache of pages has is given without one."""
+    """Raise UnsupportedError if an argument that applies to pages alone is given without block_table."""
     names = [name for name, value in arguments.items() if value is not None]
     if names:
         raise UnsupportedError(f"{function}: {', '.join(names)}: served with block_table alone")

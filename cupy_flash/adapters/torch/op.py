@@ -25,7 +25,7 @@ from ...pose import pose
 from ...problem import Options, Packed, Saved, Tangents
 from .fp8 import require_roundable, rounded
 
-CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' argument: the caller's
+CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' `causal`: the caller's
 
 
 # The options in the order of the operators' arguments: tensors, then the others by kind. Tuples of names instead of
@@ -46,7 +46,7 @@ OTHERS = {
     **{name: "float?" if optional else "float" for name, optional in NUMBER_NAMES},
     **{name: "str?" if optional else "str" for name, optional in CHOICE_NAMES},
     **dict.fromkeys(FLAG_NAMES, "bool"),
-    "fp8": "bool",  # of a forward: q, k and v are rounded to fp8 first
+    "fp8": "bool",  # the forward rounds q, k and v to fp8 first
 }
 UNCHANGED = (
     *ARRAY_NAMES,
@@ -54,7 +54,7 @@ UNCHANGED = (
     *dict(NUMBER_NAMES),
     *dict(CHOICE_NAMES),
     *FLAG_NAMES,
-)  # arguments that are the option itself
+)  # arguments that the operators take as the caller gives them
 _unchanged = operator.attrgetter(*UNCHANGED)
 
 _Call: Any = record(*TENSORS, *OTHERS)
@@ -80,7 +80,7 @@ class Call(_Call):
         return (batch, second, first) if self.layout == "bshd" else (batch, first, second)
 
     def pose(self, saved: Saved | None = None, mod: Mod | None = None, tangents: Tangents | None = None) -> Any:
-        """(problem, operands), or the one error with every reason."""
+        """(problem, operands) of the call; raises one error with every reason if it is invalid."""
         options = Options(
             score_mod=mod,
             causal=CAUSAL[self.causal],
@@ -100,7 +100,7 @@ SCHEMA = ", ".join(
 GRADIENTS = ", ".join(f"Tensor d{name}" for name in DIFFERENTIATED)
 library = torch.library.Library("cupy_flash", "DEF")
 SAVED = "Tensor dout, Tensor out, Tensor lse, Tensor? dlse, bool bias_gradient"
-# Calls with mods have operators of their own: torch spends a third more time on one that takes lists of tensors.
+# Calls with mods have operators of their own, because torch takes a third longer to call one with a list of tensors.
 MODS = "Tensor[] captured, str mods"
 for schema in (
     f"attention_forward({SCHEMA}) -> (Tensor out, Tensor lse)",
@@ -117,7 +117,7 @@ modified_attention_backward = torch.ops.cupy_flash.modified_attention_backward.d
 
 
 def mod_of_options(options: Options) -> Mod | None:
-    """The mods of a call, which capture tensors alone."""
+    """The mods of a call, None without; TypeError if they capture arrays that are no tensors."""
     mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
     if not mods:
         return None
@@ -298,7 +298,7 @@ def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def returned(call: Call, gradients: Any) -> tuple[Any, ...]:
-    """Arrays as tensors, those that were not requested without elements."""
+    """Gradients as tensors; one that was not requested is a tensor without elements."""
     return tuple(absent(call) if gradient is None else gradient.result() for gradient in gradients)
 
 
@@ -316,7 +316,7 @@ def split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Sa
 
 
 def absent(call: Call) -> Any:
-    """A tensor without elements, for a gradient that was not requested: operators always return as many tensors."""
+    """A tensor without elements for a gradient that was not requested: operators return a fixed number of tensors."""
     return call.q.new_empty((0,))
 
 
@@ -383,7 +383,7 @@ def _fake_modified_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def fake_captured(call: Call, captured: Sequence[Any], mods: str, saved: Saved) -> list[Any]:
-    """The gradients of captured arrays without contents."""
+    """Fake gradients of the captured arrays."""
     floating = floating_reads(decoded(mods, captured).program)
     wanted = [x if asked and slot in floating else None for slot, (x, asked) in _asked(captured, saved)]
     return [absent(call) if x is None else x.new_empty(x.shape) for x in wanted]
@@ -394,7 +394,7 @@ def _asked(captured: Sequence[Any], saved: Saved) -> Iterator[tuple[int, tuple[A
 
 
 def fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
-    """The gradients by the inputs without contents."""
+    """Fake gradients of the inputs."""
     inputs = call._asdict() | ({} if saved.bias_gradient else {"bias": None})
     wanted = (inputs[name] for name in DIFFERENTIATED)
     return tuple(absent(call) if x is None else x.new_empty(x.shape) for x in wanted)

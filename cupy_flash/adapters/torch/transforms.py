@@ -35,7 +35,7 @@ def forward(
 ) -> Any:
     """Return the result of `cupy_flash.<function>`, recorded for autograd and for the transforms of torch.func.
 
-    The operator checks the call with `pose`; checked here is only what the operator's schema cannot express.
+    The operator checks the call with `pose`; this function only checks what the operator's schema cannot express.
     """
     mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
     is_traced = all(isinstance(mod, Mod) for mod in mods)
@@ -91,7 +91,7 @@ COUNT = len(TENSORS)
 
 
 def _moving(tensors: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The direction of tangents of all tensors of a call: those of DIFFERENTIATED, then of the captured arrays."""
+    """The tangents of DIFFERENTIATED, then of the captured arrays, from those of all tensors of a call."""
     moved = [None if t is None or t._is_zerotensor() else t for t in tangents]
     names = {n: name for n, name in enumerate(TENSORS) if n not in PLACES}
     fixed = [name for n, name in names.items() if moved[n] is not None and tensors[n].is_floating_point()]
@@ -117,7 +117,7 @@ def _save(ctx: Any, *tensors: Any) -> None:
 class _Function(torch.autograd.Function):
     """A Function whose `vmap` folds the vmapped dimension into the batch, or else loops over it."""
 
-    arity = 0  # arguments before the tensors of the call, beside the settings
+    arity = 0  # number of arguments between the settings and the tensors of the call
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, settings: Any, *tensors: Any) -> Any:
@@ -140,7 +140,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def _folds(cls, tensors: tuple[Any, ...]) -> bool:
-        """Whether every tensor of the call has the batch as its first axis, and none has an index into it."""
+        """Whether every tensor of the call has the batch as its first axis, and none contains batch indices."""
         call = tensors[cls.arity :]
         return call[0].numel() > 0 and all(x is None for x in call[3:])
 
@@ -202,7 +202,7 @@ class Backward(_Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Apply DoubleBackward; out and lse are results of the same inputs, so that these have their part."""
+        """Apply DoubleBackward; the inputs' gradients include what goes through out and lse, their functions."""
         dout, out, lse, dlse, *tensors = ctx.saved_tensors
         ddout, ddlse, *gradients = DoubleBackward.apply(ctx.settings, dout, out, lse, dlse, *cotangents, *tensors)
         placed = _by_tensor(tuple(tensors), tuple(gradients))
@@ -210,7 +210,7 @@ class Backward(_Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tout: Any, tlse: Any, tdlse: Any, *tangents: Any) -> Any:
-        """The Hessian is symmetric: DoubleBackward in the direction, plus the backward of what dout and dlse do."""
+        """The gradients' tangents: DoubleBackward, as the Hessian is symmetric, plus Backward of (tdout, tdlse)."""
         dout, out, lse, dlse, *tensors = ctx.saved_tensors
         direction = _moving(tuple(tensors), tangents)
         terms = []

@@ -31,7 +31,7 @@ from . import append as appending
 from .mods import Mods
 from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
-# Pieces without split_size: about so many tasks in all, of at least so many chunks of keys.
+# Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
 TASKS = 32
 CHUNKS = 8
 
@@ -159,7 +159,7 @@ class _Call:
         self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
     ) -> Part:
         shape, dtype, width = Q.shape[:2], Q.dtype, 0
-        # m starts at the lowest finite number: less it, the score -inf of a hidden key is still -inf.
+        # m starts at the lowest finite number, not at -inf, so that a hidden score minus m is -inf, not NaN.
         m, l = np.full(shape, np.finfo(dtype).min, dtype), np.zeros(shape, dtype)
         O = np.zeros((*shape, self.problem.head_dim_v), dtype)
         for start, stop in chunks:

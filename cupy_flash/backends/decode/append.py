@@ -21,7 +21,7 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
     count = len(blocks)
     K, V = (_rows_of(array, problem)[:count] for array in (given.k, given.v))
     if cache.rotary is not None:
-        # Rows with slots past the last sequence of a packed batch belong to none.
+        # Packed rows past the last sequence may have slots, but no position.
         positions = np.zeros(count, np.int64)
         known = positions_of_keys(problem, operands, spans)
         positions[: len(known)] = known

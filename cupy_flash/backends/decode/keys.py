@@ -11,8 +11,8 @@ class Keys:
     """K and V of one sequence, by chunks, all heads at once.
 
     `k` and `v` are (blocks, rows, Hk, D) in any strides. The keys of a contiguous sequence are rows `first` on of block
-    `block`; those of a paged one are in the blocks that `table` names. Only keys in [start, stop) are read: what lies
-    outside may be NaN, or memory that no page is.
+    `block`; those of a paged one are in the blocks that `table` names. Only keys in [start, stop) are read: others may
+    be NaN, or on pages that do not exist.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Keys:
         self.pools, self.place, self.dtype = (k, v), place, dtype
         self.start, self.stop = start, stop
 
-        # A contiguous sequence in the accumulation dtype is only cut.
+        # Chunks of a contiguous sequence in the accumulation dtype are views.
         self.views: tuple[np.ndarray, np.ndarray] | None = None
         if isinstance(place, tuple) and all(_is_for_blas(pool, dtype) for pool in self.pools):
             block, row = place
@@ -30,7 +30,7 @@ class Keys:
     def load(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """K (Hk, stop - start, D) and V (Hk, stop - start, Dv) of the keys [start, stop), in the accumulation dtype.
 
-        The range may reach over [self.start, self.stop): keys outside are 0.
+        The range may exceed [self.start, self.stop): keys outside are 0.
         """
         if self.views is not None and self.start <= start and stop <= self.stop:
             K, V = self.views

@@ -14,7 +14,7 @@ from .counters import Counters
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """(out, lse)."""
+    """Simulate the forward; returns (out, lse)."""
     return kernels.forward(plan, operands, start)
 
 
@@ -24,12 +24,12 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
 
 
 def append(plan: Plan, operands: Operands) -> None:
-    """Append rows to a KV cache."""
+    """Simulate the append of rows to a KV cache."""
     kernels.append(plan, operands, start)
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
-    """The gradients."""
+    """Simulate the backward; returns the gradients."""
     return kernels.backward(plan, operands, start)
 
 

@@ -31,7 +31,7 @@ def step(problem: Problem) -> ModuleType:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are other GPUs than sm_90a and rows that TMA cannot load."""
+    """The engine refuses GPUs other than sm_90a and rows that TMA cannot load."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if device.backend in BACKENDS and device.arch != ARCH:

@@ -38,7 +38,7 @@ LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
 # at D 128, but spill 8 bytes with a sink or in a shard, and more at D 96 or if they are persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
-LIVE_OF_WALK = 40  # added under a mask_mod: the producer keeps registers to classify tiles, and cut tiles need more
+LIVE_OF_WALK = 40  # added under a mask_mod: the producer keeps registers to classify tiles, and masking needs more
 # Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
 RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
@@ -49,8 +49,8 @@ EXPONENTIALS_FIRST = True
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
 TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
-# Clocks beyond them: of the start of a block, and of the load of Q in a persistent grid, which waits until O has left
-# unless O has a buffer.
+# Clocks beyond them: of the start of a block, and of the load of Q in a persistent grid, which waits until O has been
+# stored unless O has a buffer.
 BLOCK, LOAD_Q = 2000, 1000
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
     persistent: bool  # one block per SM, which computes several tiles
     takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
     paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V, where the lengths allow it
-    o_buffer: bool = False  # O leaves through shared memory of its own, not that of Q, which can load earlier
+    o_buffer: bool = False  # O is staged in shared memory of its own, not in that of Q, which can then load earlier
 
     @property
     def warpgroups(self) -> int:

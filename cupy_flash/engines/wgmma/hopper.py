@@ -8,7 +8,7 @@ ARCH = "sm_90a"
 LARGEST = 256  # head dimension
 WARPGROUP_ROWS = 64  # M of a warpgroup's wgmma
 RECORD_BYTES = 16  # under a mask_mod: the records of tiles, of all stages (forward.cuh), or of one (backward.cuh)
-WARP_ROWS = 16  # rows of it that one warp holds
+WARP_ROWS = 16  # rows of a warpgroup's wgmma that one warp holds
 PANEL = 64  # columns of a TMA box of 16-bit elements: 128 bytes, one swizzle row
 COLUMNS = (64, 96, 128, 192, 256)  # accumulator widths, those of the wgmma N in hopper.cuh; fragments_of in tile.cuh
 
@@ -31,7 +31,7 @@ def needs_registers(problem: Problem) -> bool:
 
 
 def live_in_loads(problem: Problem, keys: int) -> int:
-    """Registers per thread for what mods load by key in a forward's step of so many keys; by the static gate."""
+    """Registers per thread for the numbers that mods load per key, in a forward step of so many keys (static gate)."""
     return keys * 3 // 4 + 8 if loads_by_key(problem) else 0
 
 

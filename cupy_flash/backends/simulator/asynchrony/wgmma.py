@@ -118,7 +118,7 @@ class WgmmaQueue(Unit):
         self._keys: dict[tuple[int, ...], int] = {}
 
     def key(self, accumulators: Indices) -> int:
-        """A key above 0 for this sequence of accumulators."""
+        """A number above 0 that identifies this sequence of accumulator registers."""
         return self._keys.setdefault(tuple(accumulators), len(self._keys) + 1)
 
     def watched(self, step: Step, instruction: Instruction) -> Step:

@@ -1,5 +1,5 @@
-// Appends the rows of k and v to a KV cache, and rotates them and the rows of q: one warp per row of a head. grid (row
-// blocks, heads, sequences)
+// Before attention: appends the rows of k and v to the KV cache and, with rotary tables, rotates the appended keys and
+// copies q, rotated, to a workspace. One warp per row of a head. grid (row blocks, heads, sequences)
 #include "ptx.cuh"
 #include "sequence.cuh"
 
@@ -58,7 +58,7 @@ struct Place {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) append(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid_constant__ Params p) {
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   for (int i = blockIdx.x * WARPS + threadIdx.x / WARP; i < max(sequence.appended, sequence.q_rows);

@@ -12,13 +12,6 @@ ROWS_OF_APPEND = 4  # rows of a block of rotary_append.cu
 BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
 
 
-def cache_constants(problem: Problem) -> dict[str, Constant]:
-    """The constants of kernels that read the problem's KV cache; none without one."""
-    if problem.cache is None:
-        return {}
-    return {"KV_CACHE": True, "PAGED": problem.cache.page is not None}
-
-
 def static_bytes(problem: Problem, keys: int) -> int:
     """Bytes of static shared memory of a kernel with tiles of so many keys: the page numbers of tile_pages.cuh.
 

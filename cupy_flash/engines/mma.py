@@ -8,7 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
+from .cached import append_launches, forward_refusals, rotated_rows, static_bytes
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .shared import (
     captured_reads,
@@ -175,7 +175,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
     if kv_tile is None:
         assert q_tile is not None
-        steps = append_launches(problem, fragment_constants(problem) | cache_constants(problem))
+        steps = append_launches(problem, fragment_constants(problem))
         steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
@@ -207,7 +207,7 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
     by_key = kernel == "mma/backward_kv"
-    constants: dict[str, Constant] = fragment_constants(problem) | cache_constants(problem)
+    constants: dict[str, Constant] = fragment_constants(problem)
     constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,

@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import ROW_THREADS, append_launches, cache_constants, cache_refusals, rotated_rows, static_bytes
+from .cached import ROW_THREADS, append_launches, cache_refusals, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
@@ -175,7 +175,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """The append with rotation, where there is any; the decode; and the merge of partial results."""
     cache = problem.cache
     assert cache is not None
-    constants = fragment_constants(problem) | cache_constants(problem)
+    constants = fragment_constants(problem)
     constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.rows,

@@ -33,6 +33,8 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
         "SHARD": problem.shard,
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
+        "KV_CACHE": problem.cache is not None,
+        "PAGED": problem.cache is not None and problem.cache.page is not None,
         "CAPTURED_GRADIENT": False,
         "DIRECTION": problem.derivative != "",
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),

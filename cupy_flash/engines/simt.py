@@ -8,7 +8,7 @@ from ..device import Device
 from ..launch import Constant, Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import append_launches, cache_constants, forward_refusals, rotated_rows, static_bytes
+from .cached import append_launches, forward_refusals, rotated_rows, static_bytes
 from .shared import (
     added_launches,
     captured_reads,
@@ -106,7 +106,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """The forward or JVP; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    constants: dict[str, Constant] = shared_constants(problem) | cache_constants(problem)
+    constants: dict[str, Constant] = shared_constants(problem)
     constants |= {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,

@@ -17,7 +17,7 @@ from ..engines.shared import ELEMENTS, fixed_slots
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
-from ..params import Address, Encode, has_strides, pack, pack_maps, pack_partials
+from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
 from ..problem import Gradients, Operands
@@ -46,9 +46,9 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            size, align = params.dtype.fields["captured"][1], params.dtype.alignment
-            # The kernel does not know this member, the last one: the struct ends before it, padded.
-            params = np.ndarray((), f"V{-(-size // align) * align}", params)
+            # The kernel does not know `captured`, the last member of the struct.
+            size = dtypes(direction=bool(dict(launch.constants).get("DIRECTION")))["Params"].itemsize
+            params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}

@@ -2,7 +2,7 @@
 
 The text between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is generated. NAME is a file stem and a section:
 cpu-forward is the section "forward" of bench/results/cpu.json. Files with a single section are named by the stem alone
-(static, ring, sweep-forward). static-sass is the last table of static, and sweep-forward-marks contains the regimes of
+(static, ring, sweep-forward). static-sass is the table of static with the machine code of the steady loops, and sweep-forward-marks contains the regimes of
 that sweep that have a mark.
 """
 
@@ -58,7 +58,8 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         source = f"`{result['command']}` on {result['device']['gpu']}."
         return [marks.table(result)] if name.endswith(MARKS) else sweep.tables(result["cases"]), source, []
     if name == SASS:
-        return static.tables(result["static"])[-1:], f"`{result['command']}`.", []
+        table = next(table for table in static.tables(result["static"]) if "SASS" in table.title)
+        return [table], f"`{result['command']}`.", []
     if name == "ring":
         return WHOLE[name](result), ring.provenance(result), []
     if name == "static":

@@ -2,8 +2,8 @@
 
 The text between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` is generated. NAME is a file stem and a section:
 cpu-forward is the section "forward" of bench/results/cpu.json. Files with a single section are named by the stem alone
-(static, ring, sweep-forward). static-sass is the table of static with the machine code of the steady loops, and sweep-forward-marks contains the regimes of
-that sweep that have a mark.
+(static, ring, sweep-forward). static-sass is the table of static with the machine code of the steady loops, and
+sweep-forward-marks contains the regimes of that sweep that have a mark.
 """
 
 from __future__ import annotations

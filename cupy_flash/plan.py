@@ -217,7 +217,7 @@ def tune_key(problem: Problem) -> dict[str, Any]:
 
 
 def _step(problem: Problem) -> str:
-    """What a problem computes, as measurements tell it apart: kernels of one step have the times of no other."""
+    """Return the step that a problem computes; each step has kernels, and so measurements, of its own."""
     return problem.derivative or ("backward" if problem.backward else "forward")
 
 

@@ -94,7 +94,7 @@ class Trial:
             raise ValueError("; ".join(wrong))
 
     def _wrong_mods(self) -> list[str]:
-        """What is wrong with the text of the mods and the shapes of their arrays."""
+        """Return the errors in the text of the mods and in the shapes of their arrays."""
         if self.mods == "" and self.captured == ():
             return []
         from .mods.ir import checked  # imported by the first call that has a mod
@@ -111,7 +111,7 @@ class Trial:
         return []
 
     def _wrong_cache(self) -> list[str]:
-        """What does not go together with a KV cache."""
+        """Return the errors of fields that a call on a KV cache does not take."""
         if self.cache is None:
             return []
         excluded = dict(backward=self.backward, mods=self.mods, deterministic=self.deterministic)

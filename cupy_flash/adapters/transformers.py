@@ -228,8 +228,7 @@ def attention_mask(
         window = None
     padding = None
     if tokens is not None:
-        padding = Padding(_valid_keys(tokens, kv_offset + kv_length, device)[:, kv_offset : kv_offset + kv_length])
-        padding = None if padding.none else padding
+        padding = _padding_of(_valid_keys(tokens, kv_offset + kv_length, device)[:, kv_offset : kv_offset + kv_length])
     if padding is None and window is None and (not causal or (q_length in (1, kv_length) and not is_sliced)):
         return None
     return LazyMask.of(
@@ -248,9 +247,8 @@ def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> L
     tokens, device = arguments.get("attention_mask"), arguments.get("device", "cpu")
     padding = None
     if tokens is not None:
-        # Of keys that do not exist yet the lengths tell; the others may be padding.
-        padding = Padding(F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True))
-        padding = None if padding.none else padding
+        # Padding is among the keys that exist; the lengths hide those that do not exist yet.
+        padding = _padding_of(F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True))
     arguments = arguments | dict(allow_is_causal_skip=False)  # its elements are never None
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
@@ -261,6 +259,12 @@ def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> L
         padding=padding,
         lengths=(q_offset.reshape(-1) + q_length).to(torch.int32).expand(batch_size).contiguous(),
     )
+
+
+def _padding_of(valid: Any) -> Padding | None:
+    """The Padding of a mask, bool (B, keys); None if it hides no key."""
+    padding = Padding(valid)
+    return None if padding.none else padding
 
 
 def _valid_keys(tokens: Any, length: int, device: Any) -> Any:

@@ -438,7 +438,7 @@ class _Writer:
         return ADD_GRADIENTS.format(scores=", ".join(f"real {score}" for score in scores))
 
     def _contribution(self, factors: tuple[Node, ...]) -> str:
-        """What one score adds to the gradient of an element that it reads."""
+        """Return the code of what one score adds to the gradient of an element that it reads."""
         return " + ".join(f"{ds} * {self._name(d)}" for ds, d in zip(("ds", "dts"), factors, strict=False))
 
     def _gradient(self) -> list[str]:

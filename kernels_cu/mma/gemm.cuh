@@ -29,8 +29,8 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
   }
 }
 
-// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses.
-template <int M, int N, int DIM>
+// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses; C += A B^T if it CONTINUES a sum.
+template <int M, int N, int DIM, bool CONTINUES = false>
 __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
                        unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
   unsigned int a[M][4];
@@ -38,20 +38,7 @@ __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename 
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
     for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
-    add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
-  }
-}
-
-// The same, added to C.
-template <int M, int N, int DIM>
-__device__ void add_scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
-                           unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
-  unsigned int a[M][4];
-#pragma unroll
-  for (int k = 0; k < padded(DIM) / 16; ++k) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
-    add_product<M, N, DIM, true>(C, a, B_smem, b_lane, k);
+    add_product<M, N, DIM, CONTINUES>(C, a, B_smem, b_lane, k);
   }
 }
 

@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       if constexpr (STAGES > 1) load();
       float S_rmem[M][N][4], tS_rmem[M][N][4] = {};
       scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-      if constexpr (TQ) add_scores<M, N, HEAD_DIM>(tS_rmem, tQ_smem, Q_lane, K_smem, K_lane);
-      if constexpr (TK) add_scores<M, N, HEAD_DIM>(tS_rmem, Q_smem, Q_lane, K_smem + K_BYTES, K_lane);
+      if constexpr (TQ) scores<M, N, HEAD_DIM, true>(tS_rmem, tQ_smem, Q_lane, K_smem, K_lane);
+      if constexpr (TK) scores<M, N, HEAD_DIM, true>(tS_rmem, Q_smem, Q_lane, K_smem + K_BYTES, K_lane);
       attend(S_rmem, tS_rmem, O_rmem, T_rmem, softmax, mean, kv_tiles.masked(), score, band, dropout, q_start + row,
              kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4], tP_rmem[M][N / 2][4];

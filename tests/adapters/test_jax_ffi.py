@@ -262,7 +262,7 @@ def test_handler_runs_derivatives_from_frames():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ordinal", range(4))
 def test_each_device_computes_its_shard_of_dropout_and_mods(ordinal):
-    """Of 2 sequences and 4 heads, sharded over 2 x 2 devices; a device knows its place by its ordinal alone."""
+    """2 sequences and 4 heads are sharded over 2 x 2 devices, and a device finds its place by its ordinal alone."""
     q, k, v = normal(1, 2, 24, 4, 64), normal(2, 2, 24, 2, 64), normal(3, 2, 24, 2, 64)
     table = np.random.default_rng(4).normal(size=(2, 4)).astype(np.float32)
     options = dict(dropout=0.3, seed=5, backend="simulator")

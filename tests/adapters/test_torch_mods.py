@@ -145,7 +145,7 @@ def test_a_mod_is_an_argument_of_checkpoint(use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
 def test_a_mod_is_an_argument_of_transforms():
-    """Of torch.func, with gradients and tangents of what it captures by a Mod that is made inside."""
+    """torch.func transforms calls with a Mod; one made inside the function has gradients and tangents of its arrays."""
     q, k, v = (x.detach() for x in inputs())
     table = torch.randn(HEADS, 2 * LENGTH - 1, dtype=torch.float64)
 

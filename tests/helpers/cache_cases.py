@@ -246,3 +246,15 @@ def check(case: CacheCase, results: tuple[np.ndarray, ...] | None = None, **opti
     for actual, before in zip(results[2:], call[1:3], strict=True):
         written = sum(case.rows) * case.kv_heads * before.shape[-1]
         assert np.count_nonzero(actual.view(f"u{actual.itemsize}") != before.view(f"u{actual.itemsize}")) <= written
+
+
+def assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch):
+    """The simulator's append leaves the caches with the bits of the CPU's, which differ from those before."""
+    results = []
+    for backend in ("cpu", "simulator"):
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
+        ours = call.copied()
+        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
+        results.append(ours)
+    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
+        assert a.tobytes() == b.tobytes() != before.tobytes()

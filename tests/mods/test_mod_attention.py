@@ -352,7 +352,7 @@ def test_explain_shows_the_mods():
 
 
 def test_explain_counts_the_tiles_of_each_class():
-    """Of all heads and sequences, those of short lengths included; sequences differ by the mask, heads do not."""
+    """The counts cover all heads and sequences, short ones too; the mask differs by sequence and not by head."""
     q = np.zeros((2, 300, 2, 16), np.float32)
     limits = np.array([300, 128])
     options = dict(mask_mod=lambda b, h, i, j: j < limits[b], q_lengths=np.array([300, 100], np.int32))

@@ -91,7 +91,7 @@ def by_autograd_in_both(case):
 
 
 def furthest(exact, runs):
-    """Of each element, the run that is the furthest from the exact value."""
+    """Return, element by element, the result of the run that is the furthest from the exact value."""
     return functools.reduce(lambda a, b: np.where(np.abs(b - exact) > np.abs(a - exact), b, a), runs)
 
 

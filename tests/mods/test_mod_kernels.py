@@ -108,7 +108,7 @@ def test_planted_bugs_are_found(plant, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_wrong_distance_is_found(monkeypatch):
-    """Of q_idx and kv_idx in tiles without a mask, which add an offset of rows and columns to one distance per tile."""
+    """A tile without a mask computes one distance of q_idx and kv_idx, to which each score adds its row and column."""
     case = Case(**LONG["mma"], score_mod="alibi")
     check(case, kernels_of(case))
     with planted_in(monkeypatch, "mod.cuh", "return base + offset;", "return base;"), pytest.raises(AssertionError):

@@ -101,7 +101,7 @@ def by_inspection(seen, block_q, block_kv):
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize("blocks", [(128, 256), (33, 70)])
 def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
-    """Of a mask that is proved exactly, beside every band."""
+    """The counts are those of a dense count, for a mask whose classes are exact, with every band."""
     mod = Mod(mask_mod=lambda b, h, q, kv: q - kv < 600)
     classes, of_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
     i, j = np.arange(1000)[:, None], np.arange(1500)

@@ -6,7 +6,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cache_cases import CacheCall, CacheCase, check, posed, run_kernels
+from cache_cases import (
+    CacheCall,
+    CacheCase,
+    assert_append_writes_the_bits_of_the_cpu,
+    check,
+    posed,
+    run_kernels,
+)
 from planting import planted_in
 from test_invariance import assert_bits, at
 from test_kv_cache import CASES
@@ -324,14 +331,7 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
         options = {"slots": options["slots"]}
     if case.packed:
         options["cu_seqlens"] = call.options["cu_seqlens_q"]
-    results = []
-    for backend in ("cpu", "simulator"):
-        monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
-        ours = call.copied()
-        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
-        results.append(ours)
-    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
-        assert a.tobytes() == b.tobytes() != before.tobytes()
+    assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 
 def test_out_is_written_in_place():

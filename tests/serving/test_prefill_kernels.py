@@ -5,7 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_decode_kernels as decode
-from cache_cases import CacheCall, CacheCase, check, posed, run_kernels
+from cache_cases import (
+    CacheCall,
+    CacheCase,
+    assert_append_writes_the_bits_of_the_cpu,
+    check,
+    posed,
+    run_kernels,
+)
 from planting import planted_in
 from test_decode_kernels import EVERYTHING, PACKED, WRONG
 from test_invariance import assert_bits
@@ -166,14 +173,7 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(dtype, monkeypatch):
     call = CacheCase(page=4, appended=3, rotary=(8, True), dtype=dtype).call()
     names = ("cache_seqlens", "block_table", "rotary_cos", "rotary_sin", "layout")
     options = {name: call.options[name] for name in names if name in call.options}
-    results = []
-    for backend in ("cpu", "simulator"):
-        monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
-        ours = call.copied()
-        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
-        results.append(ours)
-    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
-        assert a.tobytes() == b.tobytes() != before.tobytes()
+    assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 
 # Planted bugs

@@ -117,7 +117,7 @@ EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN  # cuts tiles of
 @pytest.mark.parametrize("mask_mod", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("blocks", [(128, 256), (512, 128)], ids=str)
 def test_the_estimate_of_visits_is_their_count(mask_mod, blocks):
-    """Without a band, for whole grains and masks whose classes are exact, the cost model knows the visits themselves."""
+    """Without a band, for whole grains and exact classes, the cost model knows the visits themselves."""
     mod, q_len, kv_len = Mod(mask_mod=mask_mod), 1024, 1536
     classes, band = TileClasses(mod.program.mask, mod.arrays, mod.numbers), Mask().band(q_len, kv_len)
     visits, estimate = Visits(classes, *blocks), VisitEstimate(classes, 0, 0, band, WHOLE)

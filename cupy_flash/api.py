@@ -600,6 +600,7 @@ def compile(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    kv_dtype: DType | None = None,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
@@ -623,6 +624,7 @@ def compile(
         packed: compile for `attention_varlen`.
         cache: compile for `attention_with_kv_cache` with causal=True, contiguous and paged, and for
             `append_to_kv_cache`; forward only.
+        kv_dtype: with cache, the dtype of the caches, that of q or float8_e4m3fn; None means that of q.
         split_size: with cache, the split_size of the calls.
         rotary: with cache, compile for calls with rotary tables: True for tables in the dtype of q, or the name of
             their dtype.
@@ -649,8 +651,8 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
-        **options,
+        cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=rotary_interleaved, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:

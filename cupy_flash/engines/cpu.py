@@ -20,6 +20,7 @@ SCORE = (0.55, 1.0)  # per score between the matmuls: exp and sum; exp, product 
 LOAD = 0.35  # per element of Q, K, V, O or a gradient: load, packing by BLAS, accumulation
 EDGE = 0.75  # per score of a partly masked tile: compare positions, write -inf
 TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
+ROWS = 5e4  # per query tile (backward: key tile) with a mask_mod: find its visits, start and finish its sums
 SPILL = 0.2  # per score and MiB of scores in a tile, which evict operands from the L2 cache
 
 # Tiles are chosen for this many threads on every machine, because tile sizes determine the rounding and results must

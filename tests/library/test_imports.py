@@ -133,6 +133,7 @@ FLOW = (
     "backends",
     "adapters",
     "adapters.torch.fp8",
+    "adapters.torch.autograd_kernel",
     "adapters.torch.op",
     "adapters.torch.derivatives",
     "adapters.torch.transforms",

@@ -60,8 +60,6 @@ def cache_refusals(problem: Problem) -> list[str]:
     reasons = []
     if problem.cache.dtype != problem.dtype:
         reasons.append(f"it reads no caches of {problem.cache.dtype.name} in this version")
-    if problem.mods:
-        reasons.append("it takes no score_mod or mask_mod with a KV cache in this version")
     return reasons
 
 

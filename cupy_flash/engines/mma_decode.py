@@ -28,7 +28,7 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import grid_refusals, known_constants, nonempty
+from .shared import grid_refusals, known_constants, nonempty, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -106,7 +106,8 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+    has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
+    if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
     in_registers = accumulators + scores + q <= LIVE
     return [
@@ -193,7 +194,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
-    return nonempty(steps)
+    return nonempty(with_mods(problem, steps))
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:

@@ -20,6 +20,7 @@ SCORE = (0.55, 1.0)  # per score between the matmuls: exp and sum; exp, product 
 LOAD = 0.35  # per element of Q, K, V, O or a gradient that is loaded and packed for BLAS, or accumulated
 EDGE = 0.75  # per score of a partly masked tile: comparing positions, writing -inf
 TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
+ROWS = 5e4  # per query tile (backward: key tile) under a mask_mod: finding its visits, starting and finishing its sums
 SPILL = 0.2  # per score, times the MiB of scores in a tile, which compete with its operands for the L2 cache
 
 # Tiles are chosen for this many threads on every machine: tile sizes determine the rounding, and results must not

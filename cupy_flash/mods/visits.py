@@ -99,8 +99,16 @@ def count_tiles(
     return TileCounts(skipped, unmasked, found.size - skipped - unmasked)
 
 
-class VisitedPairs:
-    """Estimates how many (query, key) pairs of a sequence are computed under a mask_mod, for tiles of any size."""
+class VisitCounts(NamedTuple):
+    """The visited tiles of a sequence, the pairs in them, and the pairs to which the mask_mod is applied."""
+
+    visits: int
+    pairs: int
+    cut: int
+
+
+class VisitEstimate:
+    """Estimates the visits of a sequence under a mask_mod, for tiles of any size."""
 
     def __init__(self, classes: TileClasses, batch: int, head: int, band: Band, positions: Positions) -> None:
         longest = max(band.q_len, band.kv_len)
@@ -109,25 +117,20 @@ class VisitedPairs:
         i, j = (self.grain * np.arange(count) for count in found.shape)
         last = self.grain - 1
         in_band = (j + last >= i[:, None] + band.low) & (j <= i[:, None] + last + band.high)
-        self.seen, self.cut = (found != EMPTY) & in_band, (found == CUT) & in_band
+        self.seen, self.hidden = (found != EMPTY) & in_band, (found != FULL) & in_band
 
-    def count(self, block_q: int, block_kv: int, by_query: bool) -> tuple[int, int]:
-        """(visited pairs, those of them in tiles that the mask_mod cuts).
-
-        By_query: of the key tiles that query tiles visit; else of the query tiles that visit key tiles.
-        """
-        blocks, axes = [max(block // self.grain, 1) for block in (block_q, block_kv)], (0, 1) if by_query else (1, 0)
-
-        def any_of(grains: np.ndarray, axis: int) -> np.ndarray:
-            return np.logical_or.reduceat(grains, np.arange(0, grains.shape[axis], blocks[axis]), axis=axis)
-
-        if not self.seen.size:
-            return 0, 0
-        visited = any_of(self.seen, axes[0])
-        cut = np.repeat(any_of(any_of(self.cut, 0), 1), blocks[axes[1]], axis=axes[1])
-        cut = cut[: visited.shape[0], : visited.shape[1]] & visited
-        size = blocks[axes[0]] * self.grain**2
-        return int(visited.sum()) * size, int(cut.sum()) * size
+    def count(self, block_q: int, block_kv: int, by_query: bool) -> VisitCounts:
+        """The visits by query tiles of ranges of keys (by_query), or by key tiles of ranges of queries."""
+        seen, hidden = (self.seen, self.hidden) if by_query else (self.seen.T, self.hidden.T)
+        if not seen.size:
+            return VisitCounts(0, 0, 0)
+        rows, columns = (max(block // self.grain, 1) for block in (block_q, block_kv)[:: 1 if by_query else -1])
+        starts = np.arange(0, len(seen), rows)
+        seen, hidden = (np.logical_or.reduceat(grains, starts, axis=0) for grains in (seen, hidden))
+        _, start, stop, cut_start, cut_stop = _run_columns(np.where(seen, np.where(hidden, CUT, FULL), EMPTY), columns)
+        pairs, cut = (stop - start).sum(), np.maximum(cut_stop - cut_start, 0).sum()
+        size = rows * self.grain**2
+        return VisitCounts(len(start), int(pairs) * size, int(cut) * size)
 
 
 class Run(NamedTuple):
@@ -144,20 +147,24 @@ def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Run]]:
 
     Column n of classes covers [n grain, (n + 1) grain).
     """
+    rows, *columns = _run_columns(classes, block // grain)
+    found: list[list[Run]] = [[] for _ in classes]
+    for row, *run in zip(rows.tolist(), *((grain * n).tolist() for n in columns), strict=True):
+        found[row].append(Run(*run))
+    return found
+
+
+def _run_columns(classes: np.ndarray, per_block: int) -> tuple[np.ndarray, ...]:
+    """(row, start, stop, cut start, cut stop) of all runs, in columns of classes, split at multiples of per_block."""
     seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
     column = np.arange(classes.shape[1])
-    per_block = block // grain
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
     last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
     is_full = classes == FULL
     # The columns that are not FULL nearest to each column, at or after it and at or before it.
     after = np.minimum.accumulate(np.where(is_full, len(column), column)[:, ::-1], axis=1)[:, ::-1]
     before = np.maximum.accumulate(np.where(is_full, -1, column), axis=1)
-    columns = (first, last + 1, np.minimum(after[rows, first], last + 1), before[rows, last] + 1)
-    found: list[list[Run]] = [[] for _ in classes]
-    for row, *run in zip(rows.tolist(), *((grain * n).tolist() for n in columns), strict=True):
-        found[row].append(Run(*run))
-    return found
+    return rows, first, last + 1, np.minimum(after[rows, first], last + 1), before[rows, last] + 1
 
 
 def _clipped(found: list[Run], axis: int, start: int, stop: int) -> list[Visit]:

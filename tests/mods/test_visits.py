@@ -9,7 +9,7 @@ from cupy_flash.mask import Mask
 from cupy_flash.mods import tiles
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.mods.visits import GRAIN, TileCounts, Visits, count_tiles, runs
+from cupy_flash.mods.visits import GRAIN, TileCounts, VisitEstimate, Visits, count_tiles, runs
 from cupy_flash.score import KEYS, QUERIES, Positions
 
 WHOLE = Positions(0, 0, 0, 1)
@@ -108,3 +108,24 @@ def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
     seen = (i - j < 600) & of_band.visible(0, 1000, 0, 1500)
     expected, counts = by_inspection(seen, *blocks), count_tiles(classes, 0, 0, of_band, WHOLE, *blocks)
     assert counts == expected
+
+
+EXACT = {name: MASKS[name][0] for name in ("causal", "sliding", "natten morton")}
+EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN  # cuts tiles of several grains, none of one
+
+
+@pytest.mark.parametrize("mask_mod", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("blocks", [(128, 256), (512, 128)], ids=str)
+def test_the_estimate_of_visits_is_their_count(mask_mod, blocks):
+    """Without a band, for whole grains and exact classes, the cost model knows the visits themselves."""
+    mod, q_len, kv_len = Mod(mask_mod=mask_mod), 1024, 1536
+    classes, band = TileClasses(mod.program.mask, mod.arrays, mod.numbers), Mask().band(q_len, kv_len)
+    visits, estimate = Visits(classes, *blocks), VisitEstimate(classes, 0, 0, band, WHOLE)
+    for by_query, find, rows, length in (
+        (True, visits.kv_tiles, blocks[0], q_len),
+        (False, visits.q_tiles, blocks[1], kv_len),
+    ):
+        found = [visit for start in range(0, length, rows) for visit in find(0, 0, band, WHOLE, start)]
+        pairs = rows * sum(visit.stop - visit.start for visit in found)
+        cut = rows * sum(visit.cut.stop - visit.cut.start for visit in found if visit.cut is not None)
+        assert estimate.count(*blocks, by_query) == (len(found), pairs, cut)

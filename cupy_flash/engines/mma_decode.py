@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import ROW_THREADS, append_launches, cache_refusals, rotated_rows, static_bytes
+from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
@@ -28,7 +28,7 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import grid_refusals, known_constants, nonempty
+from .shared import grid_refusals, known_constants, nonempty, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -66,7 +66,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against calls without a KV cache, dtypes other than fp16 and bf16, and D or Dv > LARGEST."""
     if problem.cache is None:
         return ["it serves attention on a KV cache alone"]
-    reasons = grid_refusals(problem) + cache_refusals(problem)
+    reasons = grid_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -106,7 +106,8 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+    has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
+    if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
     in_registers = accumulators + scores + q <= LIVE
     return [
@@ -194,7 +195,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
-    return nonempty(steps)
+    return nonempty(with_mods(problem, steps))
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:

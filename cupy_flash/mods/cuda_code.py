@@ -1,6 +1,6 @@
 """Generates the CUDA text of a Program: `struct Captured` with its arrays and numbers, and `struct Mod`.
 
-    Mod mod(p, batch);                         once per sequence
+    Mod mod(p, sequence);                      once per sequence
     Mod::Query q = mod.query(head, i);         once per query and head
     Mod::Key k = mod.key(j);                   once per key
     s = mod.score(s, q, k, slope);             once per score; slope is d(result)/ds
@@ -302,12 +302,14 @@ class _Writer:
             "  const Params& p;",
             "  int batch;",
             "  int q_first = 0, kv_first = 0;  // positions of a shard's first rows",
+            "  QueryPositions positions;",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]
         for name, head in ((QUERY, " int head;"), (KEY, "")):
             members = "".join(f" {member};" for member in self._members(name))
             lines.append(f"  struct {name.title()} {{{head} int position; int offset;{members} }};")
-        lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
+        lines.append("  __device__ Mod(const Params& params, const Sequence& sequence)")
+        lines.append("      : p(params), batch(sequence.batch), positions(params, sequence) {")
         # Rows after the last sequence of a packed batch see no key, and captured arrays have no elements for them.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
@@ -325,6 +327,8 @@ class _Writer:
             lines.append("    int position = at, offset = at.offset;")
             first = "q_first" if name == QUERY else "kv_first"
             lines.append(f"    if constexpr (SHARD) position = {first} + position * p.step, offset = 0;")
+            if name == QUERY:
+                lines.append("    if constexpr (KV_CACHE) position = positions(position), offset = 0;")
             lines += self._body(name, self.roots)
             values = "".join(f", v{self.number[node]}" for node in self._kept(name))
             lines += [f"    return {{{start}{values}}};", "  }"]
@@ -377,7 +381,7 @@ class _Writer:
         lines.append("    if constexpr (SHARD) {")
         for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
             lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
-        lines.append("    }")
+        lines += ["    }", "    if constexpr (KV_CACHE) queries = positions(queries);"]
         text = _TileText(self.program, self.largest)
         result = Abstraction(text).mask(self.program.mask)
         return [*lines, *text.body(result), "  }"]

@@ -597,6 +597,7 @@ def compile(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    kv_dtype: DType | None = None,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
@@ -621,6 +622,7 @@ def compile(
         packed: for `attention_varlen`.
         cache: for `attention_with_kv_cache` with causal=True, contiguous and paged, and for `append_to_kv_cache`;
             forward only.
+        kv_dtype: with cache, the dtype of the caches: that of q, or float8_e4m3fn. None is that of q.
         split_size: with cache, that of the calls.
         rotary: with cache, for calls with rotary tables: True for tables of the dtype of q, or the name of theirs.
         rotary_dim: how many dimensions they rotate; None is D.
@@ -646,8 +648,8 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
-        **options,
+        cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=rotary_interleaved, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:

@@ -58,8 +58,6 @@ def cache_refusals(problem: Problem) -> list[str]:
     if problem.cache is None:
         return []
     reasons = []
-    if problem.cache.dtype != problem.dtype:
-        reasons.append(f"it reads no caches of {problem.cache.dtype.name} in this version")
     if problem.mods:
         reasons.append("it takes no score_mod or mask_mod with a KV cache in this version")
     return reasons
@@ -68,6 +66,8 @@ def cache_refusals(problem: Problem) -> list[str]:
 def forward_refusals(problem: Problem) -> list[str]:
     """Why kernels that take each query tile through all its keys do not serve the problem's KV cache."""
     reasons = cache_refusals(problem)
+    if problem.cache is not None and problem.cache.dtype != problem.dtype:
+        reasons.append(f"it reads no caches of {problem.cache.dtype.name}, as mma_decode does")
     if problem.cache is not None and problem.cache.split_size is not None:
         reasons.append("it does not compute the keys in pieces of split_size")
     return reasons

@@ -135,11 +135,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     k, v = _padded(problem)
     keys = tile.block_kv
     elements = tile.rows * keys
-    read = 2 * keys * (k + v) + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    loaded = keys * sum(_row_bytes(problem))
+    read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     clocks = max(
-        2 * keys * (k + v) / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
+        loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
-        (read + 2 * keys * (k + v)) / SHARED_BYTES,
+        (read + loaded) / SHARED_BYTES,
         elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] / INSTRUCTIONS,
     )
     latency = LATENCY if tile.stages == 1 else 0
@@ -230,17 +231,35 @@ def _padded(problem: Problem) -> tuple[int, int]:
     return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
 
 
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row of a tile of K, and of V: 16-bit numbers in whole fragments, those of e4m3 in pairs of them."""
+    assert problem.cache is not None
+    if problem.cache.dtype.itemsize == 2:
+        k, v = _padded(problem)
+        return 2 * k, 2 * v
+    return -(-problem.head_dim // 32) * 32, _columns(problem)
+
+
+def _columns(problem: Problem) -> int:
+    """Columns of O in registers."""
+    assert problem.cache is not None
+    each = 16 if problem.cache.dtype.itemsize == 2 else 32
+    return -(-problem.head_dim_v // each) * each
+
+
 def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     """Registers per thread that hold O, S, and all of Q."""
-    k, v = _padded(problem)
+    k, v = _padded(problem)[0], _columns(problem)
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of dynamic shared memory: Q and the stages; in their place O, row max and row sum of each warp."""
-    k, v = _padded(problem)
+    k, _ = _padded(problem)
     warps = tile.threads // 32
-    return max(2 * tile.rows * k + tile.stages * 2 * tile.block_kv * (k + v), 4 * warps * tile.rows * (v + 8 + 2))
+    o_row = _columns(problem) + (8 if problem.cache is not None and problem.cache.dtype.itemsize == 2 else 16)
+    stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
+    return max(2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2))
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:

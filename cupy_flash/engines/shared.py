@@ -9,12 +9,12 @@ from ..arrays import dtype_name
 from ..features import DIFFERENTIATED, FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
-from ..problem import DTYPES, Problem
+from ..problem import DTYPES, FP8, Problem
 
 if TYPE_CHECKING:
     from ..mods.derive import Read
 
-ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
 GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
 
@@ -23,6 +23,7 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
     """The constants of every kernel of tiles. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     constants: dict[str, Constant] = {
         "element": ELEMENTS[dtype_name(problem.out_dtype)],
+        "kv_element": ELEMENTS[dtype_name(problem.dtype if problem.cache is None else problem.cache.dtype)],
         "real": ELEMENTS[dtype_name(problem.accumulation)],
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -58,6 +59,7 @@ ROW_CONSTANTS = {
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
+        "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",
         "cos_element",

@@ -39,9 +39,7 @@ PACKED = CacheCase(
     dtype="bfloat16",
 )  # fmt: skip
 HALF = {
-    name: replace(case, dtype="bfloat16" if case.dtype == "bfloat16" else "float16")
-    for name, case in CASES.items()
-    if case.cache_dtype is None
+    name: replace(case, dtype="bfloat16" if case.dtype == "bfloat16" else "float16") for name, case in CASES.items()
 }
 ENGINES = ["mma_decode", exhaustive("mma"), exhaustive("simt")]
 ROWS = {"everything": EVERYTHING, "packed-everything": PACKED, **HALF}
@@ -136,6 +134,7 @@ PIECES = {
     "group-of-3": dict(heads=6),
     "window-alibi-sink": dict(window=(200, None), alibi="h", sink=True),
     "wide": dict(head_dim=128, head_dim_v=128),
+    "float8": dict(cache_dtype="float8_e4m3fn", descales=True, head_dim=40, head_dim_v=80),
 }
 
 
@@ -351,7 +350,6 @@ def test_out_is_written_in_place():
 REFUSED = {
     "fp32": (dict(dtype="float32"), "sm_80", "float32 is not float16 or bfloat16"),
     "bf16": (dict(dtype="bfloat16"), "sm_75", "the tensor cores of sm_75 multiply float16"),
-    "fp8": (dict(dtype="float16", cache_dtype="float8_e4m3fn"), "sm_90a", "it reads no caches of float8_e4m3fn"),
     "wide": (dict(dtype="float16", head_dim=320, head_dim_v=16), "sm_80", "head dimension 320 is larger than 256"),
 }
 

@@ -155,7 +155,7 @@ def test_one_row_tile_is_decoded_even_if_mma_is_predicted_to_be_faster():
 REFUSED = {
     "pieces": (dict(split_size=64), "mma", "it does not compute the keys in pieces of split_size"),
     "pieces-fp32": (dict(split_size=64, dtype="float32"), None, "it does not compute the keys in pieces"),
-    "fp8": (dict(cache_dtype="float8_e4m3fn"), "mma", "it reads no caches of float8_e4m3fn in this version"),
+    "fp8": (dict(cache_dtype="float8_e4m3fn"), "mma", "it reads no caches of float8_e4m3fn, as mma_decode does"),
     "wgmma": (dict(), "wgmma", "it reads no KV cache in this version"),
 }
 

@@ -336,6 +336,8 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     elements, rest = divmod(start, array.dtype.itemsize)
     bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
     aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
+    if array.dtype.itemsize == 1 and bits % 16 == 0:
+        aligned = 16
     return (start, batch, head, row, aligned)
 
 

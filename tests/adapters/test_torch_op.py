@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -422,3 +423,47 @@ def test_fake_tensors_must_be_on_one_device():
         ((_, arguments),) = recorder.calls
         with pytest.raises(ValueError, match="dout on cuda:0, out on cpu"):
             torch.ops.cupy_flash.attention_backward(*arguments, elsewhere, out, lse, None, False)
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Records the names of the functions that are called."""
+
+    def __init__(self):
+        self.names = []
+        super().__init__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """Counts the operators of cupy_flash that reach a subclass."""
+
+    operators = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.operators += "cupy_flash" in str(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_modes_traces_profilers_and_subclasses_see_the_operator(requires_grad):
+    q, k, v = inputs(requires_grad=requires_grad)
+    out = adapter.attention(q, k, v, causal=True)
+    with SeenFunctions() as functions:
+        torch.testing.assert_close(adapter.attention(q, k, v, causal=True), out, rtol=0, atol=0)
+    assert any("attention_forward" in name for name in functions.names)
+    with Recorder() as recorder:
+        torch.testing.assert_close(adapter.attention(q, k, v, causal=True), out, rtol=0, atol=0)
+    assert any("attention_forward" in str(func) for func, _ in recorder.calls)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        adapter.attention(q, k, v, causal=True)
+    assert any(event.key == "cupy_flash::attention_forward" for event in profile.key_averages())
+    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+        trace = torch.jit.trace(lambda *x: adapter.attention(*x, causal=True), (q, k, v), check_trace=False)
+    assert "cupy_flash::attention_forward" in str(trace.graph)
+    wrapped = adapter.attention(q.as_subclass(Wrapped), k, v, causal=True)
+    assert Wrapped.operators == 1 and isinstance(wrapped, Wrapped)
+    Wrapped.operators = 0

@@ -38,6 +38,7 @@ ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
@@ -108,6 +109,8 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
         return []
     has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
     if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+        return []
+    if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
         return []
     in_registers = accumulators + scores + q <= LIVE
     return [
@@ -232,10 +235,14 @@ def _padded(problem: Problem) -> tuple[int, int]:
     return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
 
 
+def _is_16_bit(problem: Problem) -> bool:
+    """Whether the caches have the dtype of q; else they are fp8."""
+    return problem.cache is not None and problem.cache.dtype == problem.dtype
+
+
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of e4m3 fragments."""
-    assert problem.cache is not None
-    if problem.cache.dtype.itemsize == 2:
+    if _is_16_bit(problem):
         k, v = _padded(problem)
         return 2 * k, 2 * v
     return -(-problem.head_dim // 32) * 32, _columns(problem)
@@ -243,8 +250,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 def _columns(problem: Problem) -> int:
     """Return the columns of O in registers."""
-    assert problem.cache is not None
-    each = 16 if problem.cache.dtype.itemsize == 2 else 32
+    each = 16 if _is_16_bit(problem) else 32
     return -(-problem.head_dim_v // each) * each
 
 
@@ -258,7 +264,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory: Q and the stages, reused for O, row max and row sum of each warp."""
     k, _ = _padded(problem)
     warps = tile.threads // 32
-    o_row = _columns(problem) + (8 if problem.cache is not None and problem.cache.dtype.itemsize == 2 else 16)
+    o_row = _columns(problem) + (8 if _is_16_bit(problem) else 16)
     stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
     return max(2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2))
 

@@ -24,11 +24,10 @@ struct Part {
   int kv_head;
   int first_row;
   Range keys;
-  bool whole;     // the part has all keys of the unit: nothing to merge
-  int place;      // index of the partial result in the workspace; unused if `whole`
-  float scale;    // of the bare q.k
-  float O_scale;  // of V
+  bool whole;  // the part has all keys of the unit: nothing to merge
+  int place;   // index of the partial result in the workspace; unused if `whole`
 
+  __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
   __device__ Range queries(const Params& p) const {
     return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
@@ -66,14 +65,14 @@ struct PackedRows {
 
 // Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED>
-__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, int kv_start) {
+__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, float scale, int kv_start) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
       Score score(p, part.sequence, head, part.band.mod);
-      score.scale = part.scale;
+      score.scale = scale;
       Range keys = part.band.keys(i);
       int query = part.band.query(i);
 #pragma unroll
@@ -118,7 +117,8 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 // Merges the results of the warps, in the order of the warps, and stores the result of the part.
 __device__ void store_part(const Params& p, const Part& part, const float* O_smem,
                            const float (*softmax_smem)[BLOCK_Q][2]) {
-  float scale_log2 = log2_scale_of(part.scale);
+  Descales descales = part.descales(p);
+  float scale = descales.scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   constexpr int CHUNKS = PART_COLUMNS / 4;
   for (int n = threadIdx.x; n < BLOCK_Q * CHUNKS; n += THREADS) {
     int row = n / CHUNKS, column = 4 * (n % CHUNKS), i = part.query(p, row), head = part.head(p, row);
@@ -140,9 +140,9 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
       float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW + column);
       O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;
     }
-    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? part.scale : 1.0f);
+    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * part.O_scale;
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;
     if (!part.whole) {
       long long at = (long long)part.place * BLOCK_Q + row;
       if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
@@ -180,7 +180,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
   unsigned int Q_smem = smem_address(smem);
   int warp = threadIdx.x / WARP;
-  float scale_log2 = log2_scale_of(part.scale);
+  float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
   auto K_lane = Gemm::K::lane_of_B();
   auto V_lane = Gemm::V::lane_of_X();
@@ -232,9 +232,9 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
     if (tiles.masked())
-      modify_rows<true>(S_rmem, p, part, tiles.start + 16 * warp);
+      modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
-      modify_rows<false>(S_rmem, p, part, tiles.start + 16 * warp);
+      modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
     exponentiate(S_rmem, softmax, scale_log2);
     unsigned int P_rmem[M][N / 2][4];
@@ -283,17 +283,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
       int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
       Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
                  min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
-      int kv_head = unit / row_tiles;
-      Descales descales(p, b, kv_head);
       Part part{sequence,
                 band,
-                kv_head,
+                unit / row_tiles,
                 unit % row_tiles * BLOCK_Q,
                 keys,
                 count == places.each,
-                part_of(place, blockIdx.x, begin == 0),
-                descales.scale(p, SCALE_IN_EXPONENT),
-                descales.v};
+                part_of(place, blockIdx.x, begin == 0)};
       // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
       // add zeros, so this changes no bit.
       Range queries = part.queries(p);

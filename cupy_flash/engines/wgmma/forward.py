@@ -14,7 +14,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences, with_mods
+from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     CACHE_BYTES,
     CLEAR,
@@ -38,7 +38,10 @@ LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
 # at D 128, but spill 8 bytes with a sink or in a shard, and more at D 96 or if they are persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
-LIVE_OF_WALK = 40  # added under a mask_mod: the producer keeps registers to classify tiles, and masking needs more
+# Added under a mask_mod, for which the producer keeps registers and masking needs more: by the number of keys, and if
+# persistent or ping-pong.
+FEW_KEYS = 96
+LIVE_OF_FEW_KEYS, LIVE_OF_MANY_KEYS, LIVE_OF_TURNS = 4, 40, 8
 # Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
 RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
@@ -91,8 +94,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
         kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
-        live_in_mods = max(live_in_loads(problem, block_kv), LIVE_OF_WALK if problem.mask_mod else 0)
-        live = _live(problem, block_kv) + live_in_mods
+        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        if problem.mask_mod:
+            live += LIVE_OF_FEW_KEYS if block_kv <= FEW_KEYS else LIVE_OF_MANY_KEYS
+            live += LIVE_OF_TURNS if persistent or takes_turns else 0
         if live > limits[kind] or block_kv > most_keys:
             continue
         shapes = (
@@ -146,6 +151,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
         "PERSISTENT": tile.persistent,
         "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
@@ -215,9 +221,11 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of shared memory.
 
     Q (reused to stage O for the TMA store, unless it has a buffer), stages x (K + V), the buffer, a full/empty mbarrier
-    pair for Q and for each K and V, the records of tiles of keys under a mask_mod, and the tile record.
+    pair for Q and for each K and V, the records of tiles of keys under a mask_mod, the staged values of the keys of one
+    tile more than K, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
+    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
     q_and_o = 2 * tile.block_q * (k + v if tile.o_buffer else max(k, v))
     return q_and_o + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages) + records + WORK_BYTES

@@ -1,4 +1,4 @@
-"""The kernels' argument: pack equals NumPy's assignments field by field."""
+"""The parameters of kernels: pack equals filling the NumPy record field by field."""
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ def address(array):
 
 @pytest.mark.parametrize("name", ["Params", "Partials"])
 @given(data=st.data())
-def test_every_number_lands_in_its_field(name, data):
-    """Any subset of the members is packed, with the compiler's padding and nothing else."""
+def test_any_subset_of_members_is_packed(name, data):
+    """Packing any subset of the members equals filling the record, with the compiler's padding."""
     dtype = dtypes()[name]
     members = {}
     for member in data.draw(st.sets(st.sampled_from(dtype.names))):
@@ -39,7 +39,7 @@ def test_every_number_lands_in_its_field(name, data):
 
 
 def expected_params(problem, operands, results):
-    """The struct, filled field by field as its comments specify."""
+    """The record, filled field by field as the comments in params.cuh specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results
@@ -85,7 +85,7 @@ CASES = OPTIONS | {"right-beyond-int32": Case(window=(2, 2**40))}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
-def test_a_call_packs_what_its_fields_say(case):
+def test_pack_fills_every_field(case):
     call = case.call()
     lse_shape = (case.heads, len(call.q)) if case.packed else (case.batch, case.heads, case.q_len)
     lse = np.zeros(lse_shape, case.accumulation)
@@ -146,12 +146,12 @@ def test_partials_of_a_stack():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the kernel's start address and every stride, in elements."""
+    """The largest of 8, 4 and 1 that divides the start address and every stride, in elements."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)
     assert params._tensor(array, "bshd", lambda _: 4096 + elements * item.itemsize)[-1] == aligned
     array = Array(4096, (2, 2, 8), (row, head, 1), item, "cpu", "numpy", None)
-    expected = 8 if strides == (63, 32, 8) or strides[0] == -68 else aligned  # a packed batch has no stride
+    expected = 8 if strides == (63, 32, 8) or strides[0] == -68 else aligned  # a packed batch has no batch stride
     assert params._tensor(array, "thd", lambda _: 4096 + elements * item.itemsize)[-1] == expected
     assert params._tensor(array, "thd", lambda _: 4097)[-1] == 1

@@ -23,6 +23,7 @@ from ...mods.facts import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...pose import pose
 from ...problem import Options, Packed, Saved, Tangents
+from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' `causal`: the caller's
@@ -433,8 +434,10 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return (*returned, [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot], None)
 
 
-for name in ("attention", "modified_attention"):
-    torch.library.register_autograd(f"cupy_flash::{name}_forward", _differentiate, setup_context=_save, lib=library)
+register_autograd(library, attention_forward, _differentiate, _save)
+torch.library.register_autograd(
+    "cupy_flash::modified_attention_forward", _differentiate, setup_context=_save, lib=library
+)
 
 
 # torch's convention for attention, so that counts are comparable with those of its own operators: two matmuls over all

@@ -451,14 +451,14 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert_matches_reference(out[is_token], exact[is_token], low[is_token], "float32", "out")
 
 
-def of_elements(b, h, i, j):
+def elementwise(b, h, i, j):
     return (j <= i) & (torch.cumsum(j >= 0, -1) > 0)
 
 
 WRITTEN_OUT = {
     "integers": dict(attention_mask=token_mask("left")),
     "one-query": dict(allow_is_causal_skip=False, q_length=1, q_offset=3),
-    "no-elementwise-function": dict(mask_function=of_elements, allow_is_causal_skip=False),
+    "no-elementwise-function": dict(mask_function=elementwise, allow_is_causal_skip=False),
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_a_chunk_of_a_prompt(dtype: str) -> None:
 @on_both_frameworks
 @pytest.mark.parametrize("rows", [3, 100])
 def test_mods(framework: str, rows: int) -> None:
-    """A decode, and a chunk of a prompt, with arrays of mods that are on the GPU: one of them has a table of bounds."""
+    """A decode and a chunk of a prompt, with captured arrays on the GPU, of which one has a table of extremes."""
     rng = np.random.default_rng(2)
     table, documents = rng.normal(size=(4, 256)).astype(np.float32), np.sort(rng.integers(0, 3, 256).astype(np.int32))
 

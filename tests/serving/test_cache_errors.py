@@ -185,8 +185,8 @@ class OnGpu:
     """An array of a GPU library, with an interface only; reading its memory would crash."""
 
     def __init__(self, array):
-        there = (2**40 + array.ctypes.data, False)
-        self.__cuda_array_interface__ = dict(array.__array_interface__, data=there, strides=array.strides)
+        address = (2**40 + array.ctypes.data, False)
+        self.__cuda_array_interface__ = dict(array.__array_interface__, data=address, strides=array.strides)
 
 
 def test_on_a_gpu_the_host_reads_nothing():

@@ -14,6 +14,7 @@
 #pragma once
 
 using element = float;        // dtype of Q, K, V and O in global memory; fp8: of O
+using kv_element = float;     // dtype of K and V, which a KV cache may have in e4m3
 using real = float;           // accumulation dtype of scores, sums and lse: float, or double for double
 using bias_element = float;   // dtype of the bias and of its gradient
 using sink_element = float;   // dtype of the sink and of its gradient

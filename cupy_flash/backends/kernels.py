@@ -26,8 +26,6 @@ from ..source import assemble
 if TYPE_CHECKING:
     from ..mods.captured import Captured
 
-    pass
-
 Results = dict[str, Array | None]
 
 
@@ -169,8 +167,7 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
-    every = zip(Operands._fields, operands, strict=True)
-    arrays = {name: array for name, array in every if isinstance(array, Array)}
+    arrays = operands.arrays()
     if operands.cache is None:
         return arrays
     from ..cache_params import cache_arrays  # which calls without a cache never need

@@ -1,4 +1,4 @@
-"""A traced mod in words, for `cupy_flash.explain`."""
+"""Describes a traced mod as text, for `cupy_flash.explain`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .visits import TileCounts
 
 
 def explain(mod: Mod, *, gradients: bool = True) -> str:
-    """The expressions of a mod and what it captures, a line each; with gradients also the slope of score_mod."""
+    """Return lines with the expressions of a mod and what it captures; with gradients, also the slope of score_mod."""
     score, mask = mod.program.score, mod.program.mask
     lines = [f"mods       {' and '.join(mod.names)}"]
     if score is not None:
@@ -29,7 +29,7 @@ def explain(mod: Mod, *, gradients: bool = True) -> str:
 
 
 def explain_tiles(counts: TileCounts | None, block_q: int, block_kv: int) -> str:
-    """The number of tiles of each class, in a line; None: they are classified by the kernels alone."""
+    """Return a line with the number of tiles of each class; `counts` is None if only the kernels classify them."""
     if counts is None:
         return "classes    of tiles are not counted: arrays of the mask are on a GPU, or there are too many tiles"
     total = max(sum(counts), 1)

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod with a KV cache: positions, pages, captured arrays, and bits under split_size."""
+"""score_mod and mask_mod with a KV cache: positions, pages, captured arrays, and bitwise equality with split_size."""
 
 from dataclasses import replace
 
@@ -51,8 +51,8 @@ def test_the_formula(case):
     check(case, call=with_mods(case))
 
 
-def test_a_step_sees_what_attention_on_all_tokens_sees():
-    """Tokens cached one at a time have the rows of attention with the same mods on the whole sequence."""
+def test_decode_steps_equal_attention_on_all_tokens():
+    """Decoding token by token gives the rows of attention on the whole sequence with the same mods."""
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, 1, 20, 4, 16)).astype(np.float32)
     whole = cupy_flash.attention(q, k, v, causal=True, **MODS)
@@ -129,7 +129,7 @@ def wrong(**options):
 
 
 def test_captured_arrays_reach_up_to_the_capacity():
-    """Room for the longest sequence of now is not enough: lengths grow, and the host may not see them."""
+    """Lengths grow and the host may not be able to read them, so captured arrays must reach up to the capacity."""
     short = np.zeros(24, np.float32)
     text = wrong(score_mod=lambda score, b, h, q_idx, kv_idx: score + short[kv_idx])
     assert "array0 (24,) is indexed by kv_idx in dimension 0, and there are 40 keys" in text

@@ -51,7 +51,7 @@ struct Band {
   __device__ int key(int j) const { return min(j, kv_len - 1); }
 
   // Whether the mask_mod lets a query of `head` see a key; both exist.
-  __device__ bool mod_sees(int head, int i, int j) const {
+  __device__ bool mod_sees(int head, int i, Position j) const {
 #if MODS
     return mod.sees(mod.query(head, i), mod.key(j));
 #else

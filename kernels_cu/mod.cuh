@@ -12,12 +12,14 @@ struct DenseGradient {
 };
 
 // Position of a query or key: a base, and what an unrolled loop over the rows or columns of a tile adds to it. A
-// score_mod computes the distance of two bases once, and per score only adds a constant.
+// score_mod computes the distance of two bases once, and per score only adds a constant. `column` is a key's place in
+// its tile, by which staged values are read.
 struct Position {
   int base;
   int offset;
+  int column;
 
-  __device__ Position(int base, int offset = 0) : base(base), offset(offset) {}
+  __device__ Position(int base, int offset = 0, int column = 0) : base(base), offset(offset), column(column) {}
   __device__ operator int() const { return base + offset; }
 };
 
@@ -58,6 +60,9 @@ struct QueryPositions {
 #else
 struct Mod {
   using Sum = real;
+  struct KeyValues {};
+  const KeyValues* staged_keys;
   __device__ Mod(const Params& p, const Sequence& sequence) {}
+  __device__ KeyValues key_values(Position at) const { return {}; }
 };
 #endif

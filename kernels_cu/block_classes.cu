@@ -8,7 +8,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid
   int q_start = blockIdx.y * BLOCK_Q, kv_start = blockIdx.x * BLOCK_KV;
   Sequence sequence(p, batch);
   Band band(p, sequence);
-  Truth seen = ClassifyKeys{band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, p.q_len)}}(kv_start);
+  ClassifyKeys classify = {band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, p.q_len)}};
+  Truth seen = classify({kv_start, min(kv_start + BLOCK_KV, p.kv_len)});
   if (seen.may && seen.may_not) {
     seen = {false, false};
     for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV; n += THREADS) {
@@ -21,7 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid
   }
   if (threadIdx.x > 0) return;
   unsigned char* classes = (unsigned char*)p.out.data;
-  classes[batch * p.out.batch + blockIdx.y * p.out.row + head * p.out.head + blockIdx.x] = !seen.may      ? 0
-                                                                                           : seen.may_not ? 1
-                                                                                                          : 2;
+  classes += batch * p.out.batch + blockIdx.y * p.out.row + head * p.out.head;
+  classes[blockIdx.x] = seen.may ? 2 - seen.may_not : 0;
 }

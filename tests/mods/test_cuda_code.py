@@ -17,7 +17,7 @@ from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.numpy_code import function_of
 from cupy_flash.mods.tiles import EMPTY, FULL, Extremes, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.params import _filled
+from cupy_flash.params import _struct
 from cupy_flash.source import CONFIG, Text, configure, kernel_folder
 
 PAIRS = """
@@ -107,7 +107,8 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
         chunks[f"chunks{slot}"] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
     members = {"captured": captured, "batch": (1,), "whole_heads": (1,)}
-    packed = _filled("Params", members, cuda_code.captured_struct(mod.program)).tobytes()
+    parameters = _struct("Params", cuda_code.captured_struct(mod.program))
+    packed = parameters.packed(parameters.numbers(members)).tobytes()
     if kernel == EXTREMES:
         launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
         return outputs
@@ -132,13 +133,13 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
     roots = [] if program.score is None else [program.score, derivative(program.score).slope]
     roots += [] if program.mask is None else [program.mask]
     with np.errstate(all="ignore"):
-        found = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
-    found = [np.broadcast_to(x, 512) for x in found]
+        expected = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
+    expected = [np.broadcast_to(x, 512) for x in expected]
     if program.score is None:
-        found = [products, np.ones(512, real), *found]
+        expected = [products, np.ones(512, real), *expected]
     if program.mask is None:
-        found.append(np.ones(512, np.bool_))
-    return outputs, found
+        expected.append(np.ones(512, np.bool_))
+    return outputs, expected
 
 
 def classes_of(mod, length, block, **options):
@@ -147,10 +148,10 @@ def classes_of(mod, length, block, **options):
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
     heads = np.full(inputs[0].shape, HEAD, np.int32)
-    (found,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
+    (actual,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
     classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
     tiles = len(starts) ** 2
-    return found[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
+    return actual[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
 
 
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["sinks", "document window", "natten morton", "block map"]))
@@ -158,8 +159,8 @@ def test_mask_equals_numpy(row):
     mod = Mod(mask_mod=row[0])
     (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32)
     assert np.array_equal(seen, expected)
-    found, expected = classes_of(mod, LENGTH, 128)
-    assert np.array_equal(found, expected)
+    actual, expected = classes_of(mod, LENGTH, 128)
+    assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -203,9 +204,9 @@ def test_random_masks_equal_numpy(seeds):
         options = {"largest": cuda_code.LARGE} if seed % 2 else {}
         (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
         assert np.array_equal(seen, expected), seed
-        found, expected = classes_of(mod, 320, 20, **options)
-        assert np.array_equal(found == EMPTY, (expected == EMPTY) & (found == EMPTY)), seed
-        assert np.array_equal(found == FULL, (expected == FULL) & (found == FULL)), seed
+        actual, expected = classes_of(mod, 320, 20, **options)
+        assert np.array_equal(actual == EMPTY, (expected == EMPTY) & (actual == EMPTY)), seed
+        assert np.array_equal(actual == FULL, (expected == FULL) & (actual == FULL)), seed
 
 
 @pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
@@ -243,8 +244,8 @@ def test_wrong_interval_arithmetic_is_found(plant):
     i = np.arange(320, dtype=np.int32)
     seen = np.broadcast_to(mask(0, 0, i[:, None], i[None]), (320, 320)).reshape(8, 40, 8, 40)
     for is_planted, change in ((False, ("", "")), (True, tuple(texts))):
-        found = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
-        wrong = (seen.any((1, 3)) & (found == EMPTY)) | (~seen.all((1, 3)) & (found == FULL))
+        actual = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
+        wrong = (seen.any((1, 3)) & (actual == EMPTY)) | (~seen.all((1, 3)) & (actual == FULL))
         assert wrong.any() == is_planted
 
 

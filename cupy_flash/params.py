@@ -1,4 +1,4 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+"""Packs the argument of every kernel: derives its NumPy dtype from params.cuh, and fills in the values of a call.
 
 Kernels that use TMA take tensor maps as a second argument.
 """
@@ -41,7 +41,7 @@ CODES = {
     np.dtype(np.float64): "d",
 }
 
-Address = Callable[[Array], int]  # the address of an array as the kernel sees it
+Address = Callable[[Array], int]  # returns an array's address in the kernel's address space
 Encode = Callable[[TensorMap], bytes]
 Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
 
@@ -51,10 +51,12 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 @lru_cache(maxsize=64)
 def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
-    """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
+    """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
-    `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
-    `cache`: with the members of a KV cache. `direction`: with those of a JVP and of a double backward.
+    Args:
+        captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
+        cache: whether Params has the members of a KV cache.
+        direction: whether Params has the members of a JVP and of a double backward.
     """
     text = (kernel_folder() / "params.cuh").read_text()
     switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
@@ -74,9 +76,9 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
 
 
 class Workspace(NamedTuple):
-    """Memory that kernels need beside operands and results, as an engine requests it."""
+    """Memory that kernels need besides operands and results, as an engine requests it."""
 
-    name: str  # its member of Params
+    name: str  # the member of Params
     shape: tuple[int, ...]  # contiguous
     dtype: np.dtype[Any]
     strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
@@ -90,7 +92,7 @@ def pack(
     address: Address,
     captured: Captured | None = None,
 ) -> np.ndarray[Any, Any]:
-    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
+    """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member."""
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     for name, array in zip(Operands._fields, operands, strict=True):
@@ -127,7 +129,7 @@ def pack(
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
     if problem.cache is not None:
-        from .cache_params import cache_members  # which calls without a cache never need
+        from .cache_params import cache_members  # lazily: most calls have no cache
 
         members |= cache_members(problem, operands, workspaces, address, _tensor)
         return _filled("Params", members, cache=True)
@@ -147,7 +149,7 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """The function that returns the numbers of an array's member, by name; its gradient and tangent have the same."""
+    """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
@@ -161,7 +163,7 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
-    """One `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "rows": (arrays["lse"].shape[-1],)}
     for name, array in arrays.items():
         form = _rows if name.startswith("lse") else _tensor
@@ -177,7 +179,7 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
 def pack_maps(
     boxes: Iterable[Box], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
 ) -> np.ndarray[Any, Any]:
-    """Tensor maps of these boxes in their order, in an array without dimensions."""
+    """Return the tensor maps of these boxes, in order, as an array without dimensions."""
     encoded = bytearray()
     for box in boxes:
         array, own_layout = arrays[box.operand], box.layout or layout
@@ -207,10 +209,10 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+    """Encode a map of (column, row, head, batch) in boxes of (columns, rows), with the swizzle of a box's row bytes.
 
-    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
-    be one that no map takes.
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is replaced, because it
+    may be illegal for a tensor map.
     """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
@@ -220,11 +222,11 @@ def _encoded(
 
 
 class _Struct(NamedTuple):
-    """The layout of a struct: how its numbers are packed into bytes, and where those of each member are."""
+    """The layout of a struct: the format of its numbers, and the index of each member's first number."""
 
     dtype: np.dtype[Any]
     packer: struct.Struct
-    zeros: list[float]  # as many as the struct has numbers
+    zeros: list[float]  # one for each number of the struct
     places: dict[str, slice]
 
 
@@ -252,7 +254,7 @@ def _filled(
     cache: bool = False,
     direction: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
+    """Return a struct with these members, and 0 in others, packed by one call because NumPy's field access is slow."""
     layout = _struct(name, captured, cache, direction)
     numbers = layout.zeros.copy()
     for member, values in members.items():
@@ -261,7 +263,7 @@ def _filled(
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
+    """Return the Operand of an array (B, S, H, D) in a layout: pointer, batch, head and row strides, alignment."""
     start, strides = address(array), array.strides
     if layout == "bshd":
         batch, row, head, _ = strides
@@ -278,17 +280,17 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
 
 
 def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
+    """Return the Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per sequence and head: (B, H)."""
+    """Return the Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Dense of an array that broadcasts to (B, Hq, Sq, Sk): stride 0 for dimensions missing or of size 1."""
+    """Return the Dense of an array that broadcasts to (B, Hq, Sq, Sk); missing dimensions and size 1 have stride 0."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
 

@@ -26,7 +26,7 @@ Constant = int | float | bool | str
 
 
 def kernel_folder() -> Path:
-    """Return the folder of the .cu and .cuh files: in a wheel inside the package, in a checkout or editable install beside it.
+    """Return the folder of the .cu and .cuh files, inside the package in a wheel, otherwise beside it.
 
     Raises FileNotFoundError with both paths if the installation has neither.
     """

@@ -53,19 +53,9 @@ def rotated_rows(problem: Problem, q_rows: int) -> tuple[Workspace, ...]:
     return (Workspace("q", (*shape, columns), problem.dtype, (*strides, 8)),)
 
 
-def cache_refusals(problem: Problem) -> list[str]:
-    """Return the reasons why no GPU engine serves the problem's KV cache."""
-    if problem.cache is None:
-        return []
-    reasons = []
-    if problem.mods:
-        reasons.append("it takes no score_mod or mask_mod with a KV cache in this version")
-    return reasons
-
-
 def forward_refusals(problem: Problem) -> list[str]:
     """Return the reasons against kernels without split-KV, in which a block loops over all keys of its query tile."""
-    reasons = cache_refusals(problem)
+    reasons = []
     if problem.cache is not None and problem.cache.dtype != problem.dtype:
         reasons.append(f"it reads no caches of {problem.cache.dtype.name}, as mma_decode does")
     if problem.cache is not None and problem.cache.split_size is not None:

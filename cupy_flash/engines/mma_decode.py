@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import ROW_THREADS, append_launches, cache_refusals, rotated_rows, static_bytes
+from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
@@ -28,7 +28,7 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import grid_refusals, known_constants, nonempty
+from .shared import grid_refusals, known_constants, nonempty, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -38,6 +38,7 @@ ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
@@ -66,7 +67,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against calls without a KV cache, dtypes other than fp16 and bf16, and D or Dv > LARGEST."""
     if problem.cache is None:
         return ["it serves attention on a KV cache alone"]
-    reasons = grid_refusals(problem) + cache_refusals(problem)
+    reasons = grid_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -106,7 +107,10 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+    has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
+    if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+        return []
+    if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
         return []
     in_registers = accumulators + scores + q <= LIVE
     return [
@@ -194,7 +198,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
-    return nonempty(steps)
+    return nonempty(with_mods(problem, steps))
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
@@ -231,10 +235,14 @@ def _padded(problem: Problem) -> tuple[int, int]:
     return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
 
 
+def _is_16_bit(problem: Problem) -> bool:
+    """Whether the caches have the dtype of q; else they are fp8."""
+    return problem.cache is not None and problem.cache.dtype == problem.dtype
+
+
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of e4m3 fragments."""
-    assert problem.cache is not None
-    if problem.cache.dtype.itemsize == 2:
+    if _is_16_bit(problem):
         k, v = _padded(problem)
         return 2 * k, 2 * v
     return -(-problem.head_dim // 32) * 32, _columns(problem)
@@ -242,8 +250,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 def _columns(problem: Problem) -> int:
     """Return the columns of O in registers."""
-    assert problem.cache is not None
-    each = 16 if problem.cache.dtype.itemsize == 2 else 32
+    each = 16 if _is_16_bit(problem) else 32
     return -(-problem.head_dim_v // each) * each
 
 
@@ -257,7 +264,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory: Q and the stages, reused for O, row max and row sum of each warp."""
     k, _ = _padded(problem)
     warps = tile.threads // 32
-    o_row = _columns(problem) + (8 if problem.cache is not None and problem.cache.dtype.itemsize == 2 else 16)
+    o_row = _columns(problem) + (8 if _is_16_bit(problem) else 16)
     stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
     return max(2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2))
 

@@ -9,15 +9,17 @@ from .trace import Mod
 from .visits import TileCounts
 
 
-def explain(mod: Mod) -> str:
-    """Return lines with the expressions of a mod, the derivative of score_mod, and the captured arrays and numbers."""
+def explain(mod: Mod, *, gradients: bool = True) -> str:
+    """Return lines with the expressions of a mod and what it captures; with gradients, also the slope of score_mod."""
     score, mask = mod.program.score, mod.program.mask
     lines = [f"mods       {' and '.join(mod.names)}"]
     if score is not None:
-        lines += [f"score_mod  {expression(score)}", f"slope      {expression(derivative(score).slope)}"]
+        lines.append(f"score_mod  {expression(score)}")
+    if score is not None and gradients:
+        lines.append(f"slope      {expression(derivative(score).slope)}")
     if mask is not None:
         lines.append(f"mask_mod   {expression(mask)}")
-    differentiated = floating_reads(mod.program)
+    differentiated = floating_reads(mod.program) if gradients else set()
     for slot, (element, array) in enumerate(zip(mod.program.arrays, mod.arrays, strict=True)):
         gradient = ", with a gradient" if slot in differentiated else ""
         lines.append(f"{f'array{slot}':<11}{element.dtype} {tuple(array.shape)}{gradient}")

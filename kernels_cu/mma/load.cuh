@@ -75,6 +75,7 @@ struct Loader {
         }
       }
     } else {
+#pragma unroll 2
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(rows.first + row) ? bytes(chunk) : 0;

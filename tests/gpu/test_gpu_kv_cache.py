@@ -47,6 +47,27 @@ def test_a_chunk_of_a_prompt(dtype: str) -> None:
     check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
 
 
+@on_both_frameworks
+@pytest.mark.parametrize("rows", [3, 100])
+def test_mods(framework: str, rows: int) -> None:
+    """A decode, and a chunk of a prompt, with arrays of mods that are on the GPU: one of them has a table of bounds."""
+    rng = np.random.default_rng(2)
+    table, documents = rng.normal(size=(4, 256)).astype(np.float32), np.sort(rng.integers(0, 3, 256).astype(np.int32))
+
+    def mods(table: Any, documents: Any) -> dict[str, Any]:
+        return dict(
+            score_mod=lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx] - 0.01 * (q_idx - kv_idx),
+            mask_mod=lambda b, h, q_idx, kv_idx: (documents[q_idx] == documents[kv_idx]) | (kv_idx < 2),
+        )
+
+    case = CacheCase(lengths=(5, 130, 0), page=16, capacity=256, appended=rows, q_len=rows, dtype=HALF)
+    host = case.call()
+    call = moved(host, framework)
+    out, lse = attend(call._replace(options=call.options | mods(*(on_gpu(framework, x) for x in (table, documents)))))
+    expected = host._replace(options=host.options | mods(table, documents))
+    check(case, tuple(map(on_host, (out, lse, *call[1:3]))), call=expected)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_append_alone(framework: str) -> None:
     """append_to_kv_cache writes the bits that attention_with_kv_cache writes."""

@@ -25,7 +25,7 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p, const int* he
                                  const int* keys, const real* products, real* scores, real* slopes,
                                  unsigned char* seen) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Mod mod(p, 0);
+  Mod mod(p, Sequence(p, 0));
   Mod::Query q = mod.query(heads[n], queries[n]);
   Mod::Key k = mod.key(keys[n]);
   scores[n] = mod.score(products[n], q, k, slopes[n]);
@@ -36,7 +36,7 @@ TILES = """
 extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interval<int>* heads,
                                  const Interval<int>* queries, const Interval<int>* keys, unsigned char* classes) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Truth seen = Mod(p, 0).tile(heads[n], queries[n], keys[n]);
+  Truth seen = Mod(p, Sequence(p, 0)).tile(heads[n], queries[n], keys[n]);
   classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
 }
 """

@@ -165,8 +165,8 @@ BUGS = {
     "odd-columns-first": ("mma/cache_gemm.cuh", "n % 2 ? 0x7531 : 0x6420", "n % 2 ? 0x6420 : 0x7531"),
     "columns-of-the-other-key": ("mma/cache_gemm.cuh", "K[2 * n + k % 2]", "K[n + k % 2 * 2]"),
     "keys-not-descaled": ("descales.cuh", "float x = (float)p.scale * qk;", "float x = (float)p.scale;"),
-    "values-not-descaled": ("mma/decode.cu", "ending.factor * part.O_scale", "ending.factor"),
-    "lse-not-descaled": ("mma/decode.cu", "SCALE_IN_EXPONENT ? part.scale", "SCALE_IN_EXPONENT ? (float)p.scale"),
+    "values-not-descaled": ("mma/decode.cu", "ending.factor * descales.v", "ending.factor"),
+    "lse-not-descaled": ("mma/decode.cu", "SCALE_IN_EXPONENT ? scale :", "SCALE_IN_EXPONENT ? (float)p.scale :"),
     "appended-without-descale": ("rotary_append.cu", "to_real(row[d])), descale)", "to_real(row[d])), 1)"),
     "bytes-of-16-bit-rows": ("mma/load.cuh", "constexpr int ROW = DIM * sizeof(Number)", "constexpr int ROW = 2 * DIM"),
 }

@@ -29,6 +29,7 @@ from .op import (
     on_device_of,
     require_tensors_on_one_device,
     returned,
+    run_backward,
     split_modified,
 )
 
@@ -152,7 +153,7 @@ def refuse_third_derivative(*_: Any) -> Any:
     )
 
 
-register_autograd(library, attention_backward, _differentiate_backward, _save)
+register_autograd(library, attention_backward, run_backward, _differentiate_backward, _save)
 torch.library.register_autograd(
     "cupy_flash::modified_attention_backward", _differentiate_backward, setup_context=_save, lib=library
 )

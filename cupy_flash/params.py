@@ -246,7 +246,7 @@ def _maps(
     layout: str,
     encode: Encode,
 ) -> np.ndarray[Any, Any]:
-    """`pack_maps`. The key has all that maps hold: another array may take the place of one that has been freed."""
+    """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
     start = operator.attrgetter("pointer")
     encoded = b""
     for box, described in zip(boxes, arrays, strict=True):
@@ -299,14 +299,14 @@ class _Struct(NamedTuple):
     places: dict[str, slice]
 
     def numbers(self, members: dict[str, tuple[float, ...]]) -> list[float]:
-        """The numbers of a struct with these members, the others 0."""
+        """Return the numbers of a struct with these members, and 0 in the others."""
         numbers = self.zeros.copy()
         for member, values in members.items():
             numbers[self.places[member]] = values
         return numbers
 
     def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
-        """A struct with these numbers. One call fills it: NumPy's assignments to fields are slow."""
+        """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
         return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
 
 

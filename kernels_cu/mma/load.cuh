@@ -123,7 +123,7 @@ struct Pipeline {
   }
 };
 
-// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros where read(row) is false.
+// Loads elements [first, first + COUNT) of a per-row array such as lse, and zeros where read(row) is false.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");

@@ -4,9 +4,9 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
-// Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
-// contribute, whatever its dO. A row that sees no key by position is outside of `queries`; one whose keys are all
-// hidden by a dense mask or a bias is known by its lse of -inf.
+// Loads dO of the queries of a tile that are in `queries`, and zeros for others. A row that sees no key must not
+// contribute, whatever its dO is. `queries` excludes rows that see no key by position; rows whose keys are all hidden
+// by a dense mask or a bias have an lse of -inf.
 __device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
                                const Sequence& sequence, int head, int q_start, Range queries) {
   auto dO = sequence.query_rows<element>(p.dout, head).tile(q_start);

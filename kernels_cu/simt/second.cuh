@@ -80,7 +80,7 @@ struct KeyTile {
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
+// QK_GRADIENT: gradients of scale * q.k, else of the bias or of the elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct SecondGradients {
   real dS[ROWS][COLS] = {};   // Q K^T before

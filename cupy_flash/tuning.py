@@ -244,7 +244,7 @@ class _Run:
         self.measured: list[Measured] = []
 
     def result(self) -> Result:
-        """Measure what is not measured yet, storing after each tile: an interrupted run loses none."""
+        """Measure the tiles that are not measured yet, and store after each, so that an interrupted run loses none."""
         try:
             found: Candidates | dict[str, str] = self.worker(self.task._replace(kind="candidates"), until=math.inf)
         except Lost as lost:

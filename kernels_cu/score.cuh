@@ -1,5 +1,5 @@
-// Score modifications between q.k and the softmax, with their gradients, tangents and second gradients. Twin of
-// score.py.
+// Score modifications between q.k and the softmax, with their gradients, tangents and second gradients. score.py has
+// the same math.
 //
 //     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 #pragma once

@@ -204,7 +204,7 @@ def _best_positional_tile(
 
 
 def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Place) -> tuple[engine.Tile, float]:
-    """The tile whose visits cost least, with the predicted core seconds."""
+    """Return the tile with the cheapest visits, and its predicted core seconds."""
     estimate = VisitEstimate(classes, *place)
     unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
@@ -366,7 +366,7 @@ class Call:
         return self.visits.kv_tiles(*place, q_start)
 
     def _place(self, sequence: Sequence, head: int) -> Place:
-        """The place of a sequence's head in the whole call, if this one is a part of it."""
+        """Return the place of a sequence's head, in the whole call if this one is a part of it."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 

@@ -235,7 +235,7 @@ def _described(captured: Any) -> str:
 
 
 def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
-    """Whether autograd records the call, whose backward communicates, so it must on all ranks or none."""
+    """Whether autograd records the call; all ranks or none must, because the backward communicates."""
     inputs = (*arrays, *tensors_of(settings), *captured_of(settings))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -356,7 +356,7 @@ class _Call(NamedTuple):
     def request(
         self, arrays: tuple[Any, Any, Any], settings: Options, lengths: tuple[Any, ...], sharding: str
     ) -> dict[str, Any]:
-        """The arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
+        """Return the arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
         rows = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
         q_rows, kv_rows = (
             sum(chunk.rows for chunk in shard) for shard in (self.schedule.queries, self.schedule.keys[0])

@@ -7,7 +7,7 @@ template <typename T>
 struct CacheGemm {
   using K = Tile<HEAD_DIM>;
   using V = Tile<HEAD_DIM_V>;
-  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O, by columns
   static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats: the rows of two fragments lie in different banks
 
   // After a barrier: orders the columns of Q as the products expect them.

@@ -315,7 +315,7 @@ def _order_in_memory(query: Any) -> tuple[int, ...]:
     """Order of the first three dimensions of query in memory, outermost first."""
     strides = query.stride()
     if 0 in strides[:3]:
-        # The stride 0 of an expanded dimension does not say where it lies. torch's result is an empty_like(query).
+        # The stride 0 of an expanded dimension does not show its order. torch's result is an empty_like(query).
         strides = torch.empty_like(query, device="meta").stride()
     # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(

@@ -452,7 +452,7 @@ METERS: dict[str, Callable[[Plan, Operands], float]] = {
 
 @lru_cache(maxsize=1)
 def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarray[Any, Any]]]:
-    """The plan of a call by prediction, its operands and its results."""
+    """Return the plan of a call without measurements, its operands and its results."""
     forward, operands = _posed(backend, replace(trial, backward=False), None)
     forward = plan.predicted(forward.problem, forward.device)
     calls.compile_plan(forward)

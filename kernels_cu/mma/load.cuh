@@ -9,7 +9,7 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Loads a chunk of an unaligned row number by number, synchronously.
+// Loads a chunk of an unaligned row element by element, synchronously.
 template <int DIM, typename T>
 __device__ void load_numbers_of_chunk(unsigned int to, const T* row, int chunk, bool valid) {
   constexpr int COUNT = 16 / sizeof(T), EACH = COUNT / 4;  // numbers of a chunk and of a word

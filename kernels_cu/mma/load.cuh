@@ -9,7 +9,7 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Loads a chunk of an unaligned row number by number, synchronously.
+// Loads a chunk of an unaligned row element by element, synchronously.
 template <int DIM, typename T>
 __device__ void load_numbers_of_chunk(unsigned int to, const T* row, int chunk, bool valid) {
   constexpr int COUNT = 16 / sizeof(T), EACH = COUNT / 4;  // numbers of a chunk and of a word
@@ -143,7 +143,7 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers of a workspace with one number per row, such as lse2; `numbers` is that of row `first`. Rows for
+// Loads COUNT numbers of an array with one number per row, such as lse2; `numbers` is that of row `first`. Rows for
 // which read(row) is false become zeros.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, int first, Read read) {

@@ -4,9 +4,9 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
-// Loads the rows of dO whose queries are in `queries`, zeros for others. A row that sees no key must not
-// contribute, whatever its dO. A row that sees no key by position is outside of `queries`; one whose keys are all
-// hidden by a dense mask or a bias is known by its lse of -inf.
+// Loads the rows of dO whose queries are in `queries`, and zeros for others. A row that sees no key must not
+// contribute, whatever its dO is. `queries` excludes rows that see no key by position; rows whose keys are all hidden
+// by a dense mask or a bias have an lse of -inf.
 template <typename Rows>
 __device__ void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Rows& dO,
                         const Params& p, const Sequence& sequence, int head, Range queries) {

@@ -67,8 +67,8 @@ struct Tile {
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
-// The tile of rows of DIM numbers. A row of e4m3 has the bytes of half as many 16-bit numbers, in whole pairs of
-// chunks.
+// Type of a tile with rows of DIM elements. An e4m3 row has as many bytes as DIM / 2 16-bit elements, rounded up to
+// pairs of chunks.
 template <int DIM, typename Number>
 using TileOf = Tile<sizeof(Number) == 1 ? round_up(DIM, 32) / 2 : DIM>;
 

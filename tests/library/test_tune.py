@@ -609,7 +609,7 @@ def test_a_file_without_calls(tmp_path, capsys):
 
 
 LINES = {
-    "5": "a call is a mapping of names to values, not 5",
+    "5": "a call must be a mapping of names to values, not 5",
     '{"window": [[1], 2]}': "window must be None or (left, right) of whole numbers",
     '{"window": [-5, 0]}': "a side of window must be None or -1",
     '{"layout": "thd"}': 'layout must be "bshd" or "bhsd", not \'thd\'',
@@ -619,10 +619,10 @@ LINES = {
     '{"head_dim_v": 0}': "head_dim_v must be a whole number",
     '{"q_len": 100000000000000000000}': "q_len must be a whole number of at least 1 and less than 2**31",
     '{"options": "mask"}': "options must be a list of names",
-    '{"length": 5}': "'length' are not of dtype, head_dim",
+    '{"length": 5}': "a call has no field 'length'; the fields are dtype, head_dim",
     '{"cache": 5}': "cache must be a mapping of names to values, not 5",
     '{"backward": false, "cache": {"page": 12}}': "page of the cache must be a power of two, not 12",
-    '{"backward": false, "cache": {"pages": 12}}': "'pages' of the cache are not of page, blocks",
+    '{"backward": false, "cache": {"pages": 12}}': "cache has no field 'pages'; the fields are page, blocks",
     '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
     '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",
     '{"cache": {}}': "backward is not for calls on a KV cache",
@@ -682,7 +682,7 @@ def test_a_record_file_that_cannot_be_written(kind, tmp_path):
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "words"),
     [
-        ([5], {}, TypeError, "a call is a mapping of names to values, not 5"),
+        ([5], {}, TypeError, "a call must be a mapping of names to values, not 5"),
         ("abc", {}, TypeError, "shapes must be a list of calls"),
         (5, {}, TypeError, "shapes must be a list of calls"),
         ({"q_len": 5}, {}, TypeError, "shapes must be a list of calls"),

@@ -379,7 +379,6 @@ BY_FUNCTION = {
         attention_mask=token_mask("left").bool(),
     ),
     "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
-    "keys-past-the-queries": dict(q_length=4, q_offset=2),
     "window-of-a-cache": WINDOW
     | dict(mask_function=sliding_window_causal_mask_function(4), q_length=3, kv_length=6, q_offset=9, kv_offset=4),
     "prefix": dict(mask_function=PREFIX, allow_is_causal_skip=False),

@@ -165,6 +165,14 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
     return cuda.merge(parts, layout, card.arch)
 
 
+def block_classes(problem: Problem, operands: Operands, block: int) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks), computed on a GPU."""
+    card = _gpu(problem.device)
+    from . import cuda
+
+    return cuda.block_classes(problem, operands, block, card.arch)
+
+
 def load(launches: Iterable[Launch], on: Device) -> None:
     """Compile and load the kernels of these launches on the current GPU."""
     from . import cuda

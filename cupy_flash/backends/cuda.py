@@ -13,7 +13,7 @@ from typing import Any
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..launch import Launch
 from ..plan import Plan
-from ..problem import Gradients, Operands
+from ..problem import Gradients, Operands, Problem
 from ..tensor_map import encode_for_gpu
 from . import kernels
 from .kernels import compile_launch
@@ -47,6 +47,12 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
     """Launch the double backward on the current stream; returns the second gradients."""
     with _explained():
         return kernels.backward(plan, operands, _start)
+
+
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:
+    """Launch the classification of a mask_mod's blocks on the current stream; returns their classes."""
+    with _explained():
+        return kernels.block_classes(problem, operands, block, arch, _start)
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:

@@ -13,14 +13,14 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..cache import compiled
-from ..engines.shared import ELEMENTS, fixed_slots
+from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
 from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
-from ..problem import Gradients, Operands
+from ..problem import Gradients, Operands, Problem
 from ..source import assemble
 
 if TYPE_CHECKING:
@@ -97,6 +97,26 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     work = _work(plan, operands, gradients)
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
+
+
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str, start: Start) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks).
+
+    The elements of q, k and v are not read.
+    """
+    from ..mods.captured import Captured
+
+    rows, columns = (-(-length // block) for length in (problem.q_len, problem.kv_len))
+    classes = empty((problem.batch, rows, problem.heads, columns), np.dtype(np.uint8), operands.q)
+    operands = operands._replace(q=classes, k=classes, v=classes)
+    constants = shared_constants(problem) | {"THREADS": 128, "BLOCK_Q": block, "BLOCK_KV": block}
+    kernel, grid = "block_classes", (columns, rows, problem.batch * problem.heads)
+    launches = tuple(with_mods(problem, [Launch(kernel, known_constants(kernel, constants), grid, 128)]))
+    captured = Captured(problem, operands, ())
+    results = {"out": classes} | captured.workspaces
+    params = partial(pack, problem, operands, results, (), captured=captured)
+    start(Work(launches, arch, captured.arrays, results, problem.layout, params, captured))
+    return classes
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:

@@ -30,6 +30,7 @@ LARGEST = 512  # maximum head dimension
 LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores, dropout, or a mask_mod in the forward
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
+LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32, on which the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -254,6 +255,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     walks = problem.mask_mod and kernel == "forward"  # the loads classify tiles themselves, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
+    limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)

@@ -29,11 +29,11 @@ def parameters(function):
 
 def test_signature_of_torch():
     schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    theirs = [
+    expected = [
         (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, not x.kwarg_only)
         for x in schema.arguments
     ]
-    assert parameters(adapter.scaled_dot_product_attention) == theirs
+    assert parameters(adapter.scaled_dot_product_attention) == expected
 
 
 # flash-attn 2.8, flash_attn/flash_attn_interface.py

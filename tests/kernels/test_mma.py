@@ -293,9 +293,9 @@ def test_dropout_draws_the_bits_of_its_twin(dq):
     chosen, others = planned(case, Saved(dout, out, lse, None), **how)
     assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
     gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
-    of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
-    np.testing.assert_array_equal(of_queries > 0, kept)
-    np.testing.assert_array_equal(of_queries < 0, ~kept)
+    dq_rows, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
+    np.testing.assert_array_equal(dq_rows > 0, kept)
+    np.testing.assert_array_equal(dq_rows < 0, ~kept)
     np.testing.assert_array_equal((dv[..., :40] != 0).swapaxes(-1, -2), kept)
     np.testing.assert_array_equal((dk[..., :40] > 0).swapaxes(-1, -2), kept)
 

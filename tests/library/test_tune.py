@@ -226,8 +226,8 @@ def test_engines_that_no_check_has_passed_are_left_out():
     half = replace(CALL, dtype="bfloat16", head_dim=64)
 
     def engines():
-        found = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=half))
-        return {engine for engine, _ in found.tiles}, found.left_out
+        task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=half))
+        return {engine for engine, _ in task_candidates.tiles}, task_candidates.left_out
 
     assert engines() == ({"simt", "mma"}, {"wgmma": f"no check has passed it on this card: {CHECK_COMMAND}"})
     evidence.store_check(hopper, "wgmma", None, [])
@@ -539,8 +539,8 @@ def test_a_replayed_call_runs(name, monkeypatch):
     consider.
     """
     trial = Trial.of_call(*REPLAYED[name]())
-    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
-    for engine, tile in (found.tiles[0], found.tiles[-1]):
+    task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
+    for engine, tile in (task_candidates.tiles[0], task_candidates.tiles[-1]):
         task = tuning.Task("tile", "simulator", trial=trial, engine=engine, tile=tile)
         assert tuning.measure(task, lambda step, seconds: None) > 100
 
@@ -551,20 +551,23 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
     """
     decode = replace(CALL, dtype="float16", q_len=1, kv_len=64, causal=True, cache=CacheTrial(page=16))
     chosen, _ = tuning._posed("simulator", decode, None)
-    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
-    assert found.tiles[0] == found.default == ("mma_decode", repr(chosen.tile)) and len(found.tiles) > 10
-    decodes = [name for engine, name in found.tiles if engine == "mma_decode"]
+    task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
+    assert (
+        task_candidates.tiles[0] == task_candidates.default == ("mma_decode", repr(chosen.tile))
+        and len(task_candidates.tiles) > 10
+    )
+    decodes = [name for engine, name in task_candidates.tiles if engine == "mma_decode"]
     assert {eval(name, {"Tile": mma_decode.Tile})[1:5:2] for name in decodes} == {
         (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
     }
     measured = [
         Measured(*name, 10.0 - number) for number, name in enumerate(("mma_decode", tile) for tile in decodes[:5])
     ]
-    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
+    evidence.store_tune(AMPERE, task_candidates.key, evidence.INSTRUCTIONS, measured, task_candidates.default, {}, True)
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
-    assert repr(plan(pieces, AMPERE).tile) == found.default[1]
+    assert repr(plan(pieces, AMPERE).tile) == task_candidates.default[1]
 
 
 @pytest.mark.exhaustive

@@ -43,10 +43,11 @@ struct Tile {
   struct Lane {
     unsigned int offset[GROUP / 2];  // swizzled offsets of chunks 0, 2 .. of the first group
 
+    // A row is a multiple of a group, so these offsets differ in the bits of the chunk alone.
     __device__ Lane(int row, int chunk) {
+      unsigned int first = row * ROW + (((chunk % GROUP ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
 #pragma unroll
-      for (int n = 0; n < GROUP / 2; ++n)
-        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
+      for (int n = 0; n < GROUP / 2; ++n) offset[n] = first ^ 2 * n << 4;
     }
     __device__ Lane kept() const {
       Lane lane = *this;

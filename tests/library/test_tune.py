@@ -273,8 +273,8 @@ def peer_of(task):
     raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
 
 
-class TwiceAsFast:
-    """A card on which every tile takes the predicted time, but tiles of simt half of it."""
+class FourTimesAsFast:
+    """A card on which every tile takes the predicted time, but tiles of simt a quarter of it."""
 
     device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
     answers = {"device": device, "peers": ""}
@@ -290,20 +290,20 @@ class TwiceAsFast:
             return WORK(simulated, announce)
         chosen, _ = tuning._posed("simulator", task.trial, None)
         costs = {repr(tile): each.cost for tile, each in tuning.candidates(chosen, task.engine)}
-        return costs[task.tile] * (0.5 if task.engine == "simt" else 1.0)
+        return costs[task.tile] * (0.25 if task.engine == "simt" else 1.0)
 
 
-def test_an_engine_measured_twice_as_fast_wins_in_other_buckets(monkeypatch):
+def test_an_engine_measured_four_times_as_fast_wins_in_other_buckets(monkeypatch):
     monkeypatch.setattr(simt, "tiles", ALL_TILES)
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
     longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
     problem = longer.problem._replace(device="cuda:0", backend=None)
-    card = TwiceAsFast()
+    card = FourTimesAsFast()
     before = plan(problem, card.device)
     (result,) = run_tune([half], "cuda", None, lambda line: None, card, card.clock).results
     after = plan(problem, card.device)
     assert (before.engine, after.engine) == ("mma", "simt") and not after.measured
-    assert result.gain > 1 and "simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in after.explain()
+    assert result.gain > 1 and "simt x 0.25 (1 bucket), mma x 1 (1 bucket)" in after.explain()
 
 
 # ---- peers
@@ -312,7 +312,7 @@ def test_an_engine_measured_twice_as_fast_wins_in_other_buckets(monkeypatch):
 def test_peers_are_reported_and_never_chosen(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn counts as not installed
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
-    card = TwiceAsFast()
+    card = FourTimesAsFast()
     results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
     (result,) = results.results
     assert result.peers == {
@@ -332,8 +332,8 @@ def test_without_peers_the_reason_is_reported(monkeypatch):
     assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
-    monkeypatch.setitem(TwiceAsFast.answers, "peers", "torch finds no GPU")
-    card = TwiceAsFast()
+    monkeypatch.setitem(FourTimesAsFast.answers, "peers", "torch finds no GPU")
+    card = FourTimesAsFast()
     results = run_tune([replace(CALL, dtype="float16")], "cuda", None, lambda line: None, card, card.clock)
     assert results.results[0].peers == {} and results.no_peers == "torch finds no GPU"
 

@@ -1,8 +1,8 @@
 """Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
 
-L2 is flushed before every sample, so that K and V come from memory. Samples of all ways, of installed peers
-(decode_peers.py) and of the read-only kernel are interleaved in one process. Times are medians of CUDA events; those of
-single steps are of a captured graph.
+L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
+interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Installed
+peers (see decode_peers.py) are timed beside them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _bytes(regime: Regime) -> int:
 
 
 def inputs(regime: Regime) -> tuple[Any, Any, Any]:
-    """Return random normal q (B, Sq, Hq, D) and caches k, v (B, capacity, Hk, D), CuPy arrays."""
+    """Return random normal q (B, Sq, Hq, D) and caches k, v (B, capacity, Hk, D) as CuPy arrays."""
     import cupy
 
     rng = np.random.default_rng(0)

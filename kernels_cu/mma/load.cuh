@@ -143,8 +143,8 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers of a workspace with one number per row, such as lse2, from `numbers`, that of row `first`; zeros
-// where read(row) is false.
+// Loads COUNT numbers of an array with one number per row, such as lse2; `numbers` is that of row `first`. Rows for
+// which read(row) is false become zeros.
 template <int COUNT, typename Read>
 __device__ void load_numbers(unsigned int to, const float* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");

@@ -270,7 +270,7 @@ def test_a_missing_clamp_is_found():
 NARROW = {
     "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
     "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),
-    "far apart": (lambda b, h, q, kv: abs((kv - q) % 262144 - 9999) < 100, 26),
+    "far apart": (lambda b, h, q, kv: (abs(kv - q) < 100) | (abs(abs(kv - q) - 137216) < 100), 20),
     "nothing": (lambda b, h, q, kv: kv < 0, 9),
 }
 LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.int32), 32)

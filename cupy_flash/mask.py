@@ -81,7 +81,7 @@ class Band(NamedTuple):
         return start, stop
 
     def sees_all(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> bool:
-        """Whether every query of the tile sees every key, so that the tile needs no masking."""
+        """Return whether every query of the tile sees every key, so that the tile needs no masking."""
         return q_stop - 1 + self.low <= kv_start and kv_stop - 1 <= q_start + self.high
 
     def visible(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> np.ndarray:

@@ -334,7 +334,7 @@ class Operands(_Operands):
     cache: CacheOperands | None
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that are operands of their own, by name; those of a cache and of mods are in records."""
+        """Return the arrays that are operands of their own, by name; those of a cache and of mods are in records."""
         return {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
 
 

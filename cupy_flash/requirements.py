@@ -241,7 +241,7 @@ def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, 
 
 
 def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
-    """Whether a value is one of these strings; plain `in` fails for objects such as arrays, whose == is no bool."""
+    """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
     return isinstance(value, str) and value in names
 
 
@@ -416,7 +416,7 @@ def check_tangents(requirements: Requirements, arrays: dict[str, ArrayFacts]) ->
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is one of the four floating dtypes of attention; ml_dtypes' are not np.floating."""
+    """Return whether a dtype is one of the four floating dtypes of attention; ml_dtypes' are not np.floating."""
     return dtype_name(dtype) in DTYPES
 
 

@@ -266,7 +266,7 @@ class _Run:
         return Result(self.trial, tune, self.left_out, len(self.measured) - len(known), {})
 
     def peers(self) -> dict[str, float | str]:
-        """The seconds of other implementations, or why one has none: for comparison alone, no plan reads them."""
+        """Return the seconds of other implementations, or why one has none; they do not influence plans."""
         amounts: dict[str, float | str] = {}
         for name in peers.names(self.trial):
             if self.clock() >= self.until:
@@ -311,7 +311,7 @@ class _Run:
 
 
 def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
-    """The calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
+    """Return the calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
 
     Raises ValueError for a line that states neither.
     """
@@ -351,7 +351,7 @@ def work(task: Task, announce: Announce) -> Any:
 
 
 def find_candidates(task: Task) -> Candidates | dict[str, str]:
-    """The tiles of every engine that may serve a call; {engine: its reasons} where none does."""
+    """Return the tiles of every engine that may serve a call; {engine: its reasons} where none does."""
     assert task.trial is not None
     stated, _ = _stated(task.backend, task.trial, None)
     on = backends.device_of(stated)
@@ -385,7 +385,7 @@ def find_candidates(task: Task) -> Candidates | dict[str, str]:
 
 
 def measure(task: Task, announce: Announce) -> float | str:
-    """The amount of one tile, or why it has none: its results differ from those of the default tile."""
+    """Return the amount of one tile, or why it has none: its results differ from those of the default tile."""
     assert task.trial is not None
     announce("the arrays and the default tile", COMPILE_SECONDS)
     chosen, operands, expected = _default(task.backend, task.trial)
@@ -400,7 +400,7 @@ def measure(task: Task, announce: Announce) -> float | str:
 
 
 def measure_peer(task: Task, announce: Announce) -> float:
-    """The seconds of another implementation."""
+    """Return the seconds of another implementation."""
     assert task.trial is not None
     announce(f"the arrays of {task.tile}", COMPILE_SECONDS)
     call = peers.peer(task.tile, task.trial)
@@ -409,7 +409,7 @@ def measure_peer(task: Task, announce: Announce) -> float:
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
-    """The median time of a call on a GPU, in seconds, with L2 flushed before each sample.
+    """Return the median time of a call on a GPU, in seconds, with L2 flushed before each sample.
 
     It is that of the default stream, which CuPy and torch share.
     """
@@ -430,7 +430,7 @@ def median_seconds(call: Callable[[], Any]) -> float:
 
 
 def warp_instructions(chosen: Plan, operands: Operands) -> float:
-    """The warp instructions of all launches of a plan, by the simulator."""
+    """Return the warp instructions of all launches of a plan, by the simulator."""
     from .backends import kernels
     from .backends.simulator.run import start
 
@@ -466,13 +466,13 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
 
 
 def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
-    """The plan and the operands of a call."""
+    """Return the plan and the operands of a call."""
     problem, operands = _stated(backend, trial, saved)
     return backends.plan_for(problem), operands
 
 
 def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Problem, Operands]:
-    """The problem and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    """Return a call's problem and operands; for a backward, out and lse may be any arrays of their shapes."""
     if trial.cache is not None:
         q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
         return pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
@@ -496,7 +496,7 @@ def _numbers(results: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
 
 
 def _alike(results: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
+    """Return whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
     for a, b in zip(results, others, strict=True):
         finite = np.isfinite(b)
         if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):

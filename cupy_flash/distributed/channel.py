@@ -39,7 +39,7 @@ class Channel(NamedTuple):
 
     @classmethod
     def of(cls, function: str, group: Any) -> Channel:
-        """The channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        """Return the channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
 
         Raises RuntimeError before init_process_group, ValueError for another mesh or a group without this process.
         """
@@ -98,7 +98,7 @@ class Channel(NamedTuple):
         return digest ^ seed.reshape(1).to(self._device)
 
     def _all_equal(self, digest: Any) -> bool:
-        """Whether the digests of all ranks are equal. Synchronises the host."""
+        """Return whether the digests of all ranks are equal. Synchronises the host."""
         digests = digest.new_empty(self.ranks)
         distributed.all_gather(list(digests.split(1)), digest, group=self.group)
         return len(set(digests.tolist())) == 1

@@ -235,7 +235,7 @@ def _described(captured: Any) -> str:
 
 
 def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
-    """Whether autograd records the call; all ranks or none must, because the backward communicates."""
+    """Return whether autograd records the call; all ranks or none must, because the backward communicates."""
     inputs = (*arrays, *tensors_of(settings), *captured_of(settings))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -369,7 +369,7 @@ class _Call(NamedTuple):
         return x.narrow(self.axis, chunk.first_row, chunk.rows)
 
     def with_rows(self, x: Any, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
-        """The shape of x for a shard of these chunks."""
+        """Return the shape of x for a shard of these chunks."""
         shape = list(x.shape)
         shape[self.axis] = sum(chunk.rows for chunk in shard)
         return tuple(shape)

@@ -64,7 +64,7 @@ def register_autograd(
 
 
 def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether autograd suffices for a call: no mode, trace or profiler is active, and no tensor is a subclass."""
+    """Return whether autograd suffices: no mode, trace or profiler is active, and no tensor is of a subclass."""
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

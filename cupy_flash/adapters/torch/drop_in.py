@@ -241,7 +241,7 @@ def scaled_dot_product_attention(
 
 
 def _drops_all(dropout_p: Any) -> bool:
-    """Whether dropout_p is 1, which the kernels refuse because they scale kept elements by 1 / (1 - dropout)."""
+    """Return whether dropout_p is 1, which the kernels refuse because they scale kept elements by 1 / (1 - dropout)."""
     return isinstance(dropout_p, (int, float)) and dropout_p == 1
 
 
@@ -298,7 +298,7 @@ def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sc
 
 
 def _max_seqlen(x: Any) -> Any:
-    """The longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
+    """Return the longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
     if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
         return x.values().shape[0]
     return x._get_max_seqlen()

@@ -212,7 +212,7 @@ def as_index(value: Any) -> int:
 
 
 def is_zero(softcap: Any) -> bool:
-    """Whether softcap is 0; False for a value that cannot be compared with a number, which `pose` refuses."""
+    """Return whether softcap is 0; False for a value that cannot be compared with a number, which `pose` refuses."""
     try:
         return bool(softcap == 0)
     except Exception:  # foreign objects may raise anything

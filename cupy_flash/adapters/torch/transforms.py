@@ -71,7 +71,7 @@ _recorded_outside_of_graph = torch.compiler.disable(
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func or a level of dual tensors is active."""
+    """Return whether a transform of torch.func or a level of dual tensors is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -141,7 +141,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def _folds(cls, tensors: tuple[Any, ...]) -> bool:
-        """Whether every tensor of the call has the batch as its first axis, and none contains batch indices."""
+        """Return whether every tensor of the call has the batch as its first axis, and none contains batch indices."""
         call = tensors[cls.arity :]
         return call[0].numel() > 0 and all(x is None for x in call[3:])
 

@@ -75,7 +75,7 @@ def in_accumulation(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _is_for_blas(rows: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether BLAS accepts each head of (..., keys, heads, dim) without a copy."""
+    """Return whether BLAS accepts each head of (..., keys, heads, dim) without a copy."""
     fits = rows.strides[-1] == rows.itemsize and rows.strides[-3] >= rows.itemsize * rows.shape[-1]
     return rows.dtype == dtype and fits
 

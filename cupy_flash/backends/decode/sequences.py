@@ -67,7 +67,7 @@ class RowTile(NamedTuple):
         return rows.reshape(len(rows), stop - first, problem.group, X.shape[-1]).transpose(1, 0, 2, 3)
 
     def is_partly_hidden(self, mask: Mask, start: int, stop: int) -> bool:
-        """Whether some row does not see some of the keys [start, stop), by its position or because it has no query."""
+        """Return whether a row does not see one of the keys [start, stop), by its position or for lack of a query."""
         last, keys = self.position + self.positions - 1, self.sequence.keys
         left, right = mask.left, mask.right
         by_position = (left is not None and start < last - left) or (

@@ -92,7 +92,7 @@ class Counters:
         return sum(access.wavefronts - access.ideal for access in self.shared.values())
 
     def conflicting(self) -> list[tuple[Instruction, SharedAccess]]:
-        """The instructions with bank conflicts, worst first."""
+        """Return the instructions with bank conflicts, worst first."""
         conflicts = [(self.function.instructions[i], a) for i, a in self.shared.items() if a.wavefronts > a.ideal]
         return sorted(conflicts, key=lambda pair: pair[1].ideal - pair[1].wavefronts)
 

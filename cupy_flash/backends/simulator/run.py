@@ -19,7 +19,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
-    """(out, lse, tout, tlse)."""
+    """Return (out, lse, tout, tlse)."""
     return kernels.jvp(plan, operands, start)
 
 

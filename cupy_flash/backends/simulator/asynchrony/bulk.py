@@ -154,7 +154,7 @@ class BulkCopies(Unit):
             self._take(copy, copy.unwaited.copy())
 
     def _threads(self, rows: Indices, lanes: Indices) -> list[tuple[tuple[str, int, int], npt.NDArray[np.bool_]]]:
-        """(agent without its rank, mask over these lanes) for each distinct (warp of a block, lane)."""
+        """Return (agent without its rank, mask over these lanes) for each distinct (warp of a block, lane)."""
         warps = self.context.warp_of_row[rows]
         pairs = sorted({(int(w), int(lane)) for w, lane in zip(warps, lanes, strict=True)})
         return [(("bulk", w, lane), (warps == w) & (lanes == lane)) for w, lane in pairs]

@@ -111,7 +111,7 @@ class Mbarriers(Unit):
         self._fenced[at] = False
 
     def fence(self, group: Group) -> None:
-        """Execute fence.mbarrier_init or fence.proxy.async: bulk copies may use the mbarriers that these warps made."""
+        """Execute fence.mbarrier_init or fence.proxy.async, after which bulk copies may use these warps' mbarriers."""
         self._fenced |= (self.expected > 0) & np.isin(self._initialised_by, group.rows)
 
     def arrive(

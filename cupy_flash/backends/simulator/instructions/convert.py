@@ -248,7 +248,7 @@ def add_flushed(a: Array, b: Array) -> Array:
 
 
 def may_flush(*values: Array) -> bool:
-    """Whether add_flushed may differ from a plain sum of these float32 numbers.
+    """Return whether add_flushed may differ from a plain sum of these float32 numbers.
 
     It cannot if all are 0 or at least 2**-102: they are then multiples of 2**-125, and so are their sums, so that none
     is subnormal.

@@ -123,7 +123,7 @@ class Checks(Unit):
         self.converge(rows)
 
     def publishable(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-        """The warps' own clocks that these lanes (n, 32) may publish, (2, n), for shared and for global memory.
+        """Return the warps' own clocks that these lanes (n, 32) may publish, (2, n), for shared and for global memory.
 
         It is the clock at the last convergence if other lanes have used that memory since.
         """
@@ -145,13 +145,13 @@ class Checks(Unit):
     # ---- accesses
 
     def _units(self, index: Indices, width: int) -> Indices:
-        """(accesses, units each): the tracked words of accesses of `width` bytes at byte indices."""
+        """Return the tracked words of accesses of `width` bytes at byte indices, (accesses, units each)."""
         first = index // self.unit
         count = max(width // self.unit, 1)
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
     def _warps(self, group: Group) -> tuple[Indices, Indices, Indices]:
-        """(row, cluster, warp in the cluster) of each active lane."""
+        """Return (row, cluster, warp in the cluster) of each active lane."""
         rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
         return rows, self.context.cluster_of_row[rows], self.context.warp_in_cluster[rows]
 
@@ -355,7 +355,7 @@ class Checks(Unit):
         return ((index // self.unit)[:, :, None] + np.arange(16 // self.unit)).reshape(len(index), -1)
 
     def _clocks_of(self, issue: Issue, *, fenced: bool) -> npt.NDArray[np.uint64]:
-        """(n, agents): the clocks of the issuing threads, or (`fenced`) the part visible to the async proxy."""
+        """Return the clocks of the issuing threads, or (`fenced`) the part visible to the async proxy, (n, agents)."""
         if issue.lanes is not None:
             by = self.clocks.fenced_by if fenced else self.clocks.known_by
             return by(issue.issuers[:, 0], issue.lanes)

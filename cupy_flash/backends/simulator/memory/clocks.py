@@ -68,11 +68,11 @@ class Clocks:
         return self._state[-1, 0]
 
     def known_by(self, rows: Rows, lanes: Rows) -> Clock:
-        """(n, agents): the clocks of threads."""
+        """Return the clocks of threads, (n, agents)."""
         return self._state[0][(self._lead(rows, lanes), *self._place(rows))]
 
     def known_of(self, rows: Rows, lanes: Rows, agents: Rows) -> Clock:
-        """(n, k): the components of agents (n, k) in the clocks of threads."""
+        """Return the components of agents (n, k) in the clocks of threads, (n, k)."""
         cluster, warp = self._place(rows)
         at = cluster * self.warps + warp
         if self.led:
@@ -80,17 +80,17 @@ class Clocks:
         return self._state[0].reshape(-1)[(at * self._state.shape[-1])[:, None] + agents]
 
     def fenced_by(self, rows: Rows, lanes: Rows) -> Clock:
-        """(n, agents): the part of `known_by` that is visible to the async proxy."""
+        """Return the part of `known_by` that is visible to the async proxy, (n, agents)."""
         return self._state[-1][(self._lead(rows, lanes), *self._place(rows))]
 
     def leaders_with(self, row: int, agent: int, clock: int) -> list[int]:
-        """The warp's leaders if their clock includes this one (only convergence is missing then), else []."""
+        """Return the warp's leaders if their clock includes this one (only convergence is missing then), else []."""
         cluster, warp = self._place(np.array(row))
         known = int(self._state[0, 1, cluster, warp, agent]) >= clock
         return [int(lane) for lane in np.flatnonzero(self._leaders[row])] if known else []
 
     def agent(self, agent: Agent) -> int:
-        """The component of an agent other than a warp, added at first use."""
+        """Return the component of an agent other than a warp, added at first use."""
         if agent not in self.agents:
             self.agents[agent] = number = self.warps + len(self.agents)
             if number == AGENTS:
@@ -101,11 +101,11 @@ class Clocks:
         return self.agents[agent]
 
     def name(self, agent: int) -> Agent:
-        """The agent of a component."""
+        """Return the agent of a component."""
         return next(name for name, number in self.agents.items() if number == agent)
 
     def own(self, rows: Rows) -> Clock:
-        """The warps' own clocks."""
+        """Return the warps' own clocks."""
         cluster, warp = self._place(rows)
         return self.known[cluster, warp, warp]
 
@@ -165,7 +165,7 @@ class Clocks:
         return np.asarray((self._leaders[rows] & lanes).any(1), np.int64)
 
     def snapshot(self, rows: Rows, lanes: Mask | None = None, up_to: Clock | None = None) -> Clock:
-        """The clocks that lanes of these warps may publish, (planes, n, agents), for shared and for global memory.
+        """Return the clocks that lanes of these warps may publish, (planes, n, agents); planes: shared, global memory.
 
         The warps' own components are limited to `up_to` (2, n).
         """

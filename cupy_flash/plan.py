@@ -27,7 +27,7 @@ MODULES: dict[str, Engine] = {
 }  # fmt: skip
 DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
 WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
-WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
+WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP, DOUBLE_BACKWARD)}
 # The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
 ON_REQUEST = ("wgmma",)
 # Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.

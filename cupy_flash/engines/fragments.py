@@ -72,7 +72,14 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Workspaces of a backward: delta and lse2; with `add_dq` the sums of dQ; with `in_order` the turns of blocks."""
+    """Workspaces of a backward: delta and lse2; with `add_dq` the sums of dQ; with `in_order` the turns of blocks.
+
+    Of a double backward: delta, eps, and the records of both with lse2 and mu.
+    """
+    if problem.derivative:
+        shape, strides = rows_of_heads(problem, q_rows)
+        records = Workspace("row_numbers", (*shape, 4), problem.accumulation, (*strides, 1))
+        return (*row_workspaces(problem, q_rows, "delta", "eps"), records)
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces

@@ -116,14 +116,15 @@ struct Pipeline {
   }
 };
 
-// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros where read(row) is false.
-template <int COUNT, typename Read>
-__device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
+// Loads numbers or records [first, first + COUNT) of a per-row array such as lse; zeros where read(row) is false.
+template <int COUNT, typename Number, typename Read>
+__device__ void load_numbers(unsigned int to, const Number* numbers, const Operand& x, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");
   int n = threadIdx.x;
   if (n >= COUNT) return;
   bool valid = read(first + n);
-  cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
+  constexpr int SIZE = sizeof(Number);
+  cp_async<SIZE>(to + SIZE * n, numbers + (valid ? (first + n) * x.row : 0), valid ? SIZE : 0);
 }
 
 // Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].

@@ -89,7 +89,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are a JVP and a double backward in fp16, dtypes but fp16 and bf16 (on sm_75: but fp16), and head dimensions above LARGEST."""
+    """Refused are dtypes but fp16 and bf16, bf16 on sm_75, fp16 in a direction, and head dimensions above LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):

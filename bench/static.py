@@ -29,7 +29,7 @@ from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
-from cupy_flash.problem import DOUBLE_BACKWARD, JVP, Operands, Options, Problem, Saved
+from cupy_flash.problem import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
 from cupy_flash.source import assemble
 
 from . import sass, static_mods
@@ -74,6 +74,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
     "KV cache fp16 D 64 all options": dict(dtype="float16", head_dim=64, cache=True) | CACHE_OPTIONS,
     "KV cache fp16 D 128 all options": dict(dtype="float16", head_dim=128, cache=True) | CACHE_OPTIONS,
+    "KV cache fp16 D 64 e4m3": dict(dtype="float16", head_dim=64, cache=True, kv_dtype=FP8),
+    "KV cache fp16 D 128 e4m3": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8),
+    "KV cache bf16 D 128 e4m3": dict(dtype="bfloat16", head_dim=128, cache=True, kv_dtype=FP8),
+    "KV cache fp16 D 128 e4m3 all options": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8)
+    | CACHE_OPTIONS,
     # wgmma and TMA, on Hopper only.
     **{
         f"Hopper {name}": config | dict(engine="wgmma")

@@ -65,6 +65,7 @@ def problems(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    kv_dtype: DType | None = None,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
@@ -90,10 +91,10 @@ def problems(
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     settings = Options.of("compile", options)
     forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
-    if not cache and (split_size is not None or rotary is not None or rotary_dim is not None):
-        raise ValueError("compile: split_size, rotary and rotary_dim are for a KV cache, with cache=True")
+    if not cache and any(x is not None for x in (kv_dtype, split_size, rotary, rotary_dim)):
+        raise ValueError("compile: kv_dtype, split_size, rotary and rotary_dim are for a KV cache, with cache=True")
     if cache:
-        contiguous = _contiguous_cache(forward, split_size, rotary, rotary_dim, rotary_interleaved)
+        contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
         causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
         # A number of queries for each tile of a decode, and one that no such tile holds.
         return [
@@ -111,14 +112,21 @@ def problems(
 
 
 def _contiguous_cache(
-    problem: Problem, split_size: int | None, rotary: Presence, rotary_dim: int | None, interleaved: bool
+    problem: Problem,
+    kv_dtype: DType | None,
+    split_size: int | None,
+    rotary: Presence,
+    rotary_dim: int | None,
+    interleaved: bool,
 ) -> Cache:
     """A contiguous cache to which a row is appended; ValueError or TypeError for options that a call would refuse."""
+    dtype = problem.dtype if kv_dtype is None else element_dtype(kv_dtype)
+    if dtype != problem.dtype and (dtype.name != FP8 or problem.dtype.itemsize != 2):
+        legal = f"{problem.dtype.name}, or {FP8} beside a q of 16 bit"
+        raise TypeError(f"compile: kv_dtype must be {legal}, not {dtype.name}")
     if split_size is not None and (split_size <= 0 or split_size % SPLIT_UNIT):
         raise ValueError(f"compile: split_size must be a positive multiple of {SPLIT_UNIT}, not {split_size}")
-    cache = Cache(
-        "bshd", problem.dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size
-    )
+    cache = Cache("bshd", dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size)
     if rotary is None or rotary is False:
         if rotary_dim is not None:
             raise ValueError("compile: rotary_dim is that of tables, with rotary=True or their dtype")

@@ -28,6 +28,8 @@ class Cache(NamedTuple):
 
     def __str__(self) -> str:
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
+        if self.dtype.itemsize == 1:
+            texts.append(f"{self.dtype.name} keys")
         if self.appended is not None:
             texts.append("append by slots" if self.slots else "append")
         if self.rotary is not None:

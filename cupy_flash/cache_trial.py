@@ -10,6 +10,7 @@ import numpy as np
 
 from .arrays import named_dtype
 from .cache_records import Cache
+from .problem import FP8
 
 if TYPE_CHECKING:
     from .trial import Trial
@@ -28,6 +29,7 @@ class CacheTrial:
     slots: bool = False
     rotary: int = 0  # rotated dimensions
     rotary_interleaved: bool = True
+    fp8: bool = False  # caches of float8_e4m3fn
 
     def __post_init__(self) -> None:
         wrong = []
@@ -36,7 +38,7 @@ class CacheTrial:
             optional = size is None and name != "rotary"
             if not optional and (type(size) is not int or not least <= size < 2**31):
                 wrong.append(f"{name} of the cache must be a whole number of at least {least}, not {size!r}")
-        for name in ("slots", "rotary_interleaved"):
+        for name in ("slots", "rotary_interleaved", "fp8"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} of the cache must be True or False, not {getattr(self, name)!r}")
         if not wrong and self.page is not None and self.page & (self.page - 1):
@@ -62,10 +64,12 @@ class CacheTrial:
         """The CacheTrial of a call's Cache."""
         blocks = None if cache.page is None else cache.blocks
         appended = cache.appended if cache.appended is None or not packed else 1
-        return cls(cache.page, blocks, appended, cache.slots, *(cache.rotary or (0, True)))
+        rotary, interleaved = cache.rotary or (0, True)
+        return cls(cache.page, blocks, appended, cache.slots, rotary, interleaved, cache.dtype.name == FP8)
 
     def __str__(self) -> str:
         words = ["a contiguous cache" if self.page is None else f"a cache of pages of {self.page}"]
+        words += [f"{FP8} keys"] if self.fp8 else []
         words += [] if self.appended is None else ["append by slots" if self.slots else "append"]
         words += [f"rotary of {self.rotary} dimensions"] if self.rotary else []
         return ", ".join(words)
@@ -93,6 +97,8 @@ def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
     columns = -(-trial.kv_len // page)
     blocks = cache.blocks or trial.batch * columns
     k_cache, v_cache = (normal(blocks, page, trial.kv_heads, dim) for dim in dims)
+    if cache.fp8:
+        k_cache, v_cache = (x.astype(named_dtype(FP8)) for x in (k_cache, v_cache))
     rows = falling(trial.q_len, trial.batch) if trial.packed else np.full(trial.batch, trial.q_len)
     lengths = np.full(trial.batch, min(columns * page, blocks * page // trial.batch))
     heads = replace(trial, kv_len=min(trial.q_len, trial.kv_len))  # a mask is about the last keys, a tree's

@@ -5,6 +5,7 @@ Kernels that use TMA take tensor maps as a second argument.
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 from collections.abc import Callable, Iterable
@@ -90,28 +91,86 @@ def pack(
     address: Address,
     captured: Captured | None = None,
 ) -> np.ndarray[Any, Any]:
-    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
+    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member.
+
+    Everything but addresses, the seed, a cache and captured arrays is the same in every call with the same shapes and
+    strides, and is remembered.
+    """
+    arrays = operands.arrays()
+    if problem.cache is not None:
+        del arrays["k"], arrays["v"]
+    arrays |= {
+        name: array
+        for name, array in results.items()
+        if array is not None and not (captured is not None and name in captured.workspaces)
+    }
+    addresses = [address(array) for array in arrays.values()]
+    described = [
+        (name, start % ALIGNMENT, array.shape, array.strides, array.dtype)
+        for (name, array), start in zip(arrays.items(), addresses, strict=True)
+    ]
+    packed_rows = (operands.q.shape[0], operands.k.shape[0]) if problem.layout == "thd" else ()
+    layout, constant, places = _constant(
+        problem, packed_rows, tuple(described), tuple(workspaces), captured.text if captured else ""
+    )
+    numbers = constant.copy()
+    for place, start in zip(places, addresses, strict=True):
+        numbers[place] = start
+    changing: dict[str, tuple[float, ...]] = {}
+    if not isinstance(operands.seed, Array):
+        changing["seed"] = (operands.seed or 0,)
+    if problem.cache is not None:
+        from .cache_params import cache_members  # which calls without a cache never need
+
+        changing |= cache_members(problem, operands, workspaces, address, _tensor)
+    if captured is not None:
+        changing["captured"] = captured.members(address)
+    for member, values in changing.items():
+        numbers[layout.places[member]] = values
+    return layout.packed(numbers)
+
+
+ALIGNMENT = 64  # the largest alignment, in bytes, that the kernels distinguish: eight elements of fp64
+
+
+class Described(NamedTuple):
+    """The properties of an array that its member of Params depends on, but for its address."""
+
+    pointer: int  # modulo ALIGNMENT
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@lru_cache(maxsize=1024)
+def _constant(
+    problem: Problem,
+    packed_rows: tuple[int, ...],
+    arrays: tuple[tuple[Any, ...], ...],
+    workspaces: tuple[Workspace, ...],
+    captured: str,
+) -> tuple[_Struct, list[float], tuple[int, ...]]:
+    """The struct of a call, its numbers with what `pack` remembers, and the place of the address of each array.
+
+    `packed_rows` are the rows of q and of k in a packed batch; `arrays` are tuples (name, *Described).
+    """
+    by_name: dict[str, Any] = {name: Described(*facts) for name, *facts in arrays}
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
-    for name, array in zip(Operands._fields, operands, strict=True):
-        if isinstance(array, Array) and (problem.cache is None or name not in ("k", "v")):
-            members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
-    for name, array in results.items():
-        if array is not None and not (captured is not None and name in captured.workspaces):
-            members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
+    start = operator.attrgetter("pointer")
+    for name, array in by_name.items():
+        members[name] = (0, *strides[name]) if name in strides else forms[name](array, layout, start)
     for feature in BATCH_STRIDED:
-        array = getattr(operands, feature.name)
+        array = by_name.get(feature.name)
         if array is not None and len(array.shape) == max(map(len, feature.axes)):
             members[feature.batch_stride] = (array.strides[0],)
-    if isinstance(operands.seed, Array):
+    if "seed" in members:
         members["seed_array"] = members.pop("seed")
-    else:
-        members["seed"] = (operands.seed or 0,)
     for feature in SCALARS_OF_FEATURES:
         members[feature.member] = (getattr(problem, feature.field) or 0,)
-    packed = layout == "thd"
     left, right = problem.mask.left, problem.mask.right
+    q_rows, kv_rows = packed_rows or (problem.q_len, problem.kv_len)
     members |= {
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
@@ -121,19 +180,14 @@ def pack(
         "batch": (problem.batch,),
         "heads": (problem.heads,),
         "group": (problem.group,),
-        "q_len": (operands.q.shape[0] if packed else problem.q_len,),
-        "kv_len": (operands.k.shape[0] if packed else problem.kv_len,),
+        "q_len": (q_rows,),
+        "kv_len": (kv_rows,),
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
-    if problem.cache is not None:
-        from .cache_params import cache_members  # which calls without a cache never need
-
-        members |= cache_members(problem, operands, workspaces, address, _tensor)
-        return _filled("Params", members, cache=True)
-    if captured is not None:
-        members["captured"] = captured.members(address)
-    return _filled("Params", members, captured.text if captured else "", direction=problem.derivative != "")
+    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
+    places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
+    return struct, struct.numbers(members), places
 
 
 BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
@@ -171,17 +225,32 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
             members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
         else:
             members[name] = form(array, layout, address)
-    return _filled("Partials", members)
+    partials = _struct("Partials")
+    return partials.packed(partials.numbers(members))
 
 
 def pack_maps(
-    boxes: Iterable[Box], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
+    boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
 ) -> np.ndarray[Any, Any]:
-    """Tensor maps of these boxes in their order, in an array without dimensions."""
-    encoded = bytearray()
-    for box in boxes:
-        array, own_layout = arrays[box.operand], box.layout or layout
-        start, *strides, _ = _tensor(array, own_layout, address)
+    """Tensor maps of these boxes in their order, in a read-only array without dimensions."""
+    boxed = [arrays[box.operand] for box in boxes]
+    return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
+
+
+@lru_cache(maxsize=1024)
+def _maps(
+    boxes: tuple[Box, ...],
+    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...],
+    layout: str,
+    encode: Encode,
+) -> np.ndarray[Any, Any]:
+    """`pack_maps`. The key has all that maps hold: another array may take the place of one that has been freed."""
+    start = operator.attrgetter("pointer")
+    encoded = b""
+    for box, described in zip(boxes, arrays, strict=True):
+        array: Any = Described(*described)
+        own_layout = box.layout or layout
+        pointer, *strides, _ = _tensor(array, own_layout, start)
         shape = array.shape
         if own_layout == "bshd":
             batch, length, heads, dim = shape
@@ -192,7 +261,7 @@ def pack_maps(
         sizes = (dim, length, heads, batch)
         kind = BOX_TYPES[dtype_name(array.dtype)]
         encoded += _encoded(
-            encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (box.columns, box.rows)
+            encode, kind, array.dtype.itemsize, pointer, sizes, tuple(strides[::-1]), (box.columns, box.rows)
         )
     return np.ndarray((), f"V{len(encoded)}", encoded)
 
@@ -227,9 +296,20 @@ class _Struct(NamedTuple):
     zeros: list[float]  # as many as the struct has numbers
     places: dict[str, slice]
 
+    def numbers(self, members: dict[str, tuple[float, ...]]) -> list[float]:
+        """The numbers of a struct with these members, the others 0."""
+        numbers = self.zeros.copy()
+        for member, values in members.items():
+            numbers[self.places[member]] = values
+        return numbers
+
+    def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+        """A struct with these numbers. One call fills it: NumPy's assignments to fields are slow."""
+        return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
+
 
 @lru_cache
-def _struct(name: str, captured: str, cache: bool, direction: bool) -> _Struct:
+def _struct(name: str, captured: str = "", cache: bool = False, direction: bool = False) -> _Struct:
     dtype = dtypes(captured, cache, direction)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
@@ -244,22 +324,6 @@ def _struct(name: str, captured: str, cache: bool, direction: bool) -> _Struct:
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
-def _filled(
-    name: str,
-    members: dict[str, tuple[float, ...]],
-    captured: str = "",
-    *,
-    cache: bool = False,
-    direction: bool = False,
-) -> np.ndarray[Any, Any]:
-    """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name, captured, cache, direction)
-    numbers = layout.zeros.copy()
-    for member, values in members.items():
-        numbers[layout.places[member]] = values
-    return np.ndarray((), layout.dtype, bytearray(layout.packer.pack(*numbers)))
-
-
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
     start, strides = address(array), array.strides
@@ -272,6 +336,8 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     elements, rest = divmod(start, array.dtype.itemsize)
     bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
     aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
+    if array.dtype.itemsize == 1 and bits % 16 == 0:
+        aligned = 16
     return (start, batch, head, row, aligned)
 
 

@@ -336,6 +336,10 @@ class Operands(_Operands):
     tlse: Array | None
     cache: CacheOperands | None
 
+    def arrays(self) -> dict[str, Array]:
+        """The arrays that are operands of their own, by name; those of a cache and of mods are in records."""
+        return {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
+
 
 @lru_cache(maxsize=16)
 def out_dtype(dtype: np.dtype) -> np.dtype:

@@ -256,8 +256,6 @@ def obstacle(problem: Problem) -> str:
         return "it is a shard of a larger call"
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return "an array is empty"
-    if problem.cache is not None and problem.cache.dtype.name == FP8:
-        return f"no engine of GPUs reads a KV cache of {FP8}"
     if problem.cache is not None and problem.cache.split_size is not None:
         return "with split_size its tile does not depend on measurements"
     if problem.mods:

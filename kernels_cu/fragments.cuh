@@ -55,13 +55,14 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
+          Position key_in_bounds(band.key(j), 0, column_of(n, e));
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
-          if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
+          if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
           float derivative;
           if constexpr (SCORE_MOD) {
             Position query(q_start + row_of(0, 0), row_of(m, e) - row_of(0, 0));
-            Position key(kv_start + column_of(0, 0), column_of(n, e) - column_of(0, 0));
-            if constexpr (MASKED) query = band.query(i), key = band.key(j);
+            Position key(kv_start + column_of(0, 0), column_of(n, e) - column_of(0, 0), column_of(n, e));
+            if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
             float s = score.apply(S[m][n][e], query, key, derivative);
             S[m][n][e] = seen ? s : -infinity();
           } else if constexpr (MODIFIED)

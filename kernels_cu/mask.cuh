@@ -2,7 +2,6 @@
 // mask.py.
 #pragma once
 #include "mod.cuh"
-#include "sequence.cuh"
 
 // Query i sees the existing keys j with i + low <= j <= i + high.
 struct Band {
@@ -16,7 +15,7 @@ struct Band {
   Mod mod;
 
   __device__ Band(const Params& p, const Sequence& sequence)
-      : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence.batch) {
+      : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence) {
     // An unbounded side is just beyond all pairs of positions. Bounds are clamped to that, so that no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;
@@ -52,7 +51,7 @@ struct Band {
   __device__ int key(int j) const { return min(j, kv_len - 1); }
 
   // Whether the mask_mod lets a query of `head` see a key; both exist.
-  __device__ bool mod_sees(int head, int i, int j) const {
+  __device__ bool mod_sees(int head, int i, Position j) const {
 #if MODS
     return mod.sees(mod.query(head, i), mod.key(j));
 #else

@@ -9,7 +9,7 @@ struct Operand {
   long long batch;
   long long head;
   long long row;
-  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1
+  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; of one byte each: 16 too
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.

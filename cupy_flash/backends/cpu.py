@@ -18,17 +18,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, dtype_name, empty
+from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mask import Band, Mask
-from ..mods.ir import order
-from ..mods.visits import TileCounts, Visit, VisitedPairs, Visits, count_tiles
+from ..mods.ir import order, parse
+from ..mods.tiles import TileClasses
+from ..mods.visits import TileCounts, Visit, VisitEstimate, Visits, count_tiles
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
@@ -41,6 +44,8 @@ from .workers import Stop, run_tasks
 BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
 MOST_COUNTED = 2**18  # tiles that tile_counts classifies, within some 0.1 s
+
+Place = tuple[int, int, Band, Positions]  # batch index, head, band and positions of a sequence's head in the whole call
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -180,18 +185,45 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
         return plan
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
     classes = MaskMod(problem, operands).classes
-    pairs = VisitedPairs(classes, *place)
+    if classes.extremes:
+        tile, cost = _best_tile(problem, plan.device, classes, place)
+    else:
+        tile, cost = _best_positional_tile(problem, plan.device, operands.numbers, place)
+    threads = engine.threads(plan.device, tile, cost)
+    return plan._replace(block_q=tile.block_q, block_kv=tile.block_kv, threads=threads, tile=tile, cost=cost)
+
+
+@lru_cache(maxsize=256)
+def _best_positional_tile(
+    problem: Problem, device: Device, numbers: tuple[int | float, ...], place: Place
+) -> tuple[engine.Tile, float]:
+    """_best_tile of a mask_mod of positions and numbers alone, which is the same in every call."""
+    mask = parse(problem.mods).mask
+    assert mask is not None
+    return _best_tile(problem, device, TileClasses(mask, (), numbers), place)
+
+
+def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Place) -> tuple[engine.Tile, float]:
+    """The tile whose visits cost least, with the predicted core seconds."""
+    estimate = VisitEstimate(classes, *place)
     unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
-    masking = problem.batch * problem.heads * (len(of_pairs) + 1) / 2 * engine.EDGE * 1e-9
+    masking = (len(of_pairs) + 1) / 2 * engine.EDGE
+    by_query, heads = not problem.backward, problem.batch * problem.heads
 
     def cost(tile: engine.Tile) -> float:
-        visited, cut = pairs.count(*tile, by_query=not problem.backward)
-        return engine.seconds(unbounded, visited, plan.device, tile) + cut * masking
+        visits, pairs, cut = estimate.count(*tile, by_query)
+        # Visits end where the mask_mod hides the rest of a tile, so their mean size is what each costs.
+        if by_query:
+            tiles = -(-problem.q_len // tile.block_q)
+            visited = tile._replace(block_kv=max(pairs // max(visits * tile.block_q, 1), 1))
+        else:
+            tiles = -(-problem.kv_len // tile.block_kv)
+            visited = tile._replace(block_q=max(pairs // max(visits * tile.block_kv, 1), 1))
+        beside = heads * (tiles * engine.ROWS + cut * masking) * 1e-9
+        return engine.seconds(unbounded, pairs, device, visited) + beside
 
-    best = min(engine.tiles(problem, plan.device), key=cost)
-    threads = engine.threads(plan.device, best, cost(best))
-    return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
+    return min(((tile, cost(tile)) for tile in engine.tiles(problem, device)), key=itemgetter(1))
 
 
 def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
@@ -333,8 +365,8 @@ class Call:
         place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
 
-    def _place(self, sequence: Sequence, head: int) -> tuple[int, int, Band, Positions]:
-        """(batch index, head, band, positions) of a sequence's head in the whole call, if this one is a part of it."""
+    def _place(self, sequence: Sequence, head: int) -> Place:
+        """The place of a sequence's head in the whole call, if this one is a part of it."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 

@@ -26,8 +26,6 @@ from ..source import assemble
 if TYPE_CHECKING:
     from ..mods.captured import Captured
 
-    pass
-
 Results = dict[str, Array | None]
 
 
@@ -47,7 +45,9 @@ class Work(NamedTuple):
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
             # The kernel does not know `captured`, the last member of the struct.
-            size = dtypes(direction=bool(dict(launch.constants).get("DIRECTION")))["Params"].itemsize
+            constants = dict(launch.constants)
+            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+            size = dtypes(**members)["Params"].itemsize
             params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
             return (params,)
@@ -167,8 +167,7 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
 
 def given(operands: Operands) -> dict[str, Array]:
     """The arrays among the operands, by name."""
-    every = zip(Operands._fields, operands, strict=True)
-    arrays = {name: array for name, array in every if isinstance(array, Array)}
+    arrays = operands.arrays()
     if operands.cache is None:
         return arrays
     from ..cache_params import cache_arrays  # which calls without a cache never need

@@ -66,6 +66,11 @@ struct Tile {
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
+// The tile of rows of DIM numbers. A row of e4m3 has the bytes of half as many 16-bit numbers, in whole pairs of
+// chunks.
+template <int DIM, typename Number>
+using TileOf = Tile<sizeof(Number) == 1 ? round_up(DIM, 32) / 2 : DIM>;
+
 // Fragments of DIM columns that one warp accumulates: 16-column blocks are dealt round-robin to the column warps.
 __device__ constexpr int fragments_of(int dim) {
   return padded(dim) / 8 / COLUMN_WARPS;

@@ -1,35 +1,15 @@
 // Operations of the wgmma engine on e4m3, in place of those of tile.cuh on 16-bit numbers:
 //
-//   Descales          scales of Q, K and V
 //   scores_fp8        C = A B^T     64 rows of tile A by the rows of tile B
 //   round_to_fp8      P, rounded, as A fragments of the next wgmma
 //   accumulate_fp8    C += P X      P in fragments, tile X of V^T
 #pragma once
+#include "../descales.cuh"
 #include "tile.cuh"
 #include "vt.cuh"
 
 constexpr int QK_PANEL = 128;  // columns of a panel of Q or K
 constexpr int VT_PANEL = 64;   // columns, and bytes of a row, of a panel of V^T
-
-struct Descales {
-  float qk;
-  float v;
-
-  __device__ Descales(const Params& p, int b, int kv_head)
-      : qk(of(p, p.q_descale, b, kv_head) * of(p, p.k_descale, b, kv_head)), v(of(p, p.v_descale, b, kv_head)) {}
-
-  // The rows past a packed batch's last sequence have no descale.
-  __device__ static float of(const Params& p, const Operand& x, int b, int kv_head) {
-    return x.data && b < p.batch ? ((const float*)x.data)[b * x.batch + kv_head * x.head] : 1.0f;
-  }
-
-  // Scale of the bare q.k. Clamped because the softmax divides by it: at 2^-100 all scores are equal, as at 0.
-  __device__ float scale(const Params& p) const {
-    float x = (float)p.scale * qk;
-    if (!SCALE_IN_EXPONENT) return x;
-    return x < 0x1p-100f ? 0x1p-100f : x > 0x1p100f ? 0x1p100f : x;
-  }
-};
 
 // Issues C = A B^T for the 64 rows at A_smem of a tile of A_ROWS rows, and the 8 N rows of tile B.
 template <int A_ROWS, int DIM, int N>

@@ -1,4 +1,4 @@
-"""Ring attention for jax on four host devices, equal to one device."""
+"""Ring attention for jax on four host devices equals attention on one."""
 
 import functools
 
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("causal-zigzag", "window")))
 @pytest.mark.parametrize("lengths", in_tiers({"equal": (S, S), "more-keys": (S, 2 * S)}, ("equal",)))
-def test_results_and_gradients_are_those_of_one_device(case, lengths):
+def test_results_and_gradients_equal_one_device(case, lengths):
     sharding, options = CASES[case]
     q, k, v = (
         normal(n, B, length, heads, D) for n, (length, heads) in enumerate(((lengths[0], H), *[(lengths[1], HK)] * 2))

@@ -1,10 +1,10 @@
-"""transformers' caches: those of fixed size stay linear in the tokens, and continuous batching's pages are read."""
+"""Caches of transformers: a static cache takes work linear in the tokens, and pages of continuous batching are read."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_transformers import mask_arguments, registered  # noqa: F401  # the fixture
+from test_transformers import mask_arguments, registered  # noqa: F401 - the fixture `registered` is used by name
 from tiny_models import VOCABULARY, model_of, tokens
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, StaticCache
 
@@ -19,7 +19,7 @@ def drawn(*shape):
 
 
 def static_mask(rows, capacity, length, padding=None):
-    """The mask of `rows` new tokens, the last of `length` keys, as a static cache asks for it."""
+    """The mask of `rows` new tokens, the last of `length` keys, with the arguments that a static cache passes."""
     offset = torch.tensor(length - rows)
     return adapter.attention_mask(
         **mask_arguments(q_length=rows, kv_length=capacity, q_offset=offset, attention_mask=padding, batch_size=2)
@@ -29,7 +29,7 @@ def static_mask(rows, capacity, length, padding=None):
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_a_static_cache_is_linear(rows, padding):
-    """The mask stays a pattern, and what the cache has past its keys is not multiplied."""
+    """The mask stays lazy, and no product uses the cache's entries after the keys."""
     valid = None
     if padding:
         valid = torch.ones(2, 12, dtype=torch.bool)
@@ -63,8 +63,8 @@ def test_gradients_through_a_static_cache():
     torch.testing.assert_close(q.grad, other.grad, atol=2e-6, rtol=0)
 
 
-def test_a_window_of_a_static_cache_has_a_tensor():
-    """Its cache moves its keys, so that lengths do not describe it."""
+def test_the_mask_of_a_static_cache_with_a_window_is_a_tensor():
+    """A static cache with a window moves its keys, so lengths do not describe the visible ones."""
     mask = adapter.attention_mask(
         **mask_arguments(q_length=1, kv_length=8, q_offset=torch.tensor(11), kv_offset=4, batch_size=2)
     )
@@ -73,7 +73,9 @@ def test_a_window_of_a_static_cache_has_a_tensor():
 
 @pytest.mark.exhaustive
 def test_a_compiled_step_of_a_static_cache():
-    """Under torch.compile the mask is a tensor, (B, 1, Sq, capacity): linear in the cache for a single query."""
+    """Under torch.compile the mask is a tensor (B, 1, Sq, capacity), which for a single query is linear in the
+    cache.
+    """
     model, logits = model_of("llama"), []
     for implementation in ("cupy_fa", "sdpa"):
         model.set_attn_implementation(implementation)
@@ -111,7 +113,7 @@ class Pages:
 
 @pytest.mark.parametrize("by_table", [False, True], ids=["indices", "block-table"])
 def test_the_pages_of_continuous_batching(by_table):
-    """Sequences of 5 and 9 keys get 2 and 1 more, and then see what attention on each of them alone sees."""
+    """Sequences of 5 and 9 keys get 2 and 1 more, and their queries then give attention on each sequence alone."""
     lengths, new, size = (5, 9), (2, 1), 4
     table = torch.tensor([[3, 1, -1], [0, 5, 2]], dtype=torch.int32)
     cache, whole = Pages(6, size), []
@@ -146,7 +148,7 @@ def test_the_pages_of_continuous_batching(by_table):
 
 @pytest.mark.exhaustive
 def test_continuous_batching_generates_the_same_tokens(monkeypatch):
-    """transformers' own scheduler, which takes no name but "sdpa": it is given ours under that name."""
+    """transformers' scheduler accepts only the name "sdpa", so cupy_flash is registered under that name."""
     model = model_of("llama")
     model.set_attn_implementation("sdpa")
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of docs/."""
+"""The Python blocks of README.md and docs/."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def python_blocks(text):
 
 
 def blocks(cupy):
-    """The Python blocks of all pages, either those that import CuPy or the others."""
+    """The Python blocks of all pages: those that import CuPy, or all others."""
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES
@@ -27,7 +27,7 @@ def blocks(cupy):
     ]
 
 
-BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
+BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs CUPY_BLOCKS
 
 
 def run_block(page, line, code):

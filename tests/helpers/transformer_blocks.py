@@ -1,4 +1,4 @@
-"""Blocks of a GPT and of a Llama, whose operators save the same tensors on a CPU as on a GPU."""
+"""GPT and Llama blocks whose operators save the same tensors on a CPU as on a GPU."""
 
 import torch
 from torch import nn
@@ -15,12 +15,12 @@ SMALL_LLAMA = Transformer(
 
 
 def dropout(x):
-    # It saves a mask of bytes, as on a GPU; F.dropout on a CPU saves one in the dtype of x.
+    # It saves a mask of bytes, as F.dropout does on a GPU; on a CPU F.dropout saves one in the dtype of x.
     return torch.native_dropout(x, 0.1, True)[0]
 
 
 def standard_attention(q, k, v, drop):
-    """softmax(q k^T) v with P in memory; k and v are not repeated for the heads of a GQA group."""
+    """Compute softmax(q k^T) v with P in memory, without repeating k and v for the query heads of a GQA group."""
     (_, s, heads, _), kv_heads = q.shape, k.shape[2]
     q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3) * q.shape[-1] ** -0.5  # (b, k, h/k s, D)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -52,7 +52,7 @@ class GPTBlock(nn.Module):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMS norm as one operator, as on a GPU; torch's on a CPU consists of several and saves more."""
+    """RMS norm as one operator, as on a GPU; torch's norm on a CPU is several operators and saves more."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -103,7 +103,7 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-# The README promises 2 %. Layer norm in bf16 on a CPU keeps its statistics in bf16, which is 0.2 % here.
+# README.md promises 2 %. Layer norm in bf16 keeps fp32 statistics on a GPU and bf16 on a CPU, 0.2 % of the total here.
 WITHIN = 0.005
 BLOCKS = {"gpt": (GPTBlock, SMALL_GPT), "llama": (LlamaBlock, SMALL_LLAMA)}
 DTYPES = {"mixed": torch.bfloat16, "float32": torch.float32}

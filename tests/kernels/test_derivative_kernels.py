@@ -1,4 +1,4 @@
-"""JVP and double backward on the simulator: every option, tiles, directions, orders, work, planted bugs."""
+"""JVPs and double backwards on the simulator: every option, tiles, directions, orders of blocks, work, planted bugs."""
 
 import functools
 import inspect
@@ -50,7 +50,7 @@ TILES = {
 
 @pytest.mark.parametrize("tile", in_tiers(TILES, ["8x16x64"]))
 def test_all_options_in_any_tiles(tile):
-    """The size of the plan's tiles changes nothing but rounding."""
+    """Other tiles than the planned one change results only by rounding."""
     check(EVERYTHING, run_kernels(EVERYTHING, tile=tile))
 
 
@@ -64,7 +64,7 @@ DIRECTIONS = {
 
 @pytest.mark.parametrize("moving", in_tiers(DIRECTIONS, ["tv"]))
 def test_any_direction(moving):
-    """An absent tangent gives the results of a tangent of zeros."""
+    """A tangent of None gives the same results as a tangent of zeros."""
     check(EVERYTHING, run_kernels(EVERYTHING, moving, tile=SMALL_TILE), moving=moving)
 
 
@@ -89,7 +89,7 @@ def test_bitwise_equal_in_any_order_of_blocks():
             assert a.tobytes() == b.tobytes(), name
 
 
-# file, the right text, a wrong one
+# (file, original text, planted text)
 BUGS = {
     "mu-not-subtracted": ("simt/jvp.cu", "S[r][c] * (tS[r][c] - mean[r].mu);", "S[r][c] * tS[r][c];"),
     "T-does-not-follow-mu": ("simt/jvp.cu", " - change * O[r][n];", ";"),
@@ -122,7 +122,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
+    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     found = []
 
@@ -130,7 +130,7 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
         for number, step in enumerate(work.launches):
             if step.shared_bytes == 0:
                 continue
-            padding = 8 * case.accumulation.itemsize  # after the last row of P, which is at the end
+            padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory
             less = step._replace(shared_bytes=step.shared_bytes - padding - 1)
             launches = (*work.launches[:number], less, *work.launches[number + 1 :])
             with pytest.raises(OutOfBounds, match="shared"):
@@ -147,9 +147,10 @@ WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("moving", WORK)
-def test_work_beside_the_forward_and_the_backward(moving, monkeypatch):
-    """Products (FMA) and all instructions over those of the forward and the backward, in the same tile."""
-    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))  # as a call compiles: tests unroll less
+def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
+    """Products (FMA) and all instructions, relative to those of the forward and the backward in the same tile."""
+    # compile with the flags of a user's call, which unroll more than the tests' flags
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     case = Case(q_len=64, kv_len=192, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1)
     counted = {}
 
@@ -176,11 +177,11 @@ def test_work_beside_the_forward_and_the_backward(moving, monkeypatch):
     assert 0.9 * products <= fma("jvp") / fma("forward") <= products
 
 
-# Tensor cores.
+# Tensor cores
 
 
 def run_mma(case, moving=ALL, which=0, **how):
-    """The JVP and the double backward after it by mma, in legal tiles."""
+    """The JVP by mma, in its best tile unless `which` selects another, followed by the double backward by mma."""
 
     def tile(chosen):
         return mma.tiles(chosen.problem, chosen.device)[which]
@@ -253,6 +254,6 @@ def test_bitwise_equal_in_any_order_of_blocks_on_tensor_cores():
             assert a.tobytes() == b.tobytes(), name
 
 
-def test_a_range_that_float16_lacks_is_refused():
+def test_float16_is_refused_because_of_its_range():
     with pytest.raises(UnsupportedError, match="may exceed the range of float16"):
         run_mma(replace(EVERYTHING, dtype="float16"))

@@ -1,4 +1,4 @@
-"""The verdicts of a type checker on calls of the public functions."""
+"""Errors that a type checker reports for calls of the public functions."""
 
 import os
 import re
@@ -80,7 +80,7 @@ WRONG = (
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """mypy's errors in each call, run once for all. It treats torch and jax as untyped, as setup.cfg says."""
+    """mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
     folder = tmp_path_factory.mktemp("types")
     calls = {"right": RIGHT, "wrong": WRONG}
     for name, lines in calls.items():
@@ -93,7 +93,7 @@ def errors(tmp_path_factory):
     found = {}
     for name, number, message in re.findall(r"^.*?(right|wrong)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
         found.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
-    assert sum(map(len, found.values())) == report.count(" error: ")  # none in the package itself
+    assert sum(map(len, found.values())) == report.count(" error: ")  # the package itself has no error
     return found
 
 

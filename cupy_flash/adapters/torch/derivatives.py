@@ -14,6 +14,7 @@ from ... import backends
 from ...features import DIFFERENTIATED
 from ...mods.trace import Mod, decoded
 from ...problem import Saved, Tangents
+from .autograd_kernel import register_autograd
 from .op import (
     GRADIENTS,
     MODS,
@@ -21,12 +22,14 @@ from .op import (
     SCHEMA,
     TENSORS,
     Call,
+    attention_backward,
     fake_captured,
     fake_gradients,
     library,
     on_device_of,
     require_tensors_on_one_device,
     returned,
+    run_backward,
     split_modified,
 )
 
@@ -150,9 +153,9 @@ def refuse_third_derivative(*_: Any) -> Any:
     )
 
 
-for name in ("attention", "modified_attention"):
-    torch.library.register_autograd(
-        f"cupy_flash::{name}_backward", _differentiate_backward, setup_context=_save, lib=library
-    )
+register_autograd(library, attention_backward, run_backward, _differentiate_backward, _save)
+torch.library.register_autograd(
+    "cupy_flash::modified_attention_backward", _differentiate_backward, setup_context=_save, lib=library
+)
 for name in ("attention_jvp", "attention_double_backward"):
     torch.library.register_autograd(f"cupy_flash::{name}", refuse_third_derivative, lib=library)

@@ -23,6 +23,7 @@ from ...mods.facts import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...pose import pose
 from ...problem import Options, Packed, Saved, Tangents
+from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 
 CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' `causal`: the caller's
@@ -283,7 +284,8 @@ def _dtype_of_out(call: Call) -> Any:
     return torch.bfloat16 if call.q.dtype == torch.float8_e4m3fn else call.q.dtype
 
 
-def _backward(*arguments: Any) -> tuple[Any, ...]:
+def run_backward(*arguments: Any) -> tuple[Any, ...]:
+    """The kernel of attention_backward on all devices."""
     call, saved = split(arguments)
     with on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
@@ -323,7 +325,7 @@ def absent(call: Call) -> Any:
 # Registered for every device and kind of tensor, so that a call that no engine serves raises the reasons of `pose`
 # instead of torch's "no kernel".
 library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
-library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+library.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
 library.impl("modified_attention_forward", _modified_forward, "CompositeExplicitAutograd")
 library.impl("modified_attention_backward", _modified_backward, "CompositeExplicitAutograd")
 
@@ -433,8 +435,10 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return (*returned, [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot], None)
 
 
-for name in ("attention", "modified_attention"):
-    torch.library.register_autograd(f"cupy_flash::{name}_forward", _differentiate, setup_context=_save, lib=library)
+attend = register_autograd(library, attention_forward, _forward, _differentiate, _save)
+torch.library.register_autograd(
+    "cupy_flash::modified_attention_forward", _differentiate, setup_context=_save, lib=library
+)
 
 
 # torch's convention for attention, so that counts are comparable with those of its own operators: two matmuls over all

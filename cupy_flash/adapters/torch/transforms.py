@@ -22,6 +22,7 @@ from .derivatives import attention_double_backward, attention_jvp, refuse_third_
 from .op import (
     TENSORS,
     arguments_of,
+    attend,
     attention_backward,
     attention_forward,
     mod_of_options,
@@ -57,7 +58,7 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
         settings = Settings(arguments[len(TENSORS) :], "" if mod is None else mod.encoded)
         out, lse = Attention.apply(settings, *arguments[: len(TENSORS)], *captured)
     elif mod is None:
-        out, lse = attention_forward(*arguments)
+        out, lse = attend(*arguments)
     else:
         out, lse = modified_attention_forward(*arguments, captured, mod.encoded)
     return (out, lse) if options.return_lse else out

@@ -31,7 +31,8 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
             X = X.astype(np.float32)
             descale = getattr(operands, name)
             if descale is not None:
-                X = X / np.repeat(descale.numpy(), spans.k_rows, axis=0)[:count, :, None]
+                of_rows = np.repeat(descale.numpy(), spans.k_rows, axis=0)[:count, :, None]
+                X[: len(of_rows)] /= of_rows  # packed rows past the last sequence may have slots, but no descale
             X = np.clip(X, -LARGEST_FP8, LARGEST_FP8)
         written = blocks >= 0
         pool = array.numpy() if cache.layout == "bshd" else array.numpy().transpose(0, 2, 1, 3)

@@ -27,7 +27,7 @@ MODULES: dict[str, Engine] = {
 }  # fmt: skip
 DECODERS = ("cpu_decode", "mma_decode")  # engines whose tile rows are (query, head of the GQA group) pairs
 WITH_CACHE = (*DECODERS, "mma", "simt")  # engines that read a KV cache
-WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
+WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP, DOUBLE_BACKWARD)}
 # Engines that are chosen by default only after a check has passed on the card and a tune has measured them in the
 # bucket.
 ON_REQUEST = ("wgmma",)

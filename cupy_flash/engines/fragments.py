@@ -73,7 +73,14 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns."""
+    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns.
+
+    Those of a double backward are delta, eps, and row_numbers, the records of both with lse2 and mu.
+    """
+    if problem.derivative:
+        shape, strides = rows_of_heads(problem, q_rows)
+        records = Workspace("row_numbers", (*shape, 4), problem.accumulation, (*strides, 1))
+        return (*row_workspaces(problem, q_rows, "delta", "eps"), records)
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces

@@ -143,15 +143,16 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers of an array with one number per row, such as lse2; `numbers` is that of row `first`. Rows for
+// Loads COUNT numbers or records of an array with one per row, such as lse2; `numbers` is that of row `first`. Rows for
 // which read(row) is false become zeros.
-template <int COUNT, typename Read>
-__device__ void load_numbers(unsigned int to, const float* numbers, int first, Read read) {
+template <int COUNT, typename Number, typename Read>
+__device__ void load_numbers(unsigned int to, const Number* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");
   int n = threadIdx.x;
   if (n >= COUNT) return;
   bool valid = read(first + n);
-  cp_async<4>(to + 4 * n, numbers + (valid ? n : 0), valid ? 4 : 0);
+  constexpr int SIZE = sizeof(Number);
+  cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
 // Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].

@@ -1,4 +1,4 @@
-// The load of dO, which the backward kernels of the mma engine share.
+// The load of dO, and the store of the dS of a bias, which the backward kernels of the mma engine share.
 #pragma once
 #include "../gradients.cuh"
 #include "gemm.cuh"
@@ -16,4 +16,19 @@ __device__ void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>&
   } else {
     loader.load(dO_smem, dO, queries);
   }
+}
+
+constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
+
+// Stores the dS of the rows from `row` to shared memory [BLOCK_Q][BLOCK_KV]; warps that share rows have the same.
+template <int M, int N>
+__device__ void store_dS(float* dS_smem, const float (&dS)[M][N][4], int row) {
+  if (column_warp() > 0) return;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; e += 2)
+        *(float2*)&dS_smem[(row + row_of(m, e)) * dS_ROW + column_of(n, e)] = make_float2(dS[m][n][e], dS[m][n][e + 1]);
 }

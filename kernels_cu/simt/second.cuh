@@ -1,17 +1,7 @@
-// Operands and steps that the double backward kernels of the simt engine share. With cotangents (tQ, tK, tV, ...), the
-// tangent tS of the scores, the dropout factors m and the tangent mu of lse:
-//
-//     g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
-//     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c ;  dV = W^T dO
+// Operands and steps that the double backward kernels of the simt engine share.
 #pragma once
-#include "../mean.cuh"
+#include "../second_gradients.cuh"
 #include "steps.cuh"
-
-struct PairGradients {
-  real dS;
-  real dtS;
-  real W;
-};
 
 // Q, tQ and dO of a tile of queries in shared memory, and the numbers of its rows.
 struct QueryTile {
@@ -49,9 +39,7 @@ struct QueryTile {
     // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
     real probability = x.score == -infinity() ? 0 : exp(x.score - lse[query]);
     if (probability == 0) return {};
-    real moving = x.tangent - mu[query], excess = dP * factor - delta[query];
-    return {probability * (moving * excess + (dtP * factor - eps[query])), probability * excess,
-            probability * factor * moving};
+    return pair_gradients(probability, x.tangent, dP, dtP, factor, mu[query], delta[query], eps[query]);
   }
 };
 

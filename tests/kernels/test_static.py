@@ -65,7 +65,7 @@ def test_fma_per_score(steps):
 
 
 def test_instructions_of_the_steady_loop(steps):
-    """2 D FMAs per score are D / 32 mma.m16n8k16 of a warp per 32 scores.
+    """An mma.m16n8k16 has 2048 products, so 2 D products per score are D / 32 instructions of a warp per 32 scores.
 
     There is one exponential per score, and at D 64 the number of other instructions is bounded.
     """

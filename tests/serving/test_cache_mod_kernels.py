@@ -46,7 +46,7 @@ def documents(b, h, q_idx, kv_idx):
 
 
 def windows(b, h, q_idx, kv_idx):
-    """A window per head, and the first keys: the query heads of a GQA group see different tiles."""
+    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
     return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
 
 

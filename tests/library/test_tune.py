@@ -467,6 +467,7 @@ def call_on_cache(q, *caches, **options):
 
 
 CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
+V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append into one array for K and V is refused
 TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
 SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
 PAGES = dict(block_table=TABLE, cache_seqlens=30)
@@ -480,19 +481,19 @@ REPLAYED = {
     ),
     "contiguous": lambda: call_on_cache(ones(3, 1, 4, 16), CACHE, CACHE),
     "append-rotary": lambda: call_on_cache(
-        ones(3, 2, 4, 16), CACHE, CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
+        ones(3, 2, 4, 16), CACHE, V_CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
         rotary_sin=ones(64, 4), rotary_interleaved=False, **NEW,
     ),
     "slots": lambda: call_on_cache(
-        ones(3, 2, 4, 16), POOL, POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
+        ones(3, 2, 4, 16), POOL, V_POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
         causal=False,
     ),
     "packed": lambda: call_on_cache(
-        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        ones(5, 4, 16), POOL, V_POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
         sink=ones(4), alibi_slopes=np.ones(4, np.float32),
     ),
     "packed-slots": lambda: call_on_cache(
-        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        ones(5, 4, 16), POOL, V_POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
         slots=np.arange(5),
     ),
     "bhsd": lambda: call_on_cache(ones(3, 4, 2, 16), BHSD_POOL, BHSD_POOL, **PAGES, layout="bhsd"),

@@ -73,6 +73,8 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
     import torch
     from torch.nn import functional
 
+    from cupy_flash.adapters.torch import sdpa
+
     batch, heads, kv_heads, keys, dim, dtype = step
     torch.manual_seed(0)
     q, k, v = (
@@ -87,9 +89,15 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
     packed = q.view(batch, kv_heads, heads // kv_heads, dim)
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
     cached = cupy_flash.attention_with_kv_cache
+
+    def replaced() -> Any:
+        with sdpa():
+            return functional.scaled_dot_product_attention(qh, kh, vh, enable_gqa=True)
+
     return {
         BASELINE: lambda: functional.scaled_dot_product_attention(packed, kh, vh),
         "SDPA, enable_gqa": lambda: functional.scaled_dot_product_attention(qh, kh, vh, enable_gqa=True),
+        "SDPA in sdpa()": replaced,
         "contiguous": lambda: cached(q, k, v, cache_seqlens=lengths),
         f"pages of {PAGE}": lambda: cached(q, pool[:, 0], pool[:, 1], cache_seqlens=lengths, block_table=table),
         "split_size 512": lambda: cached(q, k, v, cache_seqlens=lengths, split_size=512),

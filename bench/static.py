@@ -241,7 +241,7 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, 
     """Return the launches of the plan for a long problem."""
     (problem,) = {
         problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
-        for problem in ahead.problems(**config)
+        for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
     return plan(problem, device.named(arch, "cuda")).launches

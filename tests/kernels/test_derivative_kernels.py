@@ -246,6 +246,24 @@ def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_bank_conflicts_on_tensor_cores(head_dim, which):
+    """Shared memory has no bank conflicts, in the first and in the last legal tile."""
+    case = Case(
+        q_len=256, kv_len=256, head_dim=head_dim, head_dim_v=head_dim, batch=1, heads=1, kv_heads=1, dtype="bfloat16"
+    )
+    counted = {}
+
+    def counting(work, **how):
+        counted.update(zip((step.function for step in work.launches), start(work, **how), strict=True))
+
+    run_mma(case, which=which, start=counting)
+    assert counted.keys() == {"jvp", "delta", "second_kv", "second_q"}
+    assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
+
+
+@pytest.mark.exhaustive
 def test_bitwise_equal_in_any_order_of_blocks_on_tensor_cores():
     case = replace(EVERYTHING, dtype="bfloat16")
     one, *others = (run_mma(case, start=functools.partial(start, order="random", seed=seed)) for seed in range(3))

@@ -22,7 +22,7 @@ ROWS = {
     f"{engine}-{name}": (engine, replace(case, dtype=dtype))
     for engine, dtype in ENGINES.items()
     for name, case in CASES.items()
-    if case.cache_dtype is None and (case.split_size is None or engine == "mma_decode")
+    if engine == "mma_decode" or (case.cache_dtype is None and case.split_size is None)
 }
 DEFAULT = ("mma_decode-paged", "mma_decode-positions", "mma-paged")
 

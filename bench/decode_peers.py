@@ -18,7 +18,7 @@ from cupy_flash.isolated import one_line
 from .peers import FLEX_ATTENTION
 
 Call = Callable[[], Any]
-PAGE = 16  # keys of a page for flashinfer, which takes paged caches alone
+PAGE = 16  # keys of a page for flashinfer, which takes only paged caches
 WORKSPACE_BYTES = 2**27  # of flashinfer
 WARM_UP = 3
 
@@ -49,7 +49,7 @@ def working(
 
 
 def _captured(call: Call) -> Call:
-    """Return the replay of a graph of the call."""
+    """Capture the call in a CUDA graph; return a function that replays it and returns the output."""
     import torch
 
     graph = torch.cuda.CUDAGraph()

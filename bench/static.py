@@ -138,7 +138,7 @@ class Sass:
 
     per_score: dict[str, float]  # thread instructions of the steady path per score, by class
     longest: float  # all those of the longest path
-    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+    waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
@@ -241,7 +241,7 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, 
     """Return the launches of the plan for a long problem."""
     (problem,) = {
         problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
-        for problem in ahead.problems(**config)
+        for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
     return plan(problem, device.named(arch, "cuda")).launches

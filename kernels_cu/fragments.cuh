@@ -1,6 +1,7 @@
 // Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
 //   modify          q.k -> scores, -inf where a query does not see a key
+//   moved           the same for one score and its tangent, in a direction
 //   update_max      row max and, lazily, the reference of the exponents
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities
@@ -72,6 +73,21 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
     }
 }
 
+#if DIRECTION
+// The score of query i and key j with its tangent, from those of q.k; -inf if the query does not see the key.
+template <bool MASKED, bool BY_BIAS>
+__device__ Score::Moved moved(const Score& score, const Band& band, float product, float tproduct, int i, int j) {
+  bool seen = !MASKED || band.sees(i, j);
+  if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
+  if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+  Score::Moved hidden = {-infinity()};
+  if (!seen) return hidden;
+  Score::Moved x = score.moved<BY_BIAS>(product, tproduct, i, j);
+  // The tangent of a score of -inf may be NaN, and so would be its product with P = 0.
+  return (BIAS || SCORE_MOD) && x.score == -infinity() ? hidden : x;
+}
+#endif
+
 // Lazy rescaling (FlashAttention-4): true if any row max in the warp grew by more than RESCALE_ABOVE. Then every row
 // updates its reference, and factors = 2^(old - new) rescale O.
 template <int M, int N>
@@ -108,6 +124,7 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
       for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];
 }
 
+// POLYNOMIAL_EXP2: one of the four elements of a fragment leaves the special function units to the others.
 template <int M, int N>
 __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float scale_log2) {
 #pragma unroll
@@ -116,7 +133,7 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2, POLYNOMIAL_EXP2 && e == 3);
         softmax[m][e / 2].l += S[m][n][e];
       }
 }

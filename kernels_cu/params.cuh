@@ -79,7 +79,8 @@ struct Params {
   Operand tv;
   Operand tout;
   Operand tlse;
-  Operand eps;  // workspace, shaped like delta
+  Operand eps;          // workspace, shaped like delta
+  Operand row_numbers;  // workspace: the RowNumbers of every row (second_gradients.cuh); strides in records
   Dense tbias;
   void* tsink;
 #endif

@@ -1,5 +1,5 @@
 // The tiles that a block visits, in order, and whether each of them is masked. The kernels of all engines iterate over
-// tiles with these structs alone, so that a mask which is not a band is a change of this file:
+// tiles with these structs, so that only this file depends on the form of the mask:
 //
 //   for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next())
 //

@@ -66,7 +66,7 @@ CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say what to do if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
+    """Raise an error with advice if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
     try:
         yield
     except RuntimeError as error:  # CuPy's errors of the runtime are a subclass with a status
@@ -120,7 +120,7 @@ _loading = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    """Replace the lock in a forked child, where the thread that may have held it does not exist."""
     global _loading
     _loading = threading.Lock()
 
@@ -140,7 +140,7 @@ def _require_no_capture(launch: Launch, stream: int) -> None:
 
 
 def load(launch: Launch, arch: str) -> Any:
-    """The kernel of a launch, loaded on the current device; compiled if no cache has it.
+    """Return the kernel of a launch, loaded on the current device, and compiled if no cache has it.
 
     Threads load one at a time, so that each kernel is compiled once.
     """

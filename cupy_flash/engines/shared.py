@@ -212,7 +212,7 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
 
 
 def key_bytes(problem: Problem) -> int:
-    """The bytes of what mods compute of a key alone, which a forward of wgmma stages beside K; 0 if it stages none."""
+    """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
     if not problem.mods:
         return 0
     from ..mods import cuda_code

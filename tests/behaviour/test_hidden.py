@@ -59,7 +59,7 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
 
     arrays = dict(zip(("q", "k", "v", "dout"), map(same_in_all_heads, (q_len, kv_len, kv_len, q_len)), strict=True))
     query, keys = q_len - 10, [kv_len - 12, kv_len - 9]
-    poisoned_keys = np.zeros((HEADS, 1, kv_len), bool)  # the poisoned keys
+    poisoned_keys = np.zeros((HEADS, 1, kv_len), bool)
     for head, (name, value) in enumerate(POISONS):
         if dtype.itemsize > 1 or np.isnan(value):  # e4m3 has no infinity
             arrays[name][:, head, keys if name in "kv" else query, 3] = value

@@ -23,7 +23,7 @@ def test_every_position_belongs_to_one_rank(sharding):
 
 
 def test_the_drawing():
-    """The drawing in the docstring of shards.py is true."""
+    """The drawing in the docstring of shards.py shows the positions that `positions` returns."""
     drawn = {line.split()[0]: line.split()[1:5] for line in shards.__doc__.splitlines() if line.startswith("    ")}
     assert set(drawn) == set(shards.SHARDINGS)
     for sharding, groups in drawn.items():

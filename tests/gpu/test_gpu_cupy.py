@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
 
 
 class Exporter:
-    """Device memory of an unknown library that has only one of the two protocols."""
+    """Device memory of an unknown library: it has either __cuda_array_interface__ or, as DlpackExporter, DLPack."""
 
     def __init__(self, array: cupy.ndarray, protocol: str) -> None:
         self.array = array
@@ -72,8 +72,8 @@ class DlpackExporter(Exporter):
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.array.__dlpack_device__()
 
-    def __dlpack__(self, **words: Any) -> Any:
-        return self.array.__dlpack__(**words)
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.array.__dlpack__(**keywords)
 
 
 EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
@@ -82,7 +82,7 @@ EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
 @pytest.mark.orders
 @pytest.mark.parametrize("protocol", EXPORTERS)
 def test_exporters_of_device_memory(protocol: str) -> None:
-    """Also views whose last dimension is not contiguous, which are copied. Results are CuPy arrays."""
+    """Views whose last dimension is not contiguous are copied. Results are CuPy arrays."""
     q, k, v, dout = inputs("cupy", "simt")
     q = VIEWS["fortran"](q)
     given = [EXPORTERS[protocol](x, protocol) for x in (q, k, v, dout)]

@@ -65,7 +65,7 @@ DERIVATIVES = {
     "derivatives": DIRECTION,
     "derivatives of mods": MODS,
     "derivatives on tensor cores": replace(
-        DIRECTION, dtype="bfloat16", q_len=600, kv_len=600
+        DIRECTION, dtype="bfloat16", q_len=1200, kv_len=1200
     ),  # shorter cases go to simt
 }
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")

@@ -192,6 +192,9 @@ PLANTED = {
     "descale of another head": ("Descales descales(p, sequence.batch, head / p.group);",
                                 "Descales descales(p, sequence.batch, head);", errors.OutOfBounds),
     "probabilities too large": ("m * scale_log2 - LARGEST_LOG2;", "m * scale_log2 - 2 * LARGEST_LOG2;", AssertionError),
+    "hidden keys by the polynomial": ("x = x < -127 ? -127 : x;", "", AssertionError),
+    "coefficient of exp2": ("0x1.63e654p-1f", "0x1.6p-1f", AssertionError),
+    "exponent of exp2": ("BIASED_INTEGER = 0x1.8p23f + 127", "BIASED_INTEGER = 0x1.8p23f + 126", AssertionError),
     "lse of larger probabilities": ("log2f(l / (1 << LARGEST_LOG2))", "log2f(l)", AssertionError),
 }  # fmt: skip
 

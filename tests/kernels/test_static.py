@@ -1,9 +1,11 @@
 """The static gate: kernels of plans have no spills, warnings or bank conflicts; counts of their instructions."""
 
+import functools
 import inspect
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench import sass, static, static_mods
@@ -65,7 +67,7 @@ def test_fma_per_score(steps):
 
 
 def test_instructions_of_the_steady_loop(steps):
-    """2 D FMAs per score are D / 32 mma.m16n8k16 of a warp per 32 scores.
+    """An mma.m16n8k16 has 2048 products, so 2 D products per score are D / 32 instructions of a warp per 32 scores.
 
     There is one exponential per score, and at D 64 the number of other instructions is bounded.
     """
@@ -74,6 +76,32 @@ def test_instructions_of_the_steady_loop(steps):
         assert sass[kernel]["products"] == 64 * products / 64
         assert sass[kernel]["exp"] == 1
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
+
+
+JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that move
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tangents", JVP_LIMITS, ids="-".join)
+def test_instructions_of_derivatives(tangents):
+    """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
+
+    The products are 6, 5 or 4 of the forward's 2, and 15 of the backward's 7.
+    """
+
+    def per_score(*kernels, **config):
+        chosen = [x for backward in (False, True) for x in static._chosen(config, backward, "sm_80")]
+        counts = [static._sass(x, "sm_80").per_score for x in chosen if x.kernel in kernels]
+        assert len(counts) == len(kernels)
+        return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])
+
+    first = functools.partial(per_score, dtype="bfloat16", head_dim=64, engine="mma")
+    derivatives = functools.partial(first, tangents=tangents)
+    backward, second = first("mma/backward_kv", "mma/backward_q"), derivatives("mma/second_kv", "mma/second_q")
+    jvp = derivatives("mma/jvp")
+    assert (jvp <= JVP_LIMITS[tangents] * first("mma/forward")).all()
+    assert (second <= 2.3 * backward).all()
+    assert (jvp + second <= 3.3 * backward).all()
 
 
 def test_wgmma_per_score():

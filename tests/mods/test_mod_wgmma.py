@@ -224,6 +224,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     *change, error = plant
     with planted(monkeypatch, change), pytest.raises(error):
-        # In a deterministic backward a record of another head waits for a turn that never comes, which no check ends.
+        # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

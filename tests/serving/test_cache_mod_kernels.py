@@ -22,7 +22,7 @@ ROWS = {
     f"{engine}-{name}": (engine, replace(case, dtype=dtype))
     for engine, dtype in ENGINES.items()
     for name, case in CASES.items()
-    if case.cache_dtype is None and (case.split_size is None or engine == "mma_decode")
+    if engine == "mma_decode" or (case.cache_dtype is None and case.split_size is None)
 }
 DEFAULT = ("mma_decode-paged", "mma_decode-positions", "mma-paged")
 
@@ -46,7 +46,7 @@ def documents(b, h, q_idx, kv_idx):
 
 
 def windows(b, h, q_idx, kv_idx):
-    """A window per head, and the first keys: the query heads of a GQA group see different tiles."""
+    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
     return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
 
 

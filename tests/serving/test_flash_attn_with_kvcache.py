@@ -20,7 +20,7 @@ OURS = {"softmax_scale": "scale", "window_size": "window", "sinks": "sink", "pag
 
 
 @pytest.mark.parametrize(
-    "sizes, theirs",
+    "sizes, flash_options",
     [
         ({}, dict(causal=True)),
         ({}, dict(causal=False)),

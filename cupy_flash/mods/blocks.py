@@ -28,9 +28,9 @@ def block_mask(
     """Return the mask_mod with a table that classifies its blocks as empty (skipped), full (unmasked) or cut.
 
     No mask needs the table, because attention skips the tiles that interval arithmetic proves to be hidden. It helps
-    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once on the host,
-    for the blocks that are not proved, so reuse the result in many calls. The table has B H q_len kv_len / block^2
-    bytes.
+    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once, on the device
+    of its arrays, for the blocks that are not proved, so reuse the result in many calls. The table has
+    B H q_len kv_len / block^2 bytes.
 
     Args:
         mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend; or a BlockMask of torch, which is converted

@@ -172,15 +172,23 @@ def explain_with_kv_cache(
         **options: those of `attention_with_kv_cache`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; with split_size also what that costs.
+        Engine and tiles, why these, and why not the other engines; with split_size also what that costs; of score_mod
+        and mask_mod their expressions and what they capture.
 
     Raises:
         UnsupportedError: no engine serves the call.
     """
     from .pose_cache import CacheOptions, pose_with_cache
 
-    problem, _ = pose_with_cache(q, k_cache, v_cache, CacheOptions.of("explain_with_kv_cache", options))
-    return backends.plan_for(problem).explain()
+    settings = CacheOptions.of("explain_with_kv_cache", options)
+    problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
+    text = backends.plan_for(problem).explain()
+    if not problem.mods:
+        return text
+    from .mods import explain as mods
+    from .mods.trace import mod_of
+
+    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
 
 
 def append_to_kv_cache(

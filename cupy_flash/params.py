@@ -126,14 +126,15 @@ def pack(
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
-    if problem.cache is not None:
+    cached = problem.cache is not None
+    if cached:
         from .cache_params import cache_members  # which calls without a cache never need
 
         members |= cache_members(problem, operands, workspaces, address, _tensor)
-        return _filled("Params", members, cache=True)
     if captured is not None:
         members["captured"] = captured.members(address)
-    return _filled("Params", members, captured.text if captured else "", direction=problem.derivative != "")
+    text = captured.text if captured else ""
+    return _filled("Params", members, text, cache=cached, direction=problem.derivative != "")
 
 
 BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)

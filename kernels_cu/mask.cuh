@@ -2,7 +2,6 @@
 // mask.py.
 #pragma once
 #include "mod.cuh"
-#include "sequence.cuh"
 
 // Query i sees the existing keys j with i + low <= j <= i + high.
 struct Band {
@@ -16,7 +15,7 @@ struct Band {
   Mod mod;
 
   __device__ Band(const Params& p, const Sequence& sequence)
-      : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence.batch) {
+      : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence) {
     // An unbounded side is just beyond all pairs of positions. Bounds are clamped to that, so that no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;

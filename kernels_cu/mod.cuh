@@ -2,6 +2,7 @@
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
+#include "sequence.cuh"
 
 // A gradient with rows of queries and columns of keys; stride 0 where it sums over a dimension.
 struct DenseGradient {
@@ -22,10 +23,41 @@ struct Position {
 
 #if MODS
 #include "mod_functions.cuh"
+
+// The q_idx of the queries of a sequence on a KV cache: where they lie, or the given positions. They are clamped to the
+// capacity, so that no contents of an array make a mod read a captured array out of bounds. Without a cache unused.
+struct QueryPositions {
+#if KV_CACHE
+  const int* given;  // null: consecutive positions
+  int first;
+  int last;  // of the capacity
+
+  __device__ QueryPositions(const Params& p, const Sequence& sequence)
+      : given(p.positions), first(sequence.offset), last(p.cache_capacity - 1) {
+    if (given) given += PACKED ? sequence.q_start : sequence.batch * p.positions_row;
+  }
+  __device__ int operator()(int i) const { return min(max(given ? given[i] : first + i, 0), last); }
+  // The least and the greatest among those of queries.lo to queries.hi.
+  __device__ Interval<int> operator()(Interval<int> queries) const {
+    Interval<int> bounds = {(*this)(queries.lo), (*this)(queries.hi)};
+#pragma unroll 1
+    for (int i = queries.lo; given && i <= queries.hi; ++i)
+      bounds = {min(bounds.lo, (*this)(i)), max(bounds.hi, (*this)(i))};
+    return bounds;
+  }
+#else
+  __device__ QueryPositions(const Params& p, const Sequence& sequence) {}
+  template <typename Queries>
+  __device__ Queries operator()(Queries queries) const {
+    return queries;
+  }
+#endif
+};
+
 #include "traced.cuh"
 #else
 struct Mod {
   using Sum = real;
-  __device__ Mod(const Params& p, int batch) {}
+  __device__ Mod(const Params& p, const Sequence& sequence) {}
 };
 #endif

@@ -17,6 +17,9 @@ struct Score {
   Mod mod;
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
+      : Score(params, sequence, h, Mod(params, sequence)) {}
+  // Takes the mod of the sequence, for a kernel with several heads.
+  __device__ Score(const Params& params, const Sequence& sequence, int h, const Mod& mod)
       : p(params),
         batch(sequence.batch),
         head(h),
@@ -24,7 +27,7 @@ struct Score {
         step(sequence.step),
         scale((real)params.scale),
         slope(0),
-        mod(params, sequence.batch) {
+        mod(mod) {
     // The rows past a packed batch's last sequence have no slope.
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }

@@ -73,16 +73,16 @@ struct Walk {
   }
 };
 
-// Bounds of the mask_mod over the queries of a block and the tile of keys at `start`; ClassifyQueries: over the keys of
-// a block and the tile of queries at `start`.
+// Bounds of the mask_mod over the heads and queries of a block and the tile of keys at `start`; ClassifyQueries: over
+// the keys of a block and the tile of queries at `start`.
 struct ClassifyKeys {
   const Band& band;
-  int head;
+  Range heads;
   Range queries;
 
 #if MODS
   __device__ Truth operator()(int start) const {
-    return band.mod.tile(point(head), {queries.begin, queries.end - 1},
+    return band.mod.tile({heads.begin, heads.end - 1}, {queries.begin, queries.end - 1},
                          {start, min(start + BLOCK_KV, band.kv_len) - 1});
   }
 #endif
@@ -105,7 +105,7 @@ template <Order ORDER>
 struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   __device__ KvTiles(const Band& band, int head, int q_start, Range queries)
       : Walk<BLOCK_KV, ORDER, ClassifyKeys>(band.sees_all(queries.begin, queries.end), visible_keys(band, q_start),
-                                            {band, head, {q_start, min(q_start + BLOCK_Q, band.q_len)}}) {
+                                            {band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, band.q_len)}}) {
     this->skip_hidden();
   }
   __device__ KvTiles(const Band& band, int head, int q_start)

@@ -1,9 +1,9 @@
 """attn_implementation="cupy_fa" for Hugging Face transformers: `register`, attention function, mask function.
 
 transformers builds one boolean mask (B, 1, Sq, Sk) per attention pattern before the layers run, which is quadratic in
-the sequence. Ours is a `LazyMask` that stores causal, window and padding instead, or the mask function as a `Mod`
-(chunks, prefixes, several sequences in one row, ...), and materialises only for code that reads its elements. As with
-sdpa, the mask alone determines which keys a query sees.
+the sequence. `LazyMask` stores causal, window and padding instead, or the mask function as a `Mod` (chunks, prefixes,
+several sequences in one row, ...), and materialises only for code that reads its elements. As with sdpa, the mask alone
+determines which keys a query sees.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..problem import UnsupportedError
 from .torch import attention, attention_varlen
 from .torch.cache import attend
 
-NAME = "cupy_fa"  # not "flash": transformers treats names that contain it as kernels to download
+NAME = "cupy_fa"  # without "flash", because transformers downloads a kernel for names that contain it
 
 
 def register() -> None:
@@ -50,8 +50,8 @@ def register() -> None:
 def _hook_check() -> None:
     """Extend transformers' check of sdpa and flash attention support to cupy_fa.
 
-    transformers runs it for every model and submodel that is built, loaded or given another attention, but of a
-    registered implementation it checks only the name.
+    transformers runs the check for every model and submodel that is built, loaded or given another attention, but for a
+    registered implementation it checks the name only.
     """
     check_name = PreTrainedModel.get_correct_attn_implementation
 
@@ -68,9 +68,9 @@ def _hook_check() -> None:
 def check_model(model_class: type) -> None:
     """Raise UnsupportedError for a model class that would not call cupy_fa.
 
-    A model without `_supports_sdpa` and `_supports_attention_backend` has its own attention and would misread the mask
-    of cupy_fa as one in its own format: future tokens and padding would be seen. Others select an attention class by
-    name from a table that has only transformers' own implementations.
+    A model without `_supports_sdpa` and `_supports_attention_backend` has its own attention and would misread cupy_fa's
+    mask as one in its own format, so that future tokens and padding would be seen. Other models look up the attention
+    class by name in a table that has only transformers' own implementations.
 
     Args:
         model_class: a subclass of transformers.PreTrainedModel.
@@ -92,7 +92,7 @@ def check_model(model_class: type) -> None:
 
 
 def _is_table_of_attention(value: Any) -> bool:
-    """Whether a module global is a table of attention classes, as {"eager": FalconAttention, "sdpa": ...}."""
+    """Whether a module global is a table of attention classes, such as {"eager": FalconAttention, "sdpa": ...}."""
     return isinstance(value, dict) and NAME not in value and isinstance(value.get("eager"), type)
 
 
@@ -104,11 +104,11 @@ class Packing(NamedTuple):
     longest: int
 
     def pack(self, x: Any) -> Any:
-        """(B, S, H, D) -> (T, H, D)."""
+        """Pack x (B, S, H, D) into (T, H, D)."""
         return x[self.tokens]
 
     def unpack(self, packed: Any, batch: int, length: int) -> Any:
-        """(T, H, D) -> (B, S, H, D), with zeros as padding."""
+        """Unpack (T, H, D) into (B, S, H, D), with zeros as padding."""
         return packed.new_zeros(batch, length, *packed.shape[1:]).index_put(self.tokens, packed)
 
 
@@ -151,7 +151,7 @@ class LazyMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
 
     dense: functools._lru_cache_wrapper[Any]
-    mod: Mod | None  # the whole pattern; if it is given, the fields below do not count
+    mod: Mod | None  # the whole pattern; if given, the fields below are ignored
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
@@ -168,7 +168,7 @@ class LazyMask(torch.Tensor):
         mod: Mod | None = None,
         lengths: Any = None,
     ) -> LazyMask:
-        """A mask with this shape and pattern; `dense` makes its elements for operators that read them."""
+        """Return a mask with this shape and pattern; `dense` computes its elements for operators that read them."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool, device=device)
         mask.dense = functools.cache(dense)
         mask.causal, mask.window, mask.padding, mask.mod = causal, window, padding, mod
@@ -177,7 +177,7 @@ class LazyMask(torch.Tensor):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the pattern is the mask. A model that asked for elements, and read them, may have written to them."""
+        """False once the elements have been materialised, because the model may have changed them in place."""
         return self.mod is None or not self.dense.cache_info().currsize
 
     @classmethod
@@ -193,10 +193,10 @@ ADDITIVE = frozenset({"deepseek_v4"})
 def attention_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **arguments: Any
 ) -> Any:
-    """Mask function for transformers: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
+    """Return the mask of a model: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
 
     sdpa_mask builds the tensor for windows of static caches, for one query, under torch.compile, and for mask functions
-    that no Mod traces. Models in `ADDITIVE` get an additive mask.
+    that cannot be traced to a Mod. Models in `ADDITIVE` get an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
@@ -242,14 +242,14 @@ def attention_mask(
 
 
 def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> LazyMask:
-    """The causal LazyMask of a cache of fixed size, which keeps its length on the device."""
+    """Return the causal LazyMask of a cache of fixed size, whose length is on the device."""
     batch_size, q_length, kv_length, q_offset, _ = sizes.values()
     tokens, device = arguments.get("attention_mask"), arguments.get("device", "cpu")
     padding = None
     if tokens is not None:
         # Padding is among the keys that exist; the lengths hide those that do not exist yet.
         padding = _padding_of(F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True))
-    arguments = arguments | dict(allow_is_causal_skip=False)  # its elements are never None
+    arguments = arguments | dict(allow_is_causal_skip=False)  # `dense` needs a tensor, not None
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,
@@ -262,18 +262,18 @@ def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> L
 
 
 def _padding_of(valid: Any) -> Padding | None:
-    """The Padding of a mask, bool (B, keys); None if it hides no key."""
+    """Return the Padding of a mask, bool (B, keys); None if it hides no key."""
     padding = Padding(valid)
     return None if padding.none else padding
 
 
 def _valid_keys(tokens: Any, length: int, device: Any) -> Any:
-    """The padding mask on a device, bool (B, at least `length`), extended by False."""
+    """Return the padding mask on a device, bool (B, at least `length`), extended by False."""
     return F.pad(tokens.to(device), (0, max(0, length - tokens.shape[1])))
 
 
 def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """The LazyMask of a mask function that a Mod traces, else its tensor; for one query, that is linear in the keys."""
+    """Return the LazyMask of a mask function that can be traced to a Mod, else, and for one query, its tensor."""
     batch_size, q_length, kv_length, q_offset, kv_offset = sizes.values()
     function, tokens = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
@@ -281,12 +281,12 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_idx, kv_idx = q_idx + q_offset, kv_idx + kv_offset
-        seen = function(b, 0, q_idx, kv_idx)  # a mask has no heads
+        seen = function(b, 0, q_idx, kv_idx)  # transformers' masks have no head axis
         return seen if valid is None else seen & valid[b, kv_idx]
 
     try:
         mod = Mod(mask_mod=mask_mod) if q_length > 1 else None
-    except Exception:  # sdpa_mask, below, raises the function's own errors again
+    except Exception:  # sdpa_mask below calls the function again and raises its error
         mod = None
     if mod is None:
         return sdpa_mask(**sizes, **arguments)
@@ -310,7 +310,7 @@ def _pattern(
     config: Any = None,
     **_: Any,
 ) -> tuple[bool, tuple[int, int] | None] | None:
-    """(causal, window) of a mask; None for any other pattern, or if the caller needs a materialised mask."""
+    """Return (causal, window) of a mask; None for any other pattern, or if the caller needs a materialised mask."""
     if not allow_is_causal_skip and not allow_is_bidirectional_skip:
         return None
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
@@ -330,7 +330,7 @@ IGNORED = frozenset(
         "logits_to_keep", "return_dict",
     }
 )  # fmt: skip
-# Those of a paged cache of continuous batching.
+# Keyword arguments of continuous batching with a paged cache.
 OF_PAGES = frozenset({"cache", "read_index", "write_index", "block_table"})
 # Keyword arguments for kernels only: eager attention lacks them because the model puts them into its mask instead.
 OF_KERNELS = frozenset({"block_indices"})
@@ -352,7 +352,7 @@ def attention_forward(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """Attention function for transformers: query (B, Hq, Sq, D), key and value (B, Hk, Sk, D) -> (B, Sq, Hq, D), None.
+    """Return (attention (B, Sq, Hq, D), None) of query (B, Hq, Sq, D), key and value (B, Hk, Sk, D), for transformers.
 
     attention_mask: a LazyMask; a boolean or additive tensor broadcastable to (B, Hq, Sq, Sk); or None, and then
     `is_causal`, by default module.is_causal, determines the mask. s_aux: (Hq,), the sinks. position_bias: added to the
@@ -396,14 +396,14 @@ def attention_forward(
 def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError for keyword arguments that would change the result.
 
-    A model also passes on arguments of its caller that are meant for other parts of it. An argument that the model's
-    own eager_attention_forward does not have cannot change the result.
+    A model also passes on arguments of its caller that are meant for other parts of the model. An argument that the
+    model's own eager_attention_forward lacks cannot change the result.
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
             'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
         )
-    # For position_ids that restart in each sequence, transformers has built a mask by a function of them.
+    # With position_ids that restart in each sequence, transformers has built a mask from them.
     is_separated = attention_mask is not None and getattr(attention_mask, "mod", True) is not None
     sequences = kwargs.get("cu_seq_lens_q")
     is_separated |= kwargs.get("cache") is not None
@@ -455,7 +455,7 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
 
 
 def _attend_on_static_cache(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    """Attention on the keys that exist in a static cache; as a KV cache where no option and no gradient hinders."""
+    """Return attention on the keys that exist in a static cache; as a KV cache if options and gradients allow it."""
     records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if records or mask.padding is not None or options["dropout"] or options["bias"] is not None:
         valid = None if mask.padding is None else mask.padding.valid[:, None, None, :]
@@ -465,10 +465,10 @@ def _attend_on_static_cache(mask: LazyMask, q: Any, k: Any, v: Any, options: dic
 
 
 def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any], words: Any) -> Any:
-    """Attention of packed tokens (1, H, T, D) on the paged cache of continuous batching: (1, T, Hq, D).
+    """Return attention (1, T, Hq, D) of packed tokens (1, H, T, D) on the paged cache of continuous batching.
 
-    The cache either returns the keys of all sequences in a row, after it has stored the new ones, or names the pages,
-    and then the call stores them. Boundaries of sequences take the place of a mask.
+    The cache either stores the new keys and returns those of all sequences concatenated, or passes a block table, and
+    then the call stores the new keys. cu_seqlens replace a mask.
     """
     words = dict(words)
     key, value = words["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words)

@@ -47,7 +47,9 @@ class Work(NamedTuple):
         """The arguments of one launch: params, and its tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
             # The kernel does not know `captured`, the last member of the struct.
-            size = dtypes(direction=bool(dict(launch.constants).get("DIRECTION")))["Params"].itemsize
+            constants = dict(launch.constants)
+            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+            size = dtypes(**members)["Params"].itemsize
             params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
             return (params,)

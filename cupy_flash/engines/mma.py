@@ -24,19 +24,19 @@ from .simt import captured_launches
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
-LARGEST = 512  # head dimension
-# Limit of registers per thread that hold accumulators and fragments across a mainloop step; the rest of the 255 holds
-# operands and addresses. The static gate finds no spill up to it (bench/results/static.json).
+LARGEST = 512  # maximum head dimension
+# Maximum registers per thread for accumulators and fragments that are live across a mainloop step; the rest of the 255
+# are for operands and addresses. bench/results/static.json shows no spills up to these limits.
 LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
-LIVE_IN_OPTIONS = 30  # subtracted with a score modification, dropout or, of the forward, a mask_mod
-LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads keep page numbers and look-ups in flight
-LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has half the K extent
-# Architectures with 16-byte red.global.add.v4.f32: there the dK/dV kernel may also accumulate dQ.
+LIVE_IN_OPTIONS = 30  # subtracted with modified scores, dropout, or a mask_mod in the forward
+LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
+LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
+# Architectures with the 16-byte red.global.add.v4.f32, on which the dK/dV kernel may also accumulate dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
 
-# Cost model, per SM and clock. Not measured on a GPU by this project yet.
+# Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # mma.sync
-MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; sm_90 and sm_100 reach half of their peak or less through mma.sync
+MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; also sm_90 and sm_100, where mma.sync reaches at most half of the peak
 SHARED_BYTES = 128  # shared-memory bandwidth
 CACHE_BYTES = 32  # L2 bandwidth
 ADDED_BYTES = 16  # bandwidth of red to global memory
@@ -52,10 +52,10 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves per block
 
 
 class Tile(NamedTuple):
-    """Tile of one kernel: a block owns `rows` of one axis and steps over the other, `step` at a time.
+    """Tile of one kernel: a block owns `rows` rows along one axis and loops over the other in steps of `step` rows.
 
-    Warps form a grid: row warps split the rows; `column_warps` split the columns of the accumulators, and each of them
-    recomputes the scores of its rows.
+    Warps form a grid: row warps split the rows; `column_warps` split the columns of the accumulators, and each of
+    these recomputes the scores of its rows.
     """
 
     rows: int
@@ -70,8 +70,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of a problem's kernels.
 
-    `q_tile` is that of the forward or dQ kernel, None where the dK/dV kernel also accumulates dQ; `kv_tile` that of the
-    dK/dV kernel; `bias_tile` that of the dbias kernel, None where the problem has no bias.
+    `q_tile` is the tile of the forward or dQ kernel, None if the dK/dV kernel also accumulates dQ; `kv_tile` is that of
+    the dK/dV kernel; `bias_tile` is that of the dbias kernel, None without a bias.
     """
 
     block_q: int
@@ -82,7 +82,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are a JVP in fp16, dtypes but fp16 and bf16 (on sm_75: but fp16), and head dimensions above LARGEST."""
+    """Return reasons against a JVP in fp16, dtypes other than fp16 and bf16 (sm_75: fp16), and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
@@ -102,7 +102,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
-    """Tiles whose kernels fit shared memory and registers."""
+    """Return the tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
         kernel = _row_kernel(problem)
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
@@ -121,12 +121,12 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
 
 
 def _row_kernel(problem: Problem) -> str:
-    """The kernel whose blocks own queries."""
+    """Return the kernel whose blocks own query tiles."""
     return "backward_q" if problem.backward else "jvp" if problem.derivative else "forward"
 
 
 def bias_tile(problem: Problem, device: Device) -> Tile | None:
-    """The tile of the dbias kernel; None where the problem does not need it, or no tile is legal."""
+    """Return the tile of the dbias kernel; None if the problem does not need it or no tile is legal."""
     legal = _legal_tiles("backward_bias", problem, device) if _needs_bias_tile(problem) else []
     return legal[0] if legal else None
 
@@ -136,12 +136,12 @@ def _needs_bias_tile(problem: Problem) -> bool:
 
 
 def alike(tile: Tiles) -> object:
-    """The tile itself: how tiles compare depends on the length."""
+    """Return the tile itself, because the cost ranking of any two depends on the length."""
     return tile
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
-    """Waves of blocks times the time of one block, summed over the tile kernels."""
+    """Return predicted seconds: waves of blocks x time of one block, summed over the tile kernels."""
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
     if tile.q_tile is not None:
@@ -153,21 +153,21 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
 
 
 def threads(device: Device, tile: Tiles, cost: float) -> int:
-    """The threads of the forward or dQ kernel, or of the dK/dV kernel where that accumulates dQ."""
+    """Return the threads per block of the forward or dQ kernel, or of the dK/dV kernel if that accumulates dQ."""
     kernel_tile = tile.q_tile or tile.kv_tile
     assert kernel_tile is not None
     return kernel_tile.threads
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """For a backward delta, lse2 and the sums of dQ that the dK/dV kernel adds; for a KV cache rotated rows of q."""
+    """Return delta, lse2 and dq_sums for a backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
-    """The forward or JVP; or the row kernels around dK/dV, dQ and dbias."""
+    """Return the launch of the forward or JVP, or those of a backward: row kernels, dK/dV, dQ and dbias."""
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
@@ -187,7 +187,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
 
 
 def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[Launch]:
-    """The launches, shared by mma and wgmma, for the gradients of a bias and of captured arrays that are wanted."""
+    """Return the launches for the gradients of a bias and of captured arrays, which mma and wgmma share."""
     launches = _bias_launches(problem, tile) + captured_launches(problem, device)
     if not _needs_bias_tile(problem):
         return launches
@@ -224,10 +224,10 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
 
 
 def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
-    """The legal tiles of a kernel.
+    """Return the legal tiles of a kernel.
 
-    Wasteful shapes (column warps, which recompute scores; blocks of few warps; steps of 16) are candidates only if
-    nothing better is legal.
+    Inefficient shapes (column warps, which recompute scores; blocks of few warps; steps of 16) are candidates only if
+    no other shape is legal.
     """
     for column_warps in (1, 2, 4):
         for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)):  # (row warps, 16-row fragments per warp)
@@ -251,7 +251,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    walks = problem.mask_mod and kernel == "forward"  # the loads walk over the tiles, too, ahead of the mainloop
+    walks = problem.mask_mod and kernel == "forward"  # the loads classify tiles themselves, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
@@ -259,7 +259,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
-    # sm_75 has no cp.async: its loads are synchronous, so more stages would only save a barrier.
+    # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel == "backward_bias"
     stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
     legal = [
@@ -276,13 +276,13 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
 
 
 def _padded(problem: Problem, column_warps: int) -> tuple[int, int]:
-    """(D, Dv) rounded up to whole 16-column fragments per column warp; `padded` in tile.cuh."""
+    """Return (D, Dv) rounded up to whole 16-column fragments per column warp, as `padded` in mma/tile.cuh."""
     k, v = (-(-dim // (16 * column_warps)) * 16 * column_warps for dim in (problem.head_dim, problem.head_dim_v))
     return k, v
 
 
 def _live(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Registers per thread that hold score tiles, accumulators and Q."""
+    """Return the registers per thread that hold score tiles, accumulators and Q."""
     m = tile.rows * 32 * tile.column_warps // (16 * tile.threads)
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
@@ -295,7 +295,7 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
 
 
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Bytes of dynamic shared memory; must match the arrays that the kernel declares."""
+    """Return the bytes of dynamic shared memory, which must match the arrays that the kernel declares."""
     k, v = _padded(problem, tile.column_warps)
     stage = 2 * tile.step * (k + v)
     if kernel == "forward":
@@ -315,14 +315,14 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
-    """Occupancy: resident blocks per SM."""
+    """Return the occupancy in resident blocks per SM."""
     shared = _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
-    """Predicted seconds of one kernel: resident blocks share an SM's throughput, a single warp overlaps nothing."""
+    """Return predicted seconds of one kernel: resident blocks share an SM's throughput; a single warp overlaps none."""
     k, v = _padded(problem, tile.column_warps)
     scores, sums = {"forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[
         kernel
@@ -333,13 +333,13 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
     elements = tile.rows * tile.step
-    if tile.add_dq:  # dQ += dS K reads dS back from shared memory, and K
+    if tile.add_dq:  # dQ += dS K also loads dS and K from shared memory
         sums += k
         read += 2 * elements + 2 * elements * k // 32 * 2
     dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
     issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
-    clocks = (  # of one mainloop step of one block, by resource
+    clocks = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,

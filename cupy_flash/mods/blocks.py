@@ -1,4 +1,4 @@
-"""block_mask: the exact classes of the blocks of a mask of which interval arithmetic proves too little."""
+"""block_mask: precomputes the classes of a mask's blocks where interval arithmetic cannot prove them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ def block_mask(
     block: int = 128,
     like: object = None,
 ) -> MaskMod:
-    """The mask_mod with a table of the classes of its blocks: empty, full, or cut, of which the elements are computed.
+    """Return the mask_mod with a table that classifies its blocks as empty (skipped), full (unmasked) or cut.
 
-    No mask needs it: tiles are skipped where interval arithmetic proves that they are hidden. It serves masks of which
-    that proves little, such as segments in no order, and costs one evaluation on the host, of all elements of the
-    blocks that are not proved; use it for many calls. The table takes q_len kv_len / block^2 bytes for each of B H.
+    No mask needs the table, because attention skips the tiles that interval arithmetic proves to be hidden. It helps
+    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once on the host,
+    for the blocks that are not proved, so reuse the result in many calls. The table has B H q_len kv_len / block^2
+    bytes.
 
     Args:
         mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend, over arrays in host memory; or a BlockMask
             of torch, on any device, which is converted and takes no other argument.
-        B: the number of sequences; None: one table for all.
-        H: the number of query heads; None: one table for all.
-        q_len: the most queries of a call.
-        kv_len: the most keys of a call.
+        B: the number of sequences; None for one table for all sequences.
+        H: the number of query heads; None for one table for all heads.
+        q_len: the maximum number of queries of a call.
+        kv_len: the maximum number of keys of a call.
         block: queries and keys of a block.
-        like: an array of the kind and on the device of q; default: what mask_mod captures, else NumPy.
+        like: an array of q's type and device, which the table gets; default: those of mask_mod's captured arrays, or
+            else NumPy.
 
     Returns:
-        A mask_mod, also for `and_masks` and `Mod`.
+        A mask_mod, which may also be passed to `and_masks` and `Mod`.
 
     Raises:
-        TypeError: mask_mod is no such function, or cannot be traced; q_len or kv_len is missing.
+        TypeError: mask_mod is not such a function, or cannot be traced; q_len or kv_len is missing.
         ValueError: B, H, q_len, kv_len or block is not positive.
 
     >>> import numpy as np, cupy_flash
@@ -74,7 +76,7 @@ def block_mask(
 
 
 def _classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray[Any, Any]:
-    """The exact classes of blocks, uint8 (B, H, query blocks, key blocks)."""
+    """Return the exact classes of blocks, uint8 (B, H, query blocks, key blocks)."""
     counts = tuple(-(-length // block) for length in lengths)
     if mod.program.mask is None:
         return np.full((*heads, *counts), ALL, np.uint8)
@@ -104,7 +106,7 @@ def _classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: 
 
 
 def _like(x: np.ndarray[Any, Any], like: Any) -> Any:
-    """x as an array of the kind and on the device of `like`."""
+    """Return x as an array with the type and device of `like`."""
     framework = "numpy" if like is None else as_array(like, "like").framework
     if framework == "torch":
         import torch

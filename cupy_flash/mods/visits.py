@@ -1,4 +1,4 @@
-"""The tiles of scores that the CPU engine visits under a mask_mod: those that the classes of tiles leave."""
+"""The tiles that the CPU engine computes under a mask_mod, those that are not EMPTY."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..mask import Band
 from ..score import KEYS, QUERIES, Cut, Positions
 from .tiles import CUT, EMPTY, FULL, TileClasses
 
-GRAIN = 64  # rows of the other axis that are classified at a time: a visited tile starts and stops at multiples of it
-MOST_GRAINS = 256  # grains of one axis in an estimate
-AT_ONCE = 2**18  # classes computed at a time: their intervals take dozens of arrays
+GRAIN = 64  # rows per class along the axis of a loop: visits start and stop at multiples
+MOST_GRAINS = 256  # maximum grains per axis in an estimate
+AT_ONCE = 2**18  # maximum number of tiles classified at a time: intervals need dozens of arrays
 
 
 class Visit(NamedTuple):
@@ -20,14 +20,14 @@ class Visit(NamedTuple):
 
     start: int
     stop: int
-    cut: Cut | None  # the part of it of which the mask_mod may hide scores
+    cut: Cut | None  # the part in which the mask_mod may hide scores
 
 
 class Visits:
-    """The visited tiles of a call, found once for all heads and sequences that share them.
+    """The visited tiles of a call, computed once for all heads and sequences that share them.
 
-    Threads share it without a lock: those that ask for the same tiles at once find the same ones, in the time in which
-    they would wait for the first.
+    Threads use it without a lock: two threads may compute the same tiles, in the time that one would wait for the
+    other.
     """
 
     def __init__(self, classes: TileClasses, block_q: int, block_kv: int) -> None:
@@ -35,13 +35,13 @@ class Visits:
         self._found: dict[object, list[list[Run]]] = {}
 
     def kv_tiles(self, batch: int, head: int, band: Band, positions: Positions, q_start: int) -> list[Visit]:
-        """The key tiles that the query tile from q_start on visits, last first, as Band.kv_tiles."""
+        """Return the key tiles that the query tile at q_start visits, last first, as Band.kv_tiles."""
         rows = self._rows(batch, head, band, positions, by_query=True)
         q_stop = min(q_start + self.block_q, band.q_len)
         return _clipped(rows[q_start // self.block_q], KEYS, *band.kv_range(q_start, q_stop))[::-1]
 
     def q_tiles(self, batch: int, head: int, band: Band, positions: Positions, kv_start: int) -> list[Visit]:
-        """The query tiles that visit the key tile from kv_start on, first to last, as Band.q_tiles."""
+        """Return the query tiles that visit the key tile at kv_start, in order, as Band.q_tiles."""
         rows = self._rows(batch, head, band, positions, by_query=False)
         kv_stop = min(kv_start + self.block_kv, band.kv_len)
         return _clipped(rows[kv_start // self.block_kv], QUERIES, *band.q_range(kv_start, kv_stop))
@@ -61,7 +61,7 @@ class Visits:
 def classes_of(
     classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
 ) -> np.ndarray:
-    """The classes of all tiles of a sequence, (query tiles, key tiles)."""
+    """Return the classes of all tiles of a sequence, (query tiles, key tiles)."""
     queries = _places(positions.q_first, positions.step, band.q_len, block_q)
     keys = _places(positions.kv_first, positions.step, band.kv_len, block_kv)
     found = np.empty((len(queries[0]), len(keys[0])), np.uint8)
@@ -73,13 +73,13 @@ def classes_of(
 
 
 def _places(first: int, step: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the first and the last row of each tile."""
+    """Return the positions of the first and the last row of each tile."""
     starts = np.arange(0, length, block)
     return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
 
 
 class TileCounts(NamedTuple):
-    """The tiles of a call by class: skipped, computed without a mask, masked."""
+    """The numbers of tiles that are skipped, computed without a mask, and masked."""
 
     empty: int
     full: int
@@ -89,7 +89,7 @@ class TileCounts(NamedTuple):
 def count_tiles(
     classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
 ) -> TileCounts:
-    """The classes of the tiles of one sequence and head under the mask_mod and the band together."""
+    """Count the classes of the tiles of one sequence and head under both the mask_mod and the band."""
     found = classes_of(classes, batch, head, band, positions, block_q, block_kv)
     i, j = np.arange(0, band.q_len, block_q)[:, None], np.arange(0, band.kv_len, block_kv)
     last_i, last_j = np.minimum(i + block_q, band.q_len) - 1, np.minimum(j + block_kv, band.kv_len) - 1
@@ -134,16 +134,16 @@ class VisitEstimate:
 
 
 class Run(NamedTuple):
-    """Positions without an EMPTY class, and those from the first to the last class among them that is not FULL."""
+    """Consecutive positions without an EMPTY class, and the part from the first to the last class that is not FULL."""
 
     start: int
     stop: int
     cut_start: int
-    cut_stop: int  # at most cut_start if all are FULL
+    cut_stop: int  # not above cut_start if all classes are FULL
 
 
 def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Run]]:
-    """The runs of each row of classes, split at multiples of `block`.
+    """Return the runs of each row of classes, split at multiples of `block`.
 
     Column n of classes covers [n grain, (n + 1) grain).
     """
@@ -161,14 +161,14 @@ def _run_columns(classes: np.ndarray, per_block: int) -> tuple[np.ndarray, ...]:
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
     last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
     is_full = classes == FULL
-    # The columns that are not FULL nearest to each column, at or after it and at or before it.
+    # For each column, the nearest column that is not FULL at or after it, and at or before it.
     after = np.minimum.accumulate(np.where(is_full, len(column), column)[:, ::-1], axis=1)[:, ::-1]
     before = np.maximum.accumulate(np.where(is_full, -1, column), axis=1)
     return rows, first, last + 1, np.minimum(after[rows, first], last + 1), before[rows, last] + 1
 
 
 def _clipped(found: list[Run], axis: int, start: int, stop: int) -> list[Visit]:
-    """The visits inside [start, stop)."""
+    """Return the visits of the runs inside [start, stop)."""
     visits = []
     for run in found:
         if run.start < stop and run.stop > start:

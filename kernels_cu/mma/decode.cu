@@ -4,6 +4,7 @@
 // the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
 #include "../split_kv.cuh"
 #include "../descales.cuh"
+#include "../walk.cuh"
 #include "cache_gemm.cuh"
 #include "load.cuh"
 
@@ -28,7 +29,23 @@ struct Part {
 
   __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
+  __device__ Range queries(const Params& p) const {
+    return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
+  }
   __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
+};
+
+// The key tiles of a part, first to last. Hidden tiles add zeros, so skipping them changes no bit.
+struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
+  __device__ PartTiles(const Params& p, const Part& part)
+      : Walk(unmasked_keys(p, part), part.keys,
+             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {
+    skip_hidden();
+  }
+  __device__ static Range unmasked_keys(const Params& p, const Part& part) {
+    Range queries = part.queries(p), keys = part.band.sees_all(queries.begin, queries.end);
+    return {keys.begin, min(keys.end, part.keys.end)};
+  }
 };
 
 // Addresses of the rows of a tile of Q under GQA packing.
@@ -54,19 +71,21 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
-      Score score(p, part.sequence, head);
+      Score score(p, part.sequence, head, part.band.mod);
       score.scale = scale;
       Range keys = part.band.keys(i);
+      int query = part.band.query(i);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
-          if constexpr (DENSE_MASK)
-            seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, part.band.query(i), j);
+          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, query, j);
+          int key = MASKED && MODS ? part.band.key(j) : j;
+          if constexpr (MASKED && MASK_MOD) seen &= part.band.mod_sees(head, query, key);
           float derivative;
-          float s = MODIFIED ? score.apply(S[m][n][e], i, j, derivative) : S[m][n][e];
+          float s = MODIFIED ? score.apply(S[m][n][e], query, key, derivative) : S[m][n][e];
           S[m][n][e] = seen ? s : -infinity();
         }
     }
@@ -167,26 +186,25 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   auto V_lane = Gemm::V::lane_of_X();
   KvLoads loads(p, part.sequence, part.kv_head, pages_smem);
   Pipeline<STAGES, K_BYTES + V_BYTES> slots(Q_smem + Q_BYTES);
-  auto load = [&](int start) {
-    if (start < part.keys.end) loads.load(slots.next(), start, part.keys);
+  PartTiles tiles(p, part);
+  auto loaded = tiles;  // the tile to load next
+  auto load = [&] {
+    if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
+    loaded.next();
     slots.commit();
   };
-  int first = part.keys.begin / BLOCK_KV * BLOCK_KV;
-  Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
-  unmasked.end = min(unmasked.end, part.keys.end);
 
   __syncthreads();  // all warps have finished with the shared memory of the previous part
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
-  for (int start = first; start < first + (STAGES - 1) * BLOCK_KV; start += BLOCK_KV) {
-    loads.pages.look_up(start, part.keys);
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    loads.pages.look_up(loaded.start, part.keys);
     loads.pages.store();
     if constexpr (PAGED) __syncthreads();
-    load(start);
+    load();
   }
-  int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
-  loads.pages.look_up(ahead, part.keys);
+  loads.pages.look_up(loaded.start, part.keys);
   loads.pages.store();
   cp_async_wait_group<STAGES - 1>();  // Q has arrived
   __syncthreads();
@@ -198,15 +216,14 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
   float O_rmem[M][Gemm::FRAGMENTS][4] = {};
-  for (int start = first; start < part.keys.end; start += BLOCK_KV) {
+  for (; tiles.valid(); tiles.next()) {
     if constexpr (STAGES == 1) {
       __syncthreads();
-      load(ahead);
+      load();
     }
     unsigned int tile = slots.wait();
-    if constexpr (STAGES > 1) load(ahead);
-    ahead += BLOCK_KV;
-    loads.pages.look_up(ahead, part.keys);
+    if constexpr (STAGES > 1) load();
+    loads.pages.look_up(loaded.start, part.keys);
     unsigned int K_smem = tile + 16 * warp * Gemm::K::ROW;
     unsigned int V_smem = tile + K_BYTES + 16 * warp * Gemm::V::ROW;
     float S_rmem[M][N][4];
@@ -214,10 +231,10 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
       Gemm::scores(S_rmem, Q_rmem, K_smem, K_lane);
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-    if (start < unmasked.begin || start + BLOCK_KV > unmasked.end)
-      modify_rows<true>(S_rmem, p, part, scale, start + 16 * warp);
+    if (tiles.masked())
+      modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
-      modify_rows<false>(S_rmem, p, part, scale, start + 16 * warp);
+      modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
     exponentiate(S_rmem, softmax, scale_log2);
     unsigned int P_rmem[M][N / 2][4];
@@ -275,8 +292,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
                 part_of(place, blockIdx.x, begin == 0)};
       // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
       // add zeros, so this changes no bit.
-      part.keys.begin = max(keys.begin, band.kv_begin(part.query(p, 0)));
-      part.keys.end = min(keys.end, band.kv_end(min(part.query(p, BLOCK_Q - 1) + 1, sequence.q_len)));
+      Range queries = part.queries(p);
+      part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
+      part.keys.end = min(keys.end, band.kv_end(queries.end));
       if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
       attend(p, part, (unsigned char*)shared, pages_smem);
       place += count;

@@ -1,4 +1,4 @@
-"""The cost model against a sweep: the loss of the predicted order, and fitted constants."""
+"""The cost model against a sweep: the loss by choosing tiles by prediction, and constants fitted to measurements."""
 
 import json
 
@@ -14,7 +14,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def predicted(its):
-    """A sweep in which every wgmma tile takes the time that the cost model predicts with its current constants."""
+    """A sweep in which every wgmma tile takes the time that the cost model predicts."""
     words = dict(dtype=its.dtype, head_dim=its.head_dim, causal=its.causal, layout="bhsd", engine="wgmma")
     sizes = dict(batch=its.batch, heads=its.heads, kv_heads=its.heads, q_len=its.seqlen, kv_len=its.seqlen)
     problem = ahead.problems(**words, backward=False)[-1]._replace(**sizes)
@@ -26,7 +26,7 @@ def predicted(its):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """A sweep of a GPU on which a step waits three times as long as the cost model's constants say."""
+    """A sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
     sizes = [regime(dim, seqlen, causal) for dim in (64, 128) for seqlen in (1024, 16384) for causal in (False, True)]
     with monkeypatch.context() as patch:
         patch.setattr(forward, "STEP", 3.0 * forward.STEP)
@@ -34,10 +34,10 @@ def planted(monkeypatch):
         return result(*map(predicted, sizes))
 
 
-def test_planted_constants_are_found_again(planted):
+def test_fit_recovers_the_constants_of_a_sweep(planted):
     written = {name: getattr(forward, name) for name in ("STEP", "CLOCK", "BLOCK")}
     rows = {row[1]: row for row in costs.constants(planted["cases"], planted["device"]).rows}
-    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants
+    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants of the module
     assert {row[0] for row in rows.values()} == {"wgmma forward"}
     step, clock, block = (float(rows[name][3]) for name in ("STEP", "CLOCK", "BLOCK"))
     assert step / clock == pytest.approx(3 / 1.2 * written["STEP"] / written["CLOCK"], rel=0.15)

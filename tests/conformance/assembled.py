@@ -1,5 +1,7 @@
-"""Micro-kernels through NVRTC, which compiles CUDA and not PTX: each becomes a kernel of one asm statement, so that PTX
-that the assembler rejects is found without a GPU."""
+"""Compiles micro-kernels with NVRTC, so that PTX which ptxas rejects is found without a GPU.
+
+NVRTC takes CUDA and not PTX, so each micro-kernel becomes a CUDA kernel of one asm statement.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from cupy_flash.checks.micro_kernels import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:
-    """CUDA source of a kernel with the PTX text's parameters, directives and body."""
+    """CUDA source of a kernel with the parameters, directives and body of the PTX text."""
     found = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
     assert found is not None
     parameters, directives, body = found.groups()
     operands, declared = [], []
-    body = body.replace("%", "%%")  # in an asm statement % is an operand
+    body = body.replace("%", "%%")  # in an asm statement % starts an operand
     for i, parameter in enumerate(parameters.split(",")):
         kind, its = parameter.removesuffix("[128]").split()[-2:]
         if kind == ".b8":
@@ -35,7 +37,7 @@ def in_cuda(kernel: Kernel, name: str) -> str:
 
 
 def source(kernels: list[Kernel]) -> str:
-    """One CUDA source with all kernels."""
+    """CUDA source with one kernel per micro-kernel."""
     head = (
         "struct alignas(64) Map { unsigned long long opaque[16]; };\n"
         "extern __shared__ __align__(1024) unsigned char dynamic[];\n"

@@ -1,4 +1,4 @@
-"""The memory model on a real GPU, against torch's own dropout, norms and attention."""
+"""The memory model on a real GPU, with torch's own dropout, norms and attention."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ RUNS = {
         "--archs=sm_80,sm_80", "--seeds=5", "tests/gpu", INSIDE, *COVERING, *PACKED,
         "--ignore=tests/gpu/test_gpu_half.py", SHORT,
     ),
-    "sm_75": ("--archs=sm_75", "tests/gpu/test_gpu_engine.py", "-k=come_back"),
+    "sm_75": ("--archs=sm_75", "tests/gpu/test_gpu_engine.py", "-k=results_are_arrays"),
     "sm_90a": (
-        "--archs=sm_90a", "tests/gpu/test_gpu_engine.py::test_arrays_come_back_as_they_were_given[wgmma-cupy]",
+        "--archs=sm_90a", "tests/gpu/test_gpu_engine.py::test_results_are_arrays_of_the_callers_library[wgmma-cupy]",
         "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[window-causal-any-order]",
         "tests/gpu/test_gpu_half.py::test_wgmma_on_cuda[packed-sink-deterministic]",
         f"{INSIDE}/test_tensor_maps.py", f"{INSIDE}/test_clusters.py",

@@ -237,9 +237,14 @@ def run_kernels(
     return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
 
 
-def check(case: CacheCase, results: tuple[np.ndarray, ...] | None = None, **options: Any) -> None:
-    """Compare `results` (those of `run` by default) with the formula, and count the cache elements that changed."""
-    call, dtype = case.call(), DTYPES[case.dtype]
+def check(
+    case: CacheCase, results: tuple[np.ndarray, ...] | None = None, *, call: CacheCall | None = None, **options: Any
+) -> None:
+    """Compare `results` (those of `run` by default) with the formula, and count the cache elements that changed.
+
+    `call` is that of the case, perhaps with other options.
+    """
+    call, dtype = call or case.call(), DTYPES[case.dtype]
     results, (exact, low) = results or run(call, **options), references(call, dtype)
     accumulation = np.float64 if case.dtype == "float64" else np.float32
     for name, actual, expected, approximate in zip(

@@ -1,4 +1,4 @@
-"""The CUDA struct of a mod compiles, and in the simulator it gives the scores, slopes, masks and classes of NumPy."""
+"""The CUDA struct of a mod, compiled and run on the simulator, gives the scores, slopes, masks and classes of NumPy."""
 
 import inspect
 import re
@@ -25,7 +25,7 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p, const int* he
                                  const int* keys, const real* products, real* scores, real* slopes,
                                  unsigned char* seen) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Mod mod(p, 0);
+  Mod mod(p, Sequence(p, 0));
   Mod::Query q = mod.query(heads[n], queries[n]);
   Mod::Key k = mod.key(keys[n]);
   scores[n] = mod.score(products[n], q, k, slopes[n]);
@@ -36,17 +36,17 @@ TILES = """
 extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interval<int>* heads,
                                  const Interval<int>* queries, const Interval<int>* keys, unsigned char* classes) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Truth seen = Mod(p, 0).tile(heads[n], queries[n], keys[n]);
+  Truth seen = Mod(p, Sequence(p, 0)).tile(heads[n], queries[n], keys[n]);
   classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
 }
 """
 EXTREMES = (kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
-MOST_INSTRUCTIONS = 500  # of the SASS that classifies a tile, loops over elements and chunks once
+MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bodies of loops once
 
 
 def kernel_text(mod, kernel, constants=(), **options):
-    """The text of a kernel with the struct of a mod."""
+    """The text of a kernel that contains the struct of a mod."""
     program = mod.program
     by = None if program.score is None else derivative(program.score)
     headers = {
@@ -60,14 +60,14 @@ def kernel_text(mod, kernel, constants=(), **options):
 
 
 def table_of(array):
-    """The table of a captured array, (rows, chunks, 2)."""
+    """The table of extremes of a captured array's chunks, (rows, chunks, 2)."""
     bounds = Extremes(array).chunks
     number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
     return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
 
 
 def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
-    """Run a kernel of one thread per element of `inputs` in the simulator, filling `outputs`."""
+    """Run a kernel with one thread per element of `inputs` on the simulator; it fills `outputs`."""
     name = re.search(r"(\w+)\(const __grid_constant__", kernel)[1]
     text = kernel_text(mod, kernel, constants, **options)
     assert plant[0] in text
@@ -97,7 +97,7 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
 
 
 def pairs_of(mod, real, length=LENGTH, constants=(), **options):
-    """(scores, slopes, seen) of random pairs: those of the kernel, those of NumPy."""
+    """((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
     rng = np.random.default_rng(0)
     heads = rng.integers(0, 3, 512).astype(np.int32)
     q, kv = (rng.integers(0, length, 512).astype(np.int32) for _ in range(2))
@@ -119,7 +119,7 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
 
 
 def classes_of(mod, length, block, **options):
-    """(EMPTY, CUT or FULL of each tile from the kernel, those of NumPy)."""
+    """(EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
     starts = np.arange(0, length, block)
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
@@ -170,10 +170,12 @@ def test_tables_of_extremes_equal_numpy():
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
 def test_random_masks_equal_numpy(seeds):
-    """Elements are NumPy's; a class proves no more than NumPy's, which also knows the numbers of the call."""
+    """Elements equal NumPy's. The kernel classifies at most the tiles that NumPy does, which knows the mod's
+    numbers.
+    """
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
-        if mod.program.mask is None:  # it is simplified to True
+        if mod.program.mask is None:  # the mask is simplified to True
             continue
         options = {"largest": cuda_code.LARGE} if seed % 2 else {}
         (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
@@ -186,7 +188,9 @@ def test_random_masks_equal_numpy(seeds):
 @pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["document causal logical long"]))
 def test_struct_compiles_within_its_limits(row, target, monkeypatch):
-    """Without warnings and spills, and a tile is classified in MOST_INSTRUCTIONS. Compiled as for a call."""
+    """The struct compiles without warnings and spills, with the flags of a user's call, in at most
+    MOST_INSTRUCTIONS.
+    """
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     compiled = nvrtc.compile(kernel_text(Mod(mask_mod=row[0]), TILES), "tiles", target)
     assert not compiled.warnings
@@ -196,7 +200,7 @@ def test_struct_compiles_within_its_limits(row, target, monkeypatch):
 
 
 PLACES = np.arange(320, dtype=np.int32)
-# Replaced text of range.cuh, and a mask of 320 tokens whose tiles of 40 x 40 are then of a wrong class.
+# (text of range.cuh, planted text, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
 PLANTS = {
     "less for less or equal": (
         "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}", lambda b, h, q, kv: q // 40 <= kv // 40
@@ -221,8 +225,10 @@ def test_wrong_interval_arithmetic_is_found(plant):
         assert wrong.any() == is_planted
 
 
-def test_distances_that_reals_do_not_hold_stay_ints():
-    """A real of 32 bits holds no odd number above 2**24: the text of a longer call subtracts before it converts."""
+def test_distances_beyond_float32_stay_integers():
+    """float32 has no odd integers above 2**24, so for long sequences the text subtracts positions before converting
+    them.
+    """
     program = Mod(lambda s, b, h, q, kv: s - abs(q - kv) * 0.5).program
     short, long = (cuda_code.mod_struct(program, largest=largest) for largest in (cuda_code.SMALL, cuda_code.LARGE))
     assert "q.offset" in short and "q.offset" not in long

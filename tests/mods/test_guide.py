@@ -1,4 +1,4 @@
-"""The mods of the guide: the same code gives the same results on NumPy, torch and jax, those of the dense formula."""
+"""The mods of docs/mods.md give the results of the dense formula with NumPy, torch and jax."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_libraries_agree(library):
         np.testing.assert_allclose(np.asarray(actual[name]), out, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def test_results_are_those_of_the_formula():
+def test_results_equal_the_formula():
     names = run("numpy")
     for kind in ("score_mod", "mask_mod"):
         for name, mod in names[f"{kind.upper()}S"].items():

@@ -1,4 +1,4 @@
-"""Mods in the kernels of wgmma, in the simulator: results against the dense formula, orders of work, planted bugs."""
+"""Mods in the wgmma kernels on the simulator: the dense formula, orders of asynchronous work, planted bugs."""
 
 import functools
 from dataclasses import replace
@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def long_case(options):
-    """A case of several tiles with these options, whose lengths are scaled to it."""
+    """A case with these options and several tiles; lengths are replaced by ones that fit it."""
     lengths = {name: (30, 141) if name == "q_lengths" else (199, 70) for name in options if name.endswith("lengths")}
     return Case(**LONG | dict(batch=2 if lengths else 1) | options | lengths)
 
@@ -62,7 +62,7 @@ def test_forward_of_every_mod(options):
 
 
 @pytest.mark.parametrize("options", in_tiers(OPTIONS, ["packed", "causal"]))
-def test_forward_beside_every_option(options):
+def test_forward_with_every_option(options):
     case = long_case(options)
     check_forward(case, forward(case, DRAWING, blocks=3))
 
@@ -92,7 +92,7 @@ BACKWARD = {
 
 
 def run(case, tile="keys", **how):
-    """All results of a case, with a tile of the backward."""
+    """All results of a case, with one of the BACKWARD tiles."""
     of_backward = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
     return run_kernels(case, arch="sm_90a", engine="wgmma", tile=of_backward, **how)
 
@@ -107,7 +107,7 @@ def test_gradients_of_every_mod(options):
 
 @pytest.mark.parametrize("tile", in_tiers({name: name for name in BACKWARD}, ["shared keys"]))
 @pytest.mark.parametrize("options", in_tiers(OPTIONS, ["packed"]))
-def test_gradients_beside_every_option(options, tile):
+def test_gradients_with_every_option(options, tile):
     case = long_case(options)
     check(case, run(case, tile))
 
@@ -134,7 +134,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", in_tiers(ORDERS, []))
 def test_every_order_gives_the_same_bits(order):
-    """A deterministic backward passes the turns of hidden tiles."""
+    """In a deterministic backward the turns of hidden tiles are passed on, in any order of asynchronous work."""
     case, starts = Case(**LONG | dict(q_len=150), mask_mod="document"), functools.partial(start, **order)
     expected = run(case, deterministic=True)
     check(case, expected)
@@ -144,7 +144,7 @@ def test_every_order_gives_the_same_bits(order):
     check_forward(case, drawn)
 
 
-# name -> (original text, planted text, errors), of the forward in one block that draws its tiles
+# name -> (original text, planted text, errors); the forward runs in one block that draws its tiles
 PLANTED = {
     "cut tiles count as full": ("(kv_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
     "a visible tile is skipped": ("advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))", AssertionError),
@@ -171,7 +171,7 @@ def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
-# The same of a deterministic backward.
+# The same for the deterministic backward
 PLANTED_BACKWARD = {
     "cut tiles count as full": ("(q_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
     "records not waited for": (
@@ -193,6 +193,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     *change, error = plant
     with planted(monkeypatch, change), pytest.raises(error):
-        # In a fixed order a record of another head waits for a turn that never comes, which no check ends.
+        # In a deterministic backward a record of another head waits for a turn that never comes, which no check ends.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

@@ -1,4 +1,4 @@
-"""Attention on a KV cache against the formula on the gathered keys, in every option and layout."""
+"""Attention on a KV cache against the formula on the gathered keys, for every option and layout."""
 
 from dataclasses import replace
 
@@ -97,22 +97,24 @@ def test_split_size(case):
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 64, 256])
 @pytest.mark.parametrize("split_size", [None, 128])
 def test_every_page_size(page, split_size):
-    """Lengths around the ends of pages, with an append across them."""
+    """Lengths are just below, at and above the ends of pages, and the appended rows cross them."""
     lengths = tuple({0, 1, page - 1, page, page + 1, 300 - 2})
     check(CacheCase(lengths=lengths, page=page, capacity=-(-300 // page) * page, appended=2, q_len=2,
                     split_size=split_size, heads=2, kv_heads=1, head_dim=8, head_dim_v=8))  # fmt: skip
 
 
 def test_the_capacity_changes_no_bit():
-    """A full cache and a longer one with the same lengths (pieces cut by the capacity would differ)."""
+    """Caches of different capacity with the same lengths give the same bits, so pieces do not depend on the
+    capacity.
+    """
     case = CacheCase(lengths=(300, 1200), capacity=1300, head_dim=8, head_dim_v=8)
     one, longer = run(case.call()), run(replace(case, capacity=9000).call())
     for a, b in zip(one[:2], longer[:2], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_tokens_one_at_a_time_in_chunks_or_at_once():
-    """The same tokens through a cache in any steps: the same to rounding, and the same cache to the bit."""
+def test_tokens_in_steps_of_any_size():
+    """Any number of tokens per step gives the same results up to rounding, and bitwise the same cache."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 12, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
     results = []
@@ -150,7 +152,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_few_queries(options):
-    """Plain attention by the same engine."""
+    """The engine cpu_decode also serves plain attention."""
     case = Case(**dict(kv_len=130) | options)
     call = case.call()
     function = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
@@ -162,7 +164,7 @@ def test_attention_of_few_queries(options):
         assert_matches_reference(lse, exact.lse, low.lse, lse.dtype, f"lse of {case}")
 
 
-def test_attention_of_few_queries_runs_there():
+def test_attention_of_few_queries_chooses_cpu_decode():
     call = Case(q_len=1, kv_len=130).call()
     assert "engine     cpu_decode" in cupy_flash.explain(*call[:3])
     short = Case(q_len=1, kv_len=30).call()
@@ -170,7 +172,7 @@ def test_attention_of_few_queries_runs_there():
 
 
 def test_nan_reaches_only_rows_that_see_it():
-    """NaN and infinity in keys and values that a causal mask, a window or leftpad hides."""
+    """A causal mask, a window and leftpad hide NaN and infinity in keys and values."""
     case = CacheCase(lengths=(90, 90), capacity=90, q_len=3, window=(40, None))
     call = case.call()
     expected = run(call)[0]

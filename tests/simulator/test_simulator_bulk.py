@@ -8,7 +8,9 @@ import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BOXES, BY_NAME, CASES, STRIDED, drain, fill, initialise, tensor, wait
+from cupy_flash.checks.hopper import BY_NAME, CASES
+from cupy_flash.checks.hopper.bulk import BOXES, STRIDED, tensor
+from cupy_flash.checks.hopper.case import drain, fill, initialise, wait
 
 ORDERS = ["early", "late", "random"]
 DTYPES = {"u8": np.uint8, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}

@@ -5,7 +5,8 @@ import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import SimulationError, errors
-from cupy_flash.checks.hopper import BY_NAME, PAIR, wait
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.case import PAIR, wait
 
 ORDERS = ["early", "late", "random"]
 MULTICAST, REMOTE = BY_NAME["cluster.multicast"], BY_NAME["cluster.remote"]

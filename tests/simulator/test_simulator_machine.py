@@ -7,7 +7,9 @@ import pytest
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
-from cupy_flash.checks.hopper import BY_NAME, DYNAMIC_BYTES, tensor
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.bulk import tensor
+from cupy_flash.checks.hopper.shared_memory import DYNAMIC_BYTES
 from cupy_flash.tensor_map import encode_for_simulator
 
 LANES = np.arange(32)

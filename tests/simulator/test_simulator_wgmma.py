@@ -11,7 +11,8 @@ import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME, WGMMA_FORMS, Operand
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.wgmma import WGMMA_FORMS, Operand
 
 DTYPES = {
     "f16": np.float16,

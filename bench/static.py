@@ -139,7 +139,7 @@ class Sass:
 
     per_score: dict[str, float]  # thread instructions of the steady path per score, by class
     longest: float  # all those of the longest path
-    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+    waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)

@@ -1,4 +1,4 @@
-"""All environment variables that cupy_flash reads; no other module reads any."""
+"""Reads all environment variables of cupy_flash; no other module reads any."""
 
 import os
 import sys

@@ -644,6 +644,8 @@ def _with_problem(
 def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
     """Check that no array overlaps a cache, because the append would change it, or the result would change the cache.
 
+    Of the two caches only the first element is compared: K and V in one array are found, caches shifted against each
+    other are not.
     jax arrays are not checked: XLA assigns their memory, and they have none while jax traces.
     """
     others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
@@ -656,11 +658,21 @@ def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
         for cache_name, cache, (cache_first, cache_end) in caches:
             if first < cache_end and cache_first < end and _share_an_element(array, cache):
                 requirements.require(False, f"{name} overlaps {cache_name} in memory")
+    if "k" in call and len(caches) == 2:
+        (_, k, (k_first, k_end)), (_, v, (v_first, v_end)) = caches
+        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
+        requirements.require(
+            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
+        )
+
+
+def _has_own_memory(array: Array) -> bool:
+    return array.framework not in ("jax", "xla")
 
 
 def _share_an_element(a: Array, b: Array) -> bool:
     """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
-    if a.device != b.device or a.framework in ("jax", "xla"):
+    if a.device != b.device or not _has_own_memory(a):
         return False
     try:
         shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]

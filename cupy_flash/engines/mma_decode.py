@@ -30,7 +30,6 @@ from .mma import (
     SHARED_BYTES,
 )
 from .shared import grid_refusals, known_constants, nonempty, with_mods
-from .wgmma.hopper import ARCH
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -40,11 +39,12 @@ ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
-ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S, beside the conversions of an fp8 cache
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
+WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
 STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the slots that a producer warp fills
 PANEL_BYTES = 128  # of a row of a TMA box, at most
 LEAST_PAGE = 8  # keys of a page: smaller boxes would load fewer bytes than a swizzle atom
@@ -118,7 +118,7 @@ def _has_tma(problem: Problem, device: Device) -> bool:
     """Return whether TMA can load tiles of the caches: from pages of 8 keys on, in swizzled panels of whole rows."""
     cache = problem.cache
     assert cache is not None
-    loads = device.arch == ARCH and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
+    loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
     panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
     return loads and panels and (cache.page is None or cache.page >= LEAST_PAGE)
 

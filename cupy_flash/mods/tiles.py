@@ -51,7 +51,7 @@ class KnownBits(NamedTuple):
     unknown: Numbers
 
 
-# ------------------------------------------------------------------------------------------------ twins of range.cuh
+# ------------------------------------------------------------------------------ functions that range.cuh has as well
 
 
 def always() -> Truth:

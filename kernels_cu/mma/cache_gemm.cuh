@@ -28,7 +28,7 @@ template <typename T>
 struct CacheGemm {
   using K = KvTile<HEAD_DIM, T>;
   using V = KvTile<HEAD_DIM_V, T>;
-  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O, by columns
   static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats: the rows of two fragments lie in different banks
 
   // After a barrier: orders the columns of Q as the products expect them.
@@ -58,9 +58,9 @@ struct CacheGemm {
   }
 };
 
-// ldmatrix moves pairs of bytes. Of K, a lane t gets columns 4t .. 4t + 3 of 16: as the fragment of B is symmetric in
-// the summed columns, those of Q are permuted alike (arrange_Q). Of V, transposed, it gets two columns of two keys: the
-// even and the odd columns of 16 are fragments of their own, so that a lane accumulates columns 4t .. 4t + 3 of O.
+// ldmatrix moves pairs of bytes. Lane t gets columns 4t .. 4t + 3 of 16 of K. The order of the summed columns does not
+// matter, so arrange_Q permutes those of Q in the same way. With .trans the lane gets two columns of two keys of V: the
+// even and the odd columns of 16 are separate fragments, so that a lane accumulates columns 4t .. 4t + 3 of O.
 template <>
 struct CacheGemm<e4m3> {
   using K = KvTile<HEAD_DIM, e4m3>;

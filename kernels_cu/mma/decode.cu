@@ -52,8 +52,8 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
     }
 }
 
-// Lazy rescaling per row, not per warp: a row's reference depends on its own scores alone, so that the other rows of
-// the tile change no bit of its result.
+// Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
+// tile do not change the bits of its result.
 __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
                             float scale_log2) {
   float factors[M][2];

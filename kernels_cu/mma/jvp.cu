@@ -12,7 +12,7 @@ constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
 constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
 constexpr int STAGE_BYTES = (1 + TK) * K_BYTES + (1 + TV) * V_BYTES;
 
-// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+// Turns q.k and its tangent into scores and their tangents; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& score, const Band& band, int q_start,
                        int kv_start) {

@@ -1,8 +1,8 @@
-// Operands and steps that the double backward kernels of the simt engine share. In a direction (tQ, tK, tV, ...) with
-// score tangents tS, m the factors of dropout and mu the tangent of lse:
+// Operands and steps that the double backward kernels of the simt engine share. With cotangents (tQ, tK, tV, ...), the
+// tangent tS of the scores, the dropout factors m and the tangent mu of lse:
 //
 //     g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
-//     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c, of which dV = W^T dO
+//     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c ;  dV = W^T dO
 #pragma once
 #include "../mean.cuh"
 #include "steps.cuh"
@@ -80,12 +80,12 @@ struct KeyTile {
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
+// QK_GRADIENT: gradients of scale * q.k, else of the bias or of the elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct SecondGradients {
-  real dS[ROWS][COLS] = {};   // Q K^T before
-  real dtS[ROWS][COLS] = {};  // its tangent before
-  real W[ROWS][COLS] = {};    // dO V^T before
+  real dS[ROWS][COLS] = {};   // Q K^T, then dS
+  real dtS[ROWS][COLS] = {};  // the tangent of Q K^T, then dtS
+  real W[ROWS][COLS] = {};    // dO V^T, then W
   real dtP[ROWS][COLS] = {};  // dO tV^T
 
   template <int DIM>

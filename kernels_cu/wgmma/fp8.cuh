@@ -23,8 +23,8 @@ __device__ void scores_fp8(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   wgmma_commit_group();
 }
 
-// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment: it takes
-// those of two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
+// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment, so it
+// combines two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
 template <int N>
 __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1][N][4]) {
 #pragma unroll

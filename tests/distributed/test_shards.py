@@ -48,8 +48,8 @@ def test_packed_rows_are_the_positions_of_every_sequence(sharding):
         assert sorted(np.concatenate(held).tolist()) == list(range(51))
         for rank, rows in enumerate(held):
             for start, stop in zip(bounds, bounds[1:], strict=False):
-                of_sequence = rows[(rows >= start) & (rows < stop)] - start
-                assert of_sequence.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
+                sequence_rows = rows[(rows >= start) & (rows < stop)] - start
+                assert sequence_rows.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
 
 
 MASKS = {

@@ -193,6 +193,19 @@ def test_mods_with_captured_arrays_one_after_the_other() -> None:
                 assert_matches_reference(cupy.asnumpy(three[0]), *three[1:], np.dtype(np.float32), name)
 
 
+def test_a_block_mask_is_computed_where_its_arrays_are() -> None:
+    q, k, v, _ = inputs("cupy", "simt")
+    segments = cupy.asarray(np.arange(LENGTH) * 5 // LENGTH * 3 % 5 % 3)
+    mask_mod = cupy_flash.block_mask(
+        lambda b, h, q_idx, kv_idx: segments[q_idx] == segments[kv_idx], q_len=LENGTH, kv_len=LENGTH, block=16
+    )
+    assert all(isinstance(array, cupy.ndarray) for array in cupy_flash.Mod(mask_mod=mask_mod).arrays)
+    expected = cupy_flash.attention(q, k, v, mask=segments[:, None] == segments)
+    np.testing.assert_array_equal(
+        cupy.asnumpy(cupy_flash.attention(q, k, v, mask_mod=mask_mod)), cupy.asnumpy(expected)
+    )
+
+
 def test_explain_names_the_card_and_runs_nothing() -> None:
     q, k, v, _ = inputs("cupy", "simt")
     text = cupy_flash.explain(q, k, v, causal=True)

@@ -15,6 +15,7 @@ from wgmma_cases import LONG, OPTIONS
 
 import cupy_flash
 from cupy_flash import ahead, device, nvrtc
+from cupy_flash.arrays import as_array
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
 from cupy_flash.backends.simulator.run import start
@@ -283,10 +284,10 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, how, good, bad, found, monkeypatch):
+@pytest.mark.parametrize(("case", "how", "good", "bad", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, good, bad, error, monkeypatch):
     """A single persistent block computes all tiles, so that every slot is reused; KV multicast needs two blocks."""
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_forward(case, forward(case, *how))
 
 
@@ -455,16 +456,30 @@ def test_maps_of_every_layout():
     for layout in ("bshd", "bhsd"):
         case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
         _, operands = posed(case)
-        maps = pack_maps([Box("q", 32, 64)], {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
-        found = decode(maps.tobytes())
-        assert (found.address, found.shape, found.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
-        assert (found.strides, found.swizzle, found.item_bytes) == (expected[layout], 128, 2)
+        maps = pack_maps((Box("q", 32, 64),), {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
+        tensor_map = decode(maps.tobytes())
+        assert (tensor_map.address, tensor_map.shape, tensor_map.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
+        assert (tensor_map.strides, tensor_map.swizzle, tensor_map.item_bytes) == (expected[layout], 128, 2)
+
+
+def test_map_of_memory_that_another_array_has_had():
+    """Maps of arrays with one address and one number of bytes differ where their shapes, strides or boxes do."""
+    q = np.zeros((2, 8, 4, 64), np.float16)
+    arrays = [as_array(x, "q") for x in (q, q.reshape(2, 4, 8, 64), q[:, ::2], q[:1], q.reshape(2, 8, 2, 128))]
+    boxes = [(Box("q", rows, 64),) for rows in (8, 16)]
+    maps = {
+        pack_maps(box, {"q": x}, layout, lambda x: x.pointer, encode_for_simulator).tobytes()
+        for x in arrays
+        for box in boxes
+        for layout in ("bshd", "bhsd")
+    }
+    assert len({x.pointer for x in arrays}) == 1 and len(maps) == len(arrays) * 4
 
 
 def test_map_of_a_packed_batch():
     """All sequences form one batch entry; the stride of a single head may be any legal value."""
     _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
-    boxes = [Box("q", 128, 64), Box("k", 64, 64)]
+    boxes = (Box("q", 128, 64), Box("k", 64, 64))
     maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
     q, k = decode(maps[:128]), decode(maps[128:])
     assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))

@@ -1,5 +1,7 @@
 """The parameters of kernels: pack equals filling the NumPy record field by field."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import OPTIONS, Case, posed
@@ -33,7 +35,8 @@ def test_any_subset_of_members_is_packed(name, data):
     expected = np.zeros((), dtype)
     for member, numbers in members.items():
         expected[member] = numbers if dtype[member].names else numbers[0]
-    packed = params._filled(name, members)
+    struct = params._struct(name)
+    packed = struct.packed(struct.numbers(members))
     assert (packed.shape, packed.dtype, packed.nbytes) == ((), dtype, dtype.itemsize)
     assert packed.flags.writeable and packed.tobytes() == expected.tobytes()
 
@@ -98,6 +101,32 @@ def test_pack_fills_every_field(case):
         for name in expected.dtype.names:
             assert packed[name] == expected[name], name
         assert packed.tobytes() == expected.tobytes()
+
+
+def test_cached_numbers_do_not_depend_on_earlier_calls():
+    """Calls that differ from an earlier one in a single property pack the same bytes as with an empty cache."""
+    plan, operands = posed(Case(dropout=0.5))
+    q, strided = operands.q, operands.q.strides
+    qs = [
+        q,
+        replace(q, pointer=q.pointer + 128),
+        replace(q, pointer=q.pointer + q.dtype.itemsize),  # not aligned
+        replace(q, strides=(strided[0], 2 * strided[1], *strided[2:])),
+        replace(q, strides=(strided[0] + 1, *strided[1:])),
+    ]
+    calls = [(plan.problem, operands._replace(q=x), {}, ()) for x in qs]
+    calls += [(plan.problem, operands._replace(seed=seed), {}, ()) for seed in (1, 2, as_array(np.array([7]), "seed"))]
+    calls += [(plan.problem._replace(**{name: 0.75}), operands, {}, ()) for name in ("scale", "softcap", "dropout")]
+    lse = as_array(np.zeros((2, 3, 4), np.float32), "lse")
+    for row in (1, 2):
+        calls.append((plan.problem, operands, {"delta": lse}, (Workspace("delta", (), lse.dtype, (12, 4, row, 1)),)))
+    alone = []
+    for call in calls:
+        params._constant.cache_clear()
+        alone.append(pack(*call, address).tobytes())
+    assert len(set(alone)) == len(calls)
+    for _ in range(2):
+        assert [pack(*call, address).tobytes() for call in calls] == alone
 
 
 def test_a_seed_is_a_number_or_an_array():

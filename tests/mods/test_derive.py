@@ -65,9 +65,9 @@ def test_values_and_slopes_equal_those_of_torch(name):
     score = torch.tensor(POINTS, requires_grad=True)
     expected = function(score)
     (slope,) = torch.autograd.grad(expected.sum(), score)
-    mine = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
-    np.testing.assert_allclose(mine[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(mine[1], slope.numpy(), rtol=1e-10, atol=1e-12)
+    actual = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
+    np.testing.assert_allclose(actual[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(actual[1], slope.numpy(), rtol=1e-10, atol=1e-12)
 
 
 def test_no_nan_comes_from_a_branch_that_is_not_taken():

@@ -34,7 +34,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def double_backward(plan: Plan, operands: Operands) -> Gradients:
-    """The second gradients."""
+    """Simulate the double backward and return the second gradients."""
     return kernels.backward(plan, operands, start)
 
 

@@ -241,5 +241,5 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
 
 @compiles("nanosleep", "pmevent", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
-    """Hints, and ordering that the simulator provides anyway."""
+    """Compile hints, and ordering that the simulator provides anyway, to a step without effect."""
     return lambda group: None

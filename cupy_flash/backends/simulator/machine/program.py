@@ -166,7 +166,7 @@ class Program:
 
 
 def registers_of(operand: Operand) -> Iterator[Register]:
-    """Every register inside an operand."""
+    """Yield every register inside an operand."""
     match operand:
         case Register():
             yield operand

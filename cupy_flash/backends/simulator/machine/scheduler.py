@@ -475,7 +475,7 @@ class Scheduler:
         return group
 
     def _split_ready(self, ready: Callable[[Group], Mask], group: Group) -> Group | None:
-        """The lanes whose wait is over, or None; the others are put into `waiting`."""
+        """Return the lanes whose wait is over, or None; the others are put into `waiting`."""
         mask, lanes = ready(group), group.lanes()
         self.mbarriers.time_out = False
         staying = lanes & ~mask

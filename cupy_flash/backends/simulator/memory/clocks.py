@@ -110,14 +110,14 @@ class Clocks:
         return self.known[cluster, warp, warp]
 
     def tick(self, rows: Rows) -> None:
-        """Advance the warps' own clocks: later accesses are not covered by what was published before."""
+        """Advance the warps' own clocks, so that clocks published before do not cover later accesses."""
         cluster, warp = self._place(rows)
         self._state[0][:, cluster, warp, warp] += np.uint64(1)
         if self.grid:
             self._state[0][:, cluster, warp, AGENTS + self.in_grid[rows]] += np.uint64(1)
 
     def converge(self, rows: Rows) -> None:
-        """All lanes of these warps get the leaders' clock."""
+        """Give all lanes of these warps the leaders' clock."""
         if self.led:
             rows = rows[self._leaders[rows].any(1)]
             cluster, warp = self._place(rows)
@@ -159,7 +159,7 @@ class Clocks:
         self.tick(rows)
 
     def _leading(self, rows: Rows, lanes: Mask | None) -> Rows:
-        """(n,): 1 if any of these lanes is a leader of its warp, else 0."""
+        """Return 1 if any of these lanes is a leader of its warp, else 0, (n,)."""
         if lanes is None:
             return np.ones(len(rows), np.int64)
         return np.asarray((self._leaders[rows] & lanes).any(1), np.int64)
@@ -181,7 +181,7 @@ class Clocks:
     def publish(
         self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None, up_to: Clock | None = None
     ) -> None:
-        """Warps, or these lanes (n, 32) of them, publish a `snapshot` at a barrier of these blocks (n)."""
+        """Publish a `snapshot` of warps, or of these lanes (n, 32) of them, at a barrier of these blocks (n)."""
         if barrier not in self._published:
             shape = (len(self._state), self.context.blocks, self._state.shape[-1])
             self._published[barrier] = np.zeros(shape, np.uint64)
@@ -190,12 +190,12 @@ class Clocks:
         self.tick(rows)
 
     def acquire(self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None) -> None:
-        """Warps, or these lanes (n, 32) of them, join what was published at a barrier of these blocks (n)."""
+        """Join the clocks published at a barrier of these blocks (n) into those of warps, or of these lanes (n, 32)."""
         if barrier in self._published:
             self._join(rows, lanes, self._published[barrier][:, blocks])
 
     def transfer(self, barrier: Agent, to: Agent, blocks: Rows) -> None:
-        """Join what was published at one barrier of these blocks into another."""
+        """Join the clocks published at one barrier of these blocks into those of another."""
         if barrier not in self._published:
             return
         published = self._published[barrier]
@@ -204,16 +204,16 @@ class Clocks:
         self._published[to][:, blocks] = np.maximum(self._published[to][:, blocks], published[:, blocks])
 
     def reset(self, barrier: Agent, blocks: Any) -> None:
-        """Discard what was published at a barrier of these blocks."""
+        """Discard the clocks published at a barrier of these blocks."""
         if barrier in self._published:
             self._published[barrier][:, blocks] = 0
 
     def acquire_agent(self, agent: int, rows: Rows, clocks: Any, lanes: Mask | None = None) -> None:
-        """Warps, or these lanes (n, 32) of them, raise one agent's component to `clocks` (n)."""
+        """Raise one agent's component to `clocks` (n) in the clocks of warps, or of these lanes (n, 32) of them."""
         self._join(rows, lanes, np.asarray(clocks, np.uint64)[None], slice(0, 1), agent)
 
     def acquire_snapshot(self, row: int, lane: int, clock: Clock, *, same_cluster: bool) -> None:
-        """A thread joins a snapshot (planes, agents) released in global memory.
+        """Join a snapshot (planes, agents) released in global memory into a thread's clock.
 
         From another cluster it joins only the components for global memory, as shared memory is not reachable from
         there.

@@ -129,7 +129,7 @@ class Memory:
         return start + first - low
 
     def find(self, address: int) -> Allocation | None:
-        """The allocation that contains this address, or None."""
+        """Return the allocation that contains this address, or None."""
         i = bisect.bisect_right(self._starts, address) - 1
         if i >= 0 and address < self.allocations[i].stop:
             return self.allocations[i]

@@ -1,6 +1,6 @@
 """Serve a small GPT: requests that come and go share one paged KV cache, and every step is one packed batch.
 
-    python examples/serve.py                                  # trains gpt.pt first, a minute on two CPU cores
+    python examples/serve.py                                  # trains gpt.pt first, some minutes on two CPU cores
     python examples/serve.py --model gpt.pt --requests 32     # a file that train_gpt.py --save has written
     python examples/serve.py --pages 24                       # too few pages for all: requests are preempted
     python examples/serve.py --split-size 64                  # tokens that do not depend on the other requests

@@ -42,6 +42,7 @@ ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if sc
 ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
+LIVE_WITH_MASK_MOD = 100  # the same beside a mask_mod, whose walk over the tiles takes registers
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
@@ -132,7 +133,7 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
         return []
     if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
         return []
-    in_registers = accumulators + scores + q <= LIVE
+    in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
         for keys in (KEYS[:1] if tma else KEYS)

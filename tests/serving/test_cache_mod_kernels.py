@@ -77,6 +77,16 @@ def test_any_gpu_and_page_size(arch, page):
     check(case, run_kernels(call, arch=arch), call=call)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [documents, windows])
+def test_a_producer_warp_skips_the_same_tiles(mask):
+    case = replace(LONG, lengths=(490, 300, 64, 0), head_dim=64, head_dim_v=64)
+    call = with_mods(case, mask_mod=mask)
+    results = run_kernels(call, arch="sm_90a", tma=True)
+    check(case, results, call=call)
+    assert_bits(run_kernels(call, arch="sm_90a"), results, slice(None))
+
+
 @pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma")])
 def test_hidden_tiles_are_not_read(engine, watch):
     """A decode of 1024 keys with a window of 64 as a mask_mod reads at most 192 keys per key/value head, mma per query

@@ -27,8 +27,7 @@ width d, h query heads and k key/value heads of D = d / h dimensions, MLP width 
                                                                          gamma = 16 + 4 h  gamma = 8 + 4 h
 
 Flash attention has beta = 0. fp32 activations take twice as many bytes; masks and statistics do not. alpha and beta are
-those
-of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", which omits gamma.
+those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", which omits gamma.
 Assumptions: residual stream, norms and softmax in the activations' dtype; norms, dropout, activation functions and
 rotary embeddings are one operator each; keys and values are not repeated for the query heads. `measure` counts what a
 model actually saves.
@@ -524,9 +523,9 @@ def find_retained(loss: torch.Tensor) -> list[Retained]:
 
     Call it after the backward, when the graph should hold none: before it, or with retain_graph=True, the tensors saved
     by autograd are still held and listed. A graph exists as long as something refers to it: the loss, an output, a
-    hook.
-    Autograd frees the tensors that a node saved once the node has run, but not a tensor that a torch.autograd.Function
-    stores on ctx or in an object on ctx: every layer then keeps its activations, even with checkpointing.
+    hook. Autograd frees the tensors that a node saved once the node has run, but not a tensor that a
+    torch.autograd.Function stores on ctx or in an object on ctx: every layer then keeps its activations, even with
+    checkpointing.
 
     Args:
         loss: a tensor from which all nodes of the graph are reachable.

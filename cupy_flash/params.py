@@ -197,7 +197,7 @@ SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
 
 
 def has_strides(name: str) -> bool:
-    """Whether the member of an array among the options holds the strides of all its axes."""
+    """Return whether the member of an array among the options holds the strides of all its axes."""
     return dtypes()["Params"][name].names is not None
 
 

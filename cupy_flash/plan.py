@@ -100,8 +100,9 @@ class Plan(NamedTuple):
         lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
+            boxes = f", TMA boxes of {', '.join(box.operand for box in launch.boxes)}" if launch.boxes else ""
             lines.append(
-                f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory"
+                f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory{boxes}"
             )
         tune = _tune(self.problem, self.device)
         for engine, reasons in self.refused:

@@ -20,7 +20,7 @@ from . import environment
 from .arrays import Array, empty
 from .cache_records import Cache, CacheOperands
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
-from .pose import CACHED, array_facts, cached_if_plain, captured_names, traced_mod
+from .pose import CACHED, array_facts, cached_if_plain, captured_names, has_boxes, traced_mod
 from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
@@ -42,6 +42,7 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
+CACHES = ("k_cache", "v_cache")
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # maximum entries of an array that an error lists
 
@@ -152,6 +153,7 @@ class CacheArrayFacts(NamedTuple):
     readonly: bool
     has_rows: bool  # the last dimension is contiguous
     repeats: bool  # a stride is 0, so several elements share an address
+    has_boxes: bool  # a cache that TMA can load
 
 
 class Facts(NamedTuple):
@@ -185,10 +187,10 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
     if backend is None:
         backend = environment.backend()
     sides = window if type(window) is tuple else (window,)
-    arrays = [
-        (name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, _has_rows(x), _repeats(x)))
-        for name, x in call.items()
-    ]
+    arrays = []
+    for name, x in call.items():
+        layout = _has_rows(x), _repeats(x), name in CACHES and has_boxes(x)
+        arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, *layout)))
     types = tuple(map(type, (*plain, backend, *sides)))
     text = "" if mod is None else mod.text
     return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
@@ -617,7 +619,7 @@ def _with_problem(
         head_dim_v=sizes.head_dim_v,
         mask=settings.mask,
         dlse=False,
-        aligned=False,
+        aligned=all(arrays[name].has_boxes for name in CACHES if name in arrays),
         empty=0 in like.shape,
         shard=False,
         step=1,

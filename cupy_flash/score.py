@@ -93,7 +93,7 @@ class ScoreStep(Protocol):
         """Turn dS and dtS of the modified scores and tangents into those of the unmodified ones, in place."""
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of the step's own arrays, by option name."""
+        """Return the gradients of the step's own arrays, by option name."""
 
 
 def steps(problem: Any, operands: Any) -> list[ScoreStep]:
@@ -312,7 +312,7 @@ class Modified:
         dtS[...] = _times(dtS, slope)
 
     def gradients(self) -> dict[str, Any]:
-        """The sums over all tiles so far, for each captured array; None if not requested."""
+        """Return the sums over all tiles so far, for each captured array; None if not requested."""
         return {"captured": tuple(self.dcaptured)}
 
 

@@ -50,6 +50,7 @@ constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgm
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
+#define TMA_KV 0        // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define TMA_STORE_O 0   // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.

@@ -92,7 +92,7 @@ def check_model(model_class: type) -> None:
 
 
 def _is_table_of_attention(value: Any) -> bool:
-    """Whether a module global is a table of attention classes, such as {"eager": FalconAttention, "sdpa": ...}."""
+    """Return whether a value is a table of attention classes, such as {"eager": FalconAttention, "sdpa": ...}."""
     return isinstance(value, dict) and NAME not in value and isinstance(value.get("eager"), type)
 
 
@@ -334,7 +334,7 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
 
 
 def _is_causal(mask_function: Any = causal_mask_function, **_: Any) -> bool:
-    """Whether a mask is causal and no more, padding aside."""
+    """Return whether a mask is causal and no more, padding aside."""
     return mask_function is causal_mask_function
 
 
@@ -458,7 +458,7 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
 
 
 def _is_argument_of_eager(module_class: type, name: str) -> bool:
-    """Whether the model's eager_attention_forward has an argument `name`; True if there is no such function."""
+    """Return whether the model's eager_attention_forward has an argument `name`; True if there is no such function."""
     for base in module_class.__mro__:
         eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if eager is not None:

@@ -406,7 +406,7 @@ class Call:
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
-        """One task per sequence and key/value head, calling differentiate(sequence, kv_head).
+        """Return one task per sequence and key/value head, which calls differentiate(sequence, kv_head).
 
         Heads that add to the same elements of a gradient, of the bias or of an array that score_mod captures, run one
         after another in one task, which fixes the summation order.

@@ -204,5 +204,5 @@ def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
 
 
 def _has_contiguous_row(array: Array) -> bool:
-    """Whether the last dimension is contiguous, as kernels read it."""
+    """Return whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

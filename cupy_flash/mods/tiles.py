@@ -386,6 +386,6 @@ class TileDomain:
         return FUNCTIONS[function](*operands)
 
     def fits(self, interval: Interval, kind: str) -> bool:
-        """Whether all bounds are exact in sums of the kind."""
+        """Return whether all bounds are exact in sums of the kind."""
         lo, hi = (INT_MIN, INT_MAX) if kind == INT else (1 - NEAR, NEAR - 1)
         return bool(np.all(interval.lo >= lo) and np.all(interval.hi <= hi))

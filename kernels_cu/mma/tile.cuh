@@ -67,6 +67,23 @@ struct Tile {
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
+// Swizzled layout of a tile of ROWS rows of DIM numbers as TMA writes it: panels of 64 columns, each a Tile.
+template <int ROWS, int DIM>
+struct PanelTile {
+  using Panel = Tile<(DIM < 64 ? DIM : 64)>;
+  static constexpr int PANELS = DIM / (8 * Panel::CHUNKS), ROW = Panel::ROW;  // bytes of a row of a panel
+
+  struct Lane {
+    typename Panel::Lane lane;
+
+    __device__ unsigned int at(int row, int chunk) const {
+      return lane.at(row, chunk % Panel::CHUNKS) + chunk / Panel::CHUNKS * ROWS * ROW;
+    }
+  };
+  __device__ static Lane lane_of_B() { return {Panel::lane_of_B()}; }
+  __device__ static Lane lane_of_X() { return {Panel::lane_of_X()}; }
+};
+
 // Type of a tile with rows of DIM elements. An e4m3 row has as many bytes as DIM / 2 16-bit elements, rounded up to
 // pairs of chunks.
 template <int DIM, typename Number>

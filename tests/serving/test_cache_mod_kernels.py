@@ -171,9 +171,9 @@ BUGS = {
     ),
     "last-key-not-clamped": ("mma/decode.cu", "MASKED && MODS ? part.band.key(j) : j", "j", "mma_decode-paged"),
     "head-of-the-group": ("mma/decode.cu", "mod_sees(head, query, key)", "mod_sees(part.kv_head, query, key)", windows),
-    "tiles-of-one-head": ("mma/decode.cu", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
+    "tiles-of-one-head": ("mma/parts.cuh", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
     "tiles-of-one-query": ("mod.cuh", "given && i <= queries.hi", "false", windows),
-    "tiles-not-skipped-alike": ("mma/decode.cu", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
+    "tiles-not-skipped-alike": ("mma/kv_stages.cuh", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
 }  # fmt: skip
 
 

@@ -65,9 +65,8 @@ def attention(
 
     out and lse are differentiable with respect to q, k, v, bias, sink and the tensors that score_mod captures: on the
     CPU twice and in forward mode, on a GPU once. Autograd saves q, k, v, out, lse, the seed and the caller's tensors
-    among
-    the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k and
-    v; torch.use_deterministic_algorithms sets `deterministic`.
+    among the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k
+    and v; torch.use_deterministic_algorithms sets `deterministic`.
 
     Args:
         q: as in `cupy_flash.attention`.
@@ -305,7 +304,7 @@ def _max_seqlen(x: Any) -> Any:
 
 
 def _jagged_like(x: Any, values: Any) -> Any:
-    """Nested tensor of values (T, ...) with the offsets of x. nested_tensor_from_jagged fails under torch.compile."""
+    """Return values (T, ...) nested with the offsets of x; nested_tensor_from_jagged fails under torch.compile."""
     return nested_view_from_values_offsets(
         values, x.offsets(), min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
     )

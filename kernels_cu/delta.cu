@@ -3,8 +3,7 @@
 // also zeroes the dQ workspace. DIRECTION: also writes eps = rowsum(dO * tO); with LSE2 beside the other numbers of the
 // row, in one record that a thread loads at once. grid (row tiles, heads, sequences)
 #include "dq_sums.cuh"
-#include "number.cuh"
-#include "second_gradients.cuh"
+#include "row_numbers.cuh"
 #include "sequence.cuh"
 
 // The sum of dO * O of a row, in all lanes of its warp.

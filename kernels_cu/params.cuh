@@ -80,7 +80,7 @@ struct Params {
   Operand tout;
   Operand tlse;
   Operand eps;          // workspace, shaped like delta
-  Operand row_numbers;  // workspace: the RowNumbers of every row (second_gradients.cuh); strides in records
+  Operand row_numbers;  // workspace: the RowNumbers of every row (row_numbers.cuh); strides in records
   Dense tbias;
   void* tsink;
 #endif

@@ -5,13 +5,7 @@
 //     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c, of which dV = W^T dO
 #pragma once
 #include "mean.cuh"
-
-struct alignas(16) RowNumbers {
-  real lse2;  // lse * log2(e); +inf for a row that sees no key, whose other numbers are 0
-  real mu;
-  real delta;
-  real eps;
-};
+#include "row_numbers.cuh"
 
 struct PairGradients {
   real dS;

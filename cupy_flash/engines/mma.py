@@ -33,16 +33,19 @@ LIVE = {
 }  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores, dropout, or a mask_mod in the forward
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
+LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
-# Architectures with the 16-byte red.global.add.v4.f32, on which the dK/dV kernel may also accumulate dQ.
+# Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
-MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # mma.sync
+MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # of mma.sync
 MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; also sm_90 and sm_100, where mma.sync reaches at most half of the peak
 SHARED_BYTES = 128  # shared-memory bandwidth
 CACHE_BYTES = 32  # L2 bandwidth
-ADDED_BYTES = 16  # bandwidth of red to global memory
+# Bandwidth of red to global memory, of vectors and of single numbers. FlashAttention-2 adds 4 bytes a clock on an A100
+# at its published rate, so more is possible.
+ADDED_BYTES, ADDED_BYTES_OF_SINGLES = 16, 8
 INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
@@ -121,7 +124,7 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
         for q in _legal_tiles(f"{step}_q", problem, device)
         for kv in _legal_tiles(f"{step}_kv", problem, device)
     ]
-    if device.arch in VECTOR_ADDITION and not problem.deterministic and not problem.derivative:
+    if not problem.deterministic and not problem.derivative:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
@@ -269,6 +272,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     walks = problem.mask_mod and kernel == "forward"  # the loads classify tiles themselves, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
+    limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
@@ -360,17 +364,19 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
     elements = tile.rows * tile.step
+    vectors = device.arch in VECTOR_ADDITION
+    added = 4 * tile.step * k if tile.add_dq else 0
     if tile.add_dq:  # dQ += dS K also loads dS and K from shared memory
         sums += k
         read += 2 * elements + 2 * elements * k // 32 * 2
     dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
-    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
+    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel] + added / (512 if vectors else 128)
     clocks = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,
-        loaded / CACHE_BYTES + (4 * tile.step * k / ADDED_BYTES if tile.add_dq else 0),
+        loaded / CACHE_BYTES + added / (ADDED_BYTES if vectors else ADDED_BYTES_OF_SINGLES),
     )
     blocks = max(heads * -(-length // tile.rows), 1)
     resident = min(_resident(kernel, problem, device, tile), -(-blocks // device.units))

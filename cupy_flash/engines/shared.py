@@ -162,22 +162,22 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 
 
 def is_part(problem: Problem) -> bool:
-    """Whether a call is a part (rows, heads or sequences) of a larger one, whose captured arrays it reads."""
+    """Return whether a call is a part (rows, heads or sequences) of a larger one, whose captured arrays it reads."""
     return problem.shard or problem.whole_heads != problem.heads or problem.first_batch > 0
 
 
 def loads_by_key(problem: Problem) -> bool:
-    """Whether mods load elements of captured arrays per key or score, rather than once per row."""
+    """Return whether mods load elements of captured arrays per key or score, rather than once per row."""
     return any(inputs & {"kv", "score"} for inputs in _loaded_by(problem))
 
 
 def loads_by_score(problem: Problem) -> bool:
-    """Whether mods load elements of captured arrays for every score, not once per row or key."""
+    """Return whether mods load elements of captured arrays for every score, not once per row or key."""
     return any("score" in inputs or ("kv" in inputs and inputs & {"q", "h"}) for inputs in _loaded_by(problem))
 
 
 def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
-    """The inputs of each element that mods load."""
+    """Return the inputs of each element that mods load."""
     if problem.mods:
         from ..mods.ir import order, parse
 
@@ -212,7 +212,7 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
 
 
 def key_bytes(problem: Problem) -> int:
-    """The bytes of what mods compute of a key alone, which a forward of wgmma stages beside K; 0 if it stages none."""
+    """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
     if not problem.mods:
         return 0
     from ..mods import cuda_code
@@ -221,7 +221,7 @@ def key_bytes(problem: Problem) -> int:
 
 
 def _longest(problem: Problem) -> int:
-    """A bound of positions, heads and sequences in the code of mods."""
+    """Return a bound of positions, heads and sequences in the code of mods."""
     from ..mods import cuda_code
 
     if is_part(problem):

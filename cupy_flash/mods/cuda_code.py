@@ -199,7 +199,7 @@ def _headers(
 
 @lru_cache(maxsize=256)
 def staged_bytes(mods: str, longest: int, part: bool) -> int:
-    """The bytes of a key that a forward in float32 stages in shared memory; 0 if they are not worth it."""
+    """Return the bytes of a key that a forward in float32 stages in shared memory; 0 if they are not worth it."""
     writer = _Writer(parse(mods), None, SMALL if longest <= SMALL else LARGE, (), (), None, (), False, part, None)
     return writer.staged_bytes
 
@@ -357,7 +357,7 @@ class _Writer:
         return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
 
     def _key(self) -> list[str]:
-        """The functions of a key: its values, and these with its position."""
+        """Return the functions of a key: its values, and these with its position."""
         position, values = POSITION.format(first="kv_first"), self._kept(KEY)
         return [
             "  __device__ KeyValues key_values(Position at) const {",
@@ -541,7 +541,7 @@ class _Writer:
         return x.graph.node(x.op, REAL, tuple(self._real_sum(arg) for arg in x.args))
 
     def _is_exact(self, x: Node) -> bool:
-        """Whether reals hold every value of an int."""
+        """Return whether reals hold every value of an int."""
         lo, hi = self.bounds.interval(x)
         return bool(lo >= -MOST_EXACT and hi <= MOST_EXACT)
 
@@ -650,11 +650,11 @@ class _Writer:
         return int(self.bounds.interval(node).lo)
 
     def _is_natural(self, x: Node, y: Node) -> bool:
-        """Whether x is never negative and y is positive."""
+        """Return whether x is never negative and y is positive."""
         return self._lowest(x) >= 0 and self._lowest(y) > 0
 
     def _may_wrap(self, node: Node) -> bool:
-        """Whether an integer operation may overflow its kind, which is undefined in C++."""
+        """Return whether an integer operation may overflow its kind, which is undefined in C++."""
         operands = [self.bounds.interval(arg) for arg in node.args]
         if not all(self.bounds.domain.fits(operand, node.kind) for operand in operands):
             return True

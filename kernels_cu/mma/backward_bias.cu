@@ -1,8 +1,8 @@
 // Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
 // scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
-// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose part of the
-// gradient is dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension
-// counts as one tile, head or entry.
+// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose gradient is a
+// sum of dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts as
+// one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 
@@ -44,9 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
             int kv_start = kv_tiles.start;
             __syncthreads();
             load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
-            load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
-            load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
-            load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
+            load_dO(dO_smem, dO_loader, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head,
+                    queries);
+            load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head) + q_start, q_start, queries);
+            load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head) + q_start, q_start,
                                   queries);
             load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start),
                                           kv_tiles.visible);

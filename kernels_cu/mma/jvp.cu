@@ -7,7 +7,7 @@ constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int SUMS = fragments_of(HEAD_DIM_V);
 
-// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+// Turns q.k and its tangent into scores and their tangents; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& score, const Band& band, int q_start,
                        int kv_start) {

@@ -37,9 +37,8 @@ struct QueryLoads {
   __device__ void load(const QueryTile& to, int head, int q_start, Range queries) const {
     Q.load(to.Q, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
     if constexpr (TQ) tQ.load(to.tQ, sequence.query_rows<element>(p.tq, head).tile(q_start), queries);
-    load_dO(to.dO, dO, p, sequence, head, q_start, queries);
-    load_numbers<BLOCK_Q>(to.numbers, sequence.queries<RowNumbers>(p.row_numbers, head), p.row_numbers, q_start,
-                          queries);
+    load_dO(to.dO, dO, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head, queries);
+    load_numbers<BLOCK_Q>(to.numbers, sequence.queries<RowNumbers>(p.row_numbers, head) + q_start, q_start, queries);
   }
 };
 

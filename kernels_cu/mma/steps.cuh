@@ -4,12 +4,12 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
-// Loads dO of the queries of a tile that are in `queries`, zeros for others. A row that sees no key must not
-// contribute, whatever its dO. A row that sees no key by position is outside of `queries`; one whose keys are all
-// hidden by a dense mask or a bias is known by its lse of -inf.
-__device__ inline void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Params& p,
-                               const Sequence& sequence, int head, int q_start, Range queries) {
-  auto dO = sequence.query_rows<element>(p.dout, head).tile(q_start);
+// Loads the rows of dO whose queries are in `queries`, and zeros for others. A row that sees no key must not
+// contribute, whatever its dO is. `queries` excludes rows that see no key by position; rows whose keys are all hidden
+// by a dense mask or a bias have an lse of -inf.
+template <typename Rows>
+__device__ void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>& loader, const Rows& dO,
+                        const Params& p, const Sequence& sequence, int head, Range queries) {
   if constexpr (DENSE_MASK || BIAS) {
     const float* lse = sequence.queries<float>(p.lse, head);
     loader.load(dO_smem, dO, false, [&](int i) { return queries(i) && lse[i * p.lse.row] != -infinity(); });

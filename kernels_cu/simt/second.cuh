@@ -68,12 +68,12 @@ struct KeyTile {
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
+// QK_GRADIENT: gradients of scale * q.k, else of the bias or of the elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct SecondGradients {
-  real dS[ROWS][COLS] = {};   // Q K^T before
-  real dtS[ROWS][COLS] = {};  // its tangent before
-  real W[ROWS][COLS] = {};    // dO V^T before
+  real dS[ROWS][COLS] = {};   // Q K^T, then dS
+  real dtS[ROWS][COLS] = {};  // the tangent of Q K^T, then dtS
+  real W[ROWS][COLS] = {};    // dO V^T, then W
   real dtP[ROWS][COLS] = {};  // dO tV^T
 
   template <int DIM>

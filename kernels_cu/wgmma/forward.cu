@@ -2,8 +2,8 @@
 // heads, sequences), or (number of SMs) if PERSISTENT
 //
 // Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V; its warp classifies
-// the tiles by a mask_mod, and stages what mods compute of keys. Each consumer warpgroup computes 64 queries and
-// overlaps the PV wgmma of one tile with the softmax of the next.
+// the tiles by a mask_mod, and stages the values that mods compute per key. Each consumer warpgroup computes 64 queries
+// and overlaps the PV wgmma of one tile with the softmax of the next.
 #include "forward.cuh"
 #include "tile_scheduler.cuh"
 
@@ -27,7 +27,7 @@ using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
 // Shared memory: Q (reused to stage O for the TMA store, unless O_BUFFER), STAGES x K, STAGES x V, O_BUFFER: O,
-// mbarriers, the records of tiles of keys and what mods compute of their keys, and the tile record.
+// mbarriers, the records of key tiles, the values that mods compute per key, and the tile record.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
   static constexpr int Q_BYTES = O_BUFFER || Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;

@@ -46,9 +46,9 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
   }
 }
 
-// What mods compute of a key alone, for the keys of a tile: the producer's warp writes it before it loads K, of which
-// the full mbarrier publishes it. Consumers read it after they have released K, until they release the next one: so it
-// has one slot more than K.
+// Values that mods compute from a key alone, for the keys of a tile. The producer warp writes them before it loads K,
+// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so the ring has
+// one slot more than that of K.
 constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;
 static_assert(KEY_BYTES == 0 || KEY_BYTES == sizeof(Mod::KeyValues), "the plan's shared memory has another size");
 

@@ -1,8 +1,8 @@
 // Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 //
 // Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T; its warp classifies
-// the tiles by a mask_mod, and stages what mods compute of keys. Each consumer warpgroup computes 64 queries; the
-// softmax of one overlaps the wgmmas of the others.
+// the tiles by a mask_mod, and stages the values that mods compute per key. Each consumer warpgroup computes 64
+// queries; the softmax of one overlaps the wgmmas of the others.
 #include "forward.cuh"
 #include "fp8.cuh"
 
@@ -20,8 +20,8 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, the records of tiles
-// of keys, and what mods compute of their keys.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, the records of key
+// tiles, and the values that mods compute per key.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
   static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;

@@ -36,8 +36,8 @@ struct TileScheduler {
       tile = -1;
   }
 
-  // Moves to the next number. DRAWS_TILES takes it from a counter in global memory; if the whole producer warp runs the
-  // scheduler, one lane takes the number for all.
+  // Moves to the next number. With DRAWS_TILES it comes from a counter in global memory; if the whole producer warp
+  // runs the scheduler, one lane increments the counter for all.
   __device__ void advance(const Params& p) {
     if constexpr (!DRAWS_TILES) {
       number += gridDim.x;

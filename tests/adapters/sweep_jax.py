@@ -26,11 +26,11 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
-    of_jax, calls = jax.nn.dot_product_attention, []
+    original, calls = jax.nn.dot_product_attention, []
 
     def dispatched(*arrays, implementation=None, **options):
         if implementation is None and not arguments.all:
-            return of_jax(*arrays, **options)
+            return original(*arrays, **options)
         calls.append(options)
         return dot_product_attention(*arrays, implementation=implementation, **options)
 

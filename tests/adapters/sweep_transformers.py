@@ -413,7 +413,7 @@ def cases(chosen: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
     mappings.pop("CONFIG_MAPPING_NAMES")
     bases = mappings.pop("MODEL_MAPPING_NAMES")
     decoders = mappings["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    selected: dict[tuple[str, str], dict[str, Any]] = {}
     types = sorted({*bases, *(kind for mapping in mappings.values() for kind in mapping)})
     for kind in types:
         if chosen and kind not in chosen:
@@ -421,10 +421,10 @@ def cases(chosen: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
         heads = [mapping[kind] for mapping in mappings.values() if kind in mapping]
         classes = bases.get(kind) or heads[0]
         for name in (classes,) if isinstance(classes, str) else classes:
-            found[kind, name] = {}
+            selected[kind, name] = {}
         if isinstance(decoders.get(kind), str) and hasattr(transformers.CONFIG_MAPPING[kind], "is_decoder"):
-            found.setdefault((kind, decoders[kind]), {"is_decoder": True})
-    return [(kind, name, changes) for (kind, name), changes in found.items()]
+            selected.setdefault((kind, decoders[kind]), {"is_decoder": True})
+    return [(kind, name, changes) for (kind, name), changes in selected.items()]
 
 
 def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:

@@ -264,7 +264,9 @@ def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
     """Assert that two processes of torchrun log the losses of a single process, up to rounding."""
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     options = ["--steps", "8", "--sample-every", "4"]
-    alone, other = (train(example, tmp_path / "log", *options, "--attention", it) for it in ("cupy_flash", "formula"))
+    alone, other = (
+        train(example, tmp_path / "log", *options, "--attention", choice) for choice in ("cupy_flash", "formula")
+    )
     log = tmp_path / "shared.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     command += [EXAMPLES / "train_gpt.py", *TINY, *options, *sharing, "--log", log]

@@ -71,8 +71,8 @@ def run_of_jax(case, dtype, orders=8):
     low = arrays(operands, dtype)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in low.items()}
-        of_jax = functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options))
-        exact = jax.jit(of_jax)(wide, jnp.asarray(WEIGHTS))
+        jax_run = functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options))
+        exact = jax.jit(jax_run)(wide, jnp.asarray(WEIGHTS))
     exact = {name: np.asarray(x) for name, x in exact.items()}
     run = jax.jit(functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options)))
     worst = exact
@@ -310,11 +310,11 @@ def test_a_mod_is_an_argument_of_jit_and_grad():
     def loss(q, mod):
         return (attention(q, q, q, score_mod=mod) ** 2).sum()
 
-    gradient, of_mod = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, mod)
-    expected, expected_of_mod = jax.grad(loss, argnums=(0, 1))(q, mod)
+    gradient, mod_gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, mod)
+    expected, expected_mod_gradient = jax.grad(loss, argnums=(0, 1))(q, mod)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(of_mod.arrays[0], expected_of_mod.arrays[0], rtol=1e-5, atol=1e-6)
-    assert (of_mod.arrays[0][:, 0] != 0).all() and not of_mod.arrays[0][:, 1:].any()
+    np.testing.assert_allclose(mod_gradient.arrays[0], expected_mod_gradient.arrays[0], rtol=1e-5, atol=1e-6)
+    assert (mod_gradient.arrays[0][:, 0] != 0).all() and not mod_gradient.arrays[0][:, 1:].any()
 
 
 @pytest.mark.exhaustive

@@ -36,7 +36,7 @@ def caches_of(case):
     return [normal(n, 4, 8, HK, D) for n in (3, 4)] if case == "paged" else contiguous()
 
 
-def of_jax(arrays):
+def to_jax(arrays):
     return jax.tree.map(jnp.asarray, arrays)
 
 
@@ -45,7 +45,7 @@ def of_jax(arrays):
 def test_appends_and_attention_equal_numpy(case, transform):
     options, caches = OPTIONS[case], caches_of(case)
     k, v, q = normal(0, B, S, HK, D), normal(1, B, S, HK, D), normal(2, B, S, H, D)
-    arrays = of_jax(dict(k=k, v=v, k_cache=caches[0], v_cache=caches[1], **options))
+    arrays = to_jax(dict(k=k, v=v, k_cache=caches[0], v_cache=caches[1], **options))
     actual = transform(lambda arrays: append_to_kv_cache(**arrays))(arrays)
     cupy_flash.append_to_kv_cache(k, v, *caches, **options)
     for one, other in zip(actual, caches, strict=True):
@@ -53,14 +53,14 @@ def test_appends_and_attention_equal_numpy(case, transform):
     longer = options | {"cache_seqlens": LENGTHS + S}
     expected = cupy_flash.attention_with_kv_cache(q, *caches, return_lse=True, **longer)
     read = transform(functools.partial(attention_with_kv_cache, return_lse=True))
-    for one, other in zip(read(jnp.asarray(q), *actual, **of_jax(longer)), expected, strict=True):
+    for one, other in zip(read(jnp.asarray(q), *actual, **to_jax(longer)), expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_slots_are_int32():
     k, v = normal(0, 3, HK, D), normal(1, 3, HK, D)
     slots = np.array([17, -1, 4])
-    actual = append_to_kv_cache(*of_jax([k, v, *contiguous()]), slots=jnp.asarray(slots, jnp.int32))
+    actual = append_to_kv_cache(*to_jax([k, v, *contiguous()]), slots=jnp.asarray(slots, jnp.int32))
     expected = contiguous()
     cupy_flash.append_to_kv_cache(k, v, *expected, slots=slots)
     for one, other in zip(actual, expected, strict=True):
@@ -77,7 +77,7 @@ def test_donated_caches_are_written_in_place(jitted, monkeypatch):
 
     monkeypatch.setattr(CacheCall, "run", record)
     append = jax.jit(append_to_kv_cache, donate_argnums=(2, 3)) if jitted else append_to_kv_cache
-    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    k, v, *caches = to_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
     caches = [cache + 0 for cache in caches]
     pointers = [cache.unsafe_buffer_pointer() for cache in caches]
     results = append(k, v, *caches, cache_seqlens=jnp.asarray(LENGTHS))
@@ -87,7 +87,7 @@ def test_donated_caches_are_written_in_place(jitted, monkeypatch):
 
 
 def test_a_cache_that_is_used_again_is_copied():
-    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    k, v, *caches = to_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
     before = [np.array(cache) for cache in caches]
     (k_cache, _), first = jax.jit(lambda k, v, a, b: (append_to_kv_cache(k, v, a, b, cache_seqlens=4), a.sum()))(
         k, v, *caches
@@ -142,7 +142,7 @@ def per_instance(arrays, axes):
 
 
 # (function, its arrays, the axes of vmap, number of calls of the handler)
-CONTIGUOUS, PAGES = of_jax(contiguous()), of_jax(caches_of("paged"))
+CONTIGUOUS, PAGES = to_jax(contiguous()), to_jax(caches_of("paged"))
 DECODED = [*rows_of(), *CONTIGUOUS, jnp.asarray(LENGTHS)]
 TABLE = jnp.asarray(OPTIONS["paged"]["block_table"])
 VMAPS = {

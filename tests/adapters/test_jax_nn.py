@@ -43,10 +43,10 @@ CASES = {
 
 
 def test_signatures_are_equal():
-    ours, of_jax = (
+    ours, expected = (
         inspect.signature(f).parameters.values() for f in (dot_product_attention, jax.nn.dot_product_attention)
     )
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in of_jax]
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in expected]
 
 
 @pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("window", "lengths")))

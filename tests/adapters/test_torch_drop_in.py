@@ -29,11 +29,11 @@ def parameters(function):
 
 def test_signature_of_torch():
     schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    theirs = [
+    expected = [
         (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, not x.kwarg_only)
         for x in schema.arguments
     ]
-    assert parameters(adapter.scaled_dot_product_attention) == theirs
+    assert parameters(adapter.scaled_dot_product_attention) == expected
 
 
 # flash-attn 2.8, flash_attn/flash_attn_interface.py
@@ -368,9 +368,9 @@ def test_sdpa_context_serves_the_layers_of_torch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_sdpa_context_leaves_the_fast_path_of_encoders():
-    """torch leaves the fast path of encoders in any mode, and only there padded rows are 0.
+    """torch does not use the fast path of encoders inside any mode, so neither inside `sdpa()`.
 
-    Elsewhere, and here, padded rows are the output of the layers.
+    Only the fast path sets padded rows to 0; otherwise they are outputs of the layers.
     """
     torch.manual_seed(0)
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()

@@ -40,9 +40,9 @@ def rounded(x, lengths=None):
     group = x.shape[2] // KV_HEADS
     for b, length in enumerate(lengths or [x.shape[1]] * len(x)):
         for h in range(KV_HEADS):
-            mine = np.s_[b, :length, h * group : (h + 1) * group]
-            descale[b, h] = np.float32(np.abs(x[mine]).max() / 448)
-            result[mine] = (x[mine] / descale[b, h]).astype("float8_e4m3fn").astype(np.float64)
+            block = np.s_[b, :length, h * group : (h + 1) * group]
+            descale[b, h] = np.float32(np.abs(x[block]).max() / 448)
+            result[block] = (x[block] / descale[b, h]).astype("float8_e4m3fn").astype(np.float64)
     return result, descale
 
 
@@ -55,10 +55,10 @@ def check(arrays, out, lse, lengths=None, **options):
         for dtype in (None, "float8_e4m3fn")
     )
     actual = (out.detach().float().numpy(), lse.detach().numpy())
-    for name, found, expected, other, dtype in zip(
+    for name, computed, expected, other, dtype in zip(
         ("out", "lse"), actual, exact, low, ("bfloat16", "float32"), strict=True
     ):
-        assert_matches_reference(found, expected, other, np.dtype(dtype), name)
+        assert_matches_reference(computed, expected, other, np.dtype(dtype), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -74,10 +74,10 @@ def test_backward_uses_the_unrounded_arrays():
     options = dict(causal=True)
     out, lse = adapter.attention(*arrays, return_lse=True, fp8=True, **options, **SIMULATOR)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    found = torch.autograd.grad(out, arrays, dout)
+    computed = torch.autograd.grad(out, arrays, dout)
     arrays = [x.detach() for x in arrays]
     expected = cupy_flash.attention_backward(dout, *arrays, out.detach(), lse.detach(), **options, **SIMULATOR)
-    for gradient, wanted in zip(found, expected, strict=False):
+    for gradient, wanted in zip(computed, expected, strict=False):
         assert torch.equal(gradient, wanted)
 
 
@@ -138,9 +138,9 @@ def test_checkpointed():
     expected = torch.autograd.grad(adapter.attention(*arrays, **options).float().sum(), arrays)
     with Kept() as kept:
         loss = checkpoint(partial(adapter.attention, **options), *arrays, use_reentrant=False).float().sum()
-        found = torch.autograd.grad(loss, arrays)
-        assert all(map(torch.equal, found, expected))
-        assert not find_retained(loss) and not kept.beyond(loss, *arrays, *found, *expected)
+        computed = torch.autograd.grad(loss, arrays)
+        assert all(map(torch.equal, computed, expected))
+        assert not find_retained(loss) and not kept.beyond(loss, *arrays, *computed, *expected)
 
 
 def test_detector_catches_a_tensor_in_fp8(monkeypatch):

@@ -135,7 +135,7 @@ def findings(reentrant):
         model, x, loss, saved = step(reentrant)
         own = [x, loss, *model.parameters()]
         own += [tensor.grad for tensor in own if tensor.is_leaf]
-        retained = [it for it in find_retained(loss) if it.path != "CheckpointFunctionBackward.fwd_cpu_state"]
+        retained = [item for item in find_retained(loss) if item.path != "CheckpointFunctionBackward.fwd_cpu_state"]
         held = [tensor for tensor in kept.beyond(*own) if tensor.dtype != torch.uint8]
         return saved.alive, retained, len(held)
 
@@ -180,7 +180,7 @@ class LeakyAttention(torch.autograd.Function):
 def test_detector_catches_a_planted_leak(reentrant, monkeypatch):
     monkeypatch.setattr(module, "attention", lambda q, k, v, **_: LeakyAttention.apply(q, k, v))
     _, retained, kept = findings(reentrant)
-    assert sorted((it.module, it.path) for it in retained) == [
+    assert sorted((item.module, item.path) for item in retained) == [
         (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")
         for layer in range(LAYERS)
         for index in range(5)
@@ -213,9 +213,9 @@ def test_retained_before_the_backward_is_what_autograd_saved():
     loss = (adapter.attention(q, k, v) @ weights).exp().sum()
     lse = "cupy_flash_attention_forwardBackward.saved_tensors"
     retained = find_retained(loss)
-    assert {it.bytes for it in retained if it.path.startswith(lse)} == {OUT, LSE}  # q, k and v are leaves
-    assert any(it.path == "ExpBackward0._saved_result" for it in retained)
-    assert not any(it.shape == tuple(weights.shape) for it in retained)
+    assert {item.bytes for item in retained if item.path.startswith(lse)} == {OUT, LSE}  # q, k and v are leaves
+    assert any(item.path == "ExpBackward0._saved_result" for item in retained)
+    assert not any(item.shape == tuple(weights.shape) for item in retained)
     loss.backward(retain_graph=True)
     assert find_retained(loss) == retained
     loss.backward()
@@ -240,7 +240,7 @@ def test_retained_needs_no_module_and_no_graph():
     x = torch.randn(3, requires_grad=True)
     y = LeakyScale.apply(x)
     y.sum().backward()
-    assert [(it.module, it.path, it.shape) for it in find_retained(y)] == [
+    assert [(item.module, item.path, item.shape) for item in find_retained(y)] == [
         ("", "LeakyScaleBackward.table['closure'][0].scaled", (3,))
     ]
     assert find_retained(torch.zeros(2)) == []
@@ -280,7 +280,7 @@ def train_sharded():
             optimizer.step()
             optimizer.zero_grad()
             allocated.append(memory.bytes)
-            retained.append([(it.module, it.path) for it in find_retained(loss)])
+            retained.append([(item.module, item.path) for item in find_retained(loss)])
     return allocated, retained
 
 
@@ -327,4 +327,4 @@ def test_detector_catches_the_leak_of_sharded_training(sharded):
     ]
     for (allocated, _), (leaky, retained) in sharded:
         assert leaky[0] - allocated[0] == leak
-        assert [sorted(found) for found in retained] == [names] * STEPS
+        assert [sorted(names_of_step) for names_of_step in retained] == [names] * STEPS

@@ -125,9 +125,9 @@ def test_results_equal_numpy(case):
     expected = [x for x, source in zip(expected, sources, strict=True) if source.requires_grad]
     np.testing.assert_array_equal(out.detach(), expected_out)
     np.testing.assert_array_equal(lse.detach(), expected_lse)
-    for gradient, source, theirs in zip(gradients, wanted, expected, strict=True):
+    for gradient, source, expected_gradient in zip(gradients, wanted, expected, strict=True):
         assert gradient.is_contiguous() and gradient.dtype == source.dtype
-        np.testing.assert_array_equal(gradient, theirs)
+        np.testing.assert_array_equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -190,8 +190,8 @@ def test_gradient_only_through_lse():
     lse.backward(dlse)
     saved = [x.detach().numpy() for x in (torch.zeros_like(out), q, k, v, out, lse)]
     expected = cupy_flash.attention_backward(*saved, dlse=dlse.numpy())
-    for x, theirs in zip((q, k, v), expected[:3], strict=True):
-        np.testing.assert_array_equal(x.grad, theirs)
+    for x, expected_gradient in zip((q, k, v), expected[:3], strict=True):
+        np.testing.assert_array_equal(x.grad, expected_gradient)
     assert q.grad.any() and k.grad.any() and not v.grad.any()
 
 
@@ -203,7 +203,7 @@ def test_gradient_of_stride_0():
     out.register_hook(lambda dout: strides.append(dout.stride()))
     out.sum().backward()
     assert strides == [(0, 0, 0, 0)]
-    assert all(torch.equal(x.grad, theirs) for x, theirs in zip((q, k, v), expected, strict=True))
+    assert all(torch.equal(x.grad, expected_gradient) for x, expected_gradient in zip((q, k, v), expected, strict=True))
 
 
 def test_seed_is_drawn_from_the_generator_of_torch():
@@ -261,13 +261,13 @@ def test_flops_follow_the_convention_of_torch(layout):
     q, k, v = inputs(layout=layout)
     with FlopCounterMode(display=False) as counter:
         adapter.attention(q, k, v, causal=True, layout=layout).sum().backward()
-    theirs = [x.detach() if layout == "bhsd" else x.detach().transpose(1, 2) for x in (q, k, v)]
-    theirs[1:] = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in theirs[1:]]
+    sdpa_arrays = [x.detach() if layout == "bhsd" else x.detach().transpose(1, 2) for x in (q, k, v)]
+    sdpa_arrays[1:] = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in sdpa_arrays[1:]]
     aten = torch.ops.aten
     expected = {
-        "attention_forward": flop_registry[aten._scaled_dot_product_flash_attention](*theirs),
+        "attention_forward": flop_registry[aten._scaled_dot_product_flash_attention](*sdpa_arrays),
         "attention_backward": flop_registry[aten._scaled_dot_product_flash_attention_backward](
-            theirs[0].new_empty((BATCH, HEADS, Q_LEN, HEAD_DIM_V)), *theirs
+            sdpa_arrays[0].new_empty((BATCH, HEADS, Q_LEN, HEAD_DIM_V)), *sdpa_arrays
         ),
     }
     counts = counter.get_flop_counts()["Global"]

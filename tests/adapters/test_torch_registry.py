@@ -161,13 +161,13 @@ def test_varlen(window, active, steps):
     bounds = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
     shapes = [(10, 4, E)] * 3
 
-    def theirs(q, k, v):
+    def torch_varlen(q, k, v):
         return varlen_attn(q, k, v, bounds, bounds, 7, 7, window_size=window)
 
     def ours(q, k, v):
         return adapter.attention_varlen(q, k, v, bounds, bounds, 7, 7, window=window)
 
-    actual = results(theirs, shapes)
+    actual = results(torch_varlen, shapes)
     assert steps == ["forward", "backward"]
     for a, b in zip(actual, results(ours, shapes), strict=True):
         assert torch.equal(a, b)

@@ -351,8 +351,8 @@ def train_sharded(rank, rendezvous, failures):
         for layer in model:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         step(model, rank)
-        for (name, parameter), theirs in zip(model.named_parameters(), expected, strict=True):
-            if not torch.equal(parameter.grad.full_tensor(), theirs):
+        for (name, parameter), expected_gradient in zip(model.named_parameters(), expected, strict=True):
+            if not torch.equal(parameter.grad.full_tensor(), expected_gradient):
                 failures.put(f"rank {rank}: {name}")
     finally:
         distributed.destroy_process_group()

@@ -379,7 +379,6 @@ BY_FUNCTION = {
         attention_mask=token_mask("left").bool(),
     ),
     "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
-    "keys-past-the-queries": dict(q_length=4, q_offset=2),
     "window-of-a-cache": WINDOW
     | dict(mask_function=sliding_window_causal_mask_function(4), q_length=3, kv_length=6, q_offset=9, kv_offset=4),
     "prefix": dict(mask_function=PREFIX, allow_is_causal_skip=False),
@@ -451,14 +450,14 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert_matches_reference(out[is_token], exact[is_token], low[is_token], "float32", "out")
 
 
-def of_elements(b, h, i, j):
+def elementwise(b, h, i, j):
     return (j <= i) & (torch.cumsum(j >= 0, -1) > 0)
 
 
 WRITTEN_OUT = {
     "integers": dict(attention_mask=token_mask("left")),
     "one-query": dict(allow_is_causal_skip=False, q_length=1, q_offset=3),
-    "no-elementwise-function": dict(mask_function=of_elements, allow_is_causal_skip=False),
+    "no-elementwise-function": dict(mask_function=elementwise, allow_is_causal_skip=False),
 }  # fmt: skip
 
 

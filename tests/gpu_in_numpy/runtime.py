@@ -49,10 +49,10 @@ def install(machine: Machine, versions: tuple[str, ...]) -> None:
     """Replace every function that a part of the machine answers. Raises ImportError for an unknown CuPy."""
     from cupy_backends.cuda.api import runtime
 
-    found = [
+    matching = [
         d for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") for d in importlib.metadata.distributions(name=name)
     ]
-    version = found[0].version if found else "unknown"
+    version = matching[0].version if matching else "unknown"
     if not version.startswith(versions):
         raise ImportError(f"the stand-in is written for CuPy {', '.join(versions)}*, not {version}")
     capsules = {name: x for name, x in runtime.__pyx_capi__.items() if machine.answer(name) is not None}

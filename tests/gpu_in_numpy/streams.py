@@ -55,7 +55,7 @@ def interrupts_deferred() -> Iterator[None]:
         if len(arrived) > 1:
             raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()  # handlers run in no other thread
+    is_main = threading.current_thread() is threading.main_thread()  # signal handlers run in the main thread only
     numbers = [x for x in INTERRUPTS if is_main and signal.getsignal(x) is signal.default_int_handler]
     for number in numbers:
         signal.signal(number, note)

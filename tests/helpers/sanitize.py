@@ -182,9 +182,9 @@ def _fp8(checked: bool) -> None:
         print(f"fp8: {name}", flush=True)
 
 
-def main(asked: Sequence[str]) -> int:
-    if asked:
-        sanitize(asked[0], checked="checked" in asked)
+def main(arguments: Sequence[str]) -> int:
+    if arguments:
+        sanitize(arguments[0], checked="checked" in arguments)
         return 0
     command = (sys.executable, "-m", "sanitize")
     started = [subprocess.Popen([*command, engine, "checked"]) for engine in engines()]

@@ -131,7 +131,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
-    found = []
+    checked = []
 
     def start_with_less(work, **how):
         for number, step in enumerate(work.launches):
@@ -142,11 +142,11 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
             launches = (*work.launches[:number], less, *work.launches[number + 1 :])
             with pytest.raises(OutOfBounds, match="shared"):
                 start(work._replace(launches=launches))
-            found.append(step.function)
+            checked.append(step.function)
         return start(work, **how)
 
     run_kernels(case, tile=tile, start=start_with_less)
-    assert found == ["jvp", "second_kv", "second_q", "second_bias"]
+    assert checked == ["jvp", "second_kv", "second_q", "second_bias"]
 
 
 WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2)}

@@ -186,17 +186,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _draws_tiles(problem: Problem, tile: Tile) -> bool:
-    """Whether a persistent grid has a dynamic tile scheduler, because tiles differ in cost."""
+    """Return whether a persistent grid has a dynamic tile scheduler, because tiles differ in cost."""
     return tile.persistent and _is_positional(problem)
 
 
 def _is_positional(problem: Problem) -> bool:
-    """Whether query tiles may visit different key tiles."""
+    """Return whether query tiles may visit different key tiles."""
     return bool(problem.mask.edges or problem.mask_mod or problem.has_lengths)
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
-    """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
+    """Return whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
     return not _is_positional(problem) and -(-problem.q_len // block_q) % 2 == 0
 
 
@@ -206,13 +206,13 @@ def _live(problem: Problem, block_kv: int) -> int:
 
 
 def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
-    """Whether the kernel reloads the sequence's record: few registers are left, and all sequences have the same one."""
+    """Return whether the kernel reloads the sequence's record: registers are few, and all sequences share one."""
     same = not (problem.has_lengths or problem.shard)
     return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
-    """Whether O is stored with TMA.
+    """Return whether O is stored with TMA.
 
     It is not for packed batches, where a box would overwrite the next sequence, and rows that are not 16-byte aligned.
     """

@@ -24,7 +24,7 @@ CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
 def needs_registers(problem: Problem) -> bool:
-    """Whether lengths, a modified score, masks, a left window or dropout make the forward need more registers."""
+    """Return whether lengths, a modified score, masks, a left window or dropout cost the forward registers."""
     masks = problem.dense_mask is not None or problem.mask_mod or problem.mask.left is not None
     modifies_scores = is_modified(problem) or masks
     return problem.has_lengths or modifies_scores or problem.dropout > 0

@@ -83,9 +83,9 @@ def test_a_new_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_access_to_the_other_devices_memory_faults() -> None:
     with cupy.cuda.Device(1):
-        there = cupy.zeros(4, np.float32)
+        remote = cupy.zeros(4, np.float32)
         machine.streams.finish()
-    ADD((1,), (4,), (there,))
+    ADD((1,), (4,), (remote,))
     machine.streams.finish()
     (error,) = machine.errors
     assert error.startswith("add on device 0: OutOfBounds") and machine.devices.cards[0].lost == ILLEGAL_ADDRESS

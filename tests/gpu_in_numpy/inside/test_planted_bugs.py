@@ -58,7 +58,7 @@ def on_one_stream() -> list[Any]:
 
 
 def from_another_stream() -> list[Any]:
-    """Inputs are ready on a stream that only their interface names."""
+    """Inputs become ready on another stream, which their __cuda_array_interface__ names."""
     values, late = late_inputs()
     producer, consumer = new_stream(), new_stream()
     with producer:
@@ -93,7 +93,7 @@ def test_without_a_bug_every_order_is_right(body: str) -> None:
     assert all(is_right(BODIES[body], seed) for seed in SEEDS)
 
 
-# Bugs: each is a function of pytest's monkeypatch.
+# Each function plants one bug with pytest's monkeypatch.
 
 
 def no_wait_for_an_inputs_stream(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import derivatives
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -128,6 +129,16 @@ def test_strides_and_options(call):
 def test_strides_and_options_on_the_simulator(call):
     case, call = call
     check_with_several_runs(case, call, run(case, "simulator", call))
+
+
+@pytest.mark.exhaustive
+@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)
+@given(cases(), st.sets(st.sampled_from(derivatives.ALL)).map(sorted).map(tuple))
+def test_derivatives_on_the_simulator(case, moving):
+    """The engine simt computes any dtype."""
+    derivatives.check(
+        case, derivatives.run_kernels(case, moving), moving=moving, references=derivatives.references_of_seeds
+    )
 
 
 @SHARED_FIXTURE

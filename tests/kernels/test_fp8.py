@@ -139,12 +139,12 @@ def test_transposed_values(packed):
 # Sums over long rows
 
 
+# O has one part here, which the tensor core adds to.
 PLAIN_SUMS = (
-    ("float sums[1][PART][4];", "float sums[1][PART][4];\n"
-     "    for (int e = 0; e < 4 * PART; ++e) sums[0][e / 4][e % 4] = C[0][n + e / 4][e % 4];"),
+    ("float sums[1][PART][4];", "float sums[1][PART][4] = {};"),
     ("k % 2 * NEXT_16_COLUMNS, k > 0);", "k % 2 * NEXT_16_COLUMNS, true);"),
     ("C[0][n + e / 4][e % 4] += sums", "C[0][n + e / 4][e % 4] = sums"),
-)  # fmt: skip
+)
 
 
 def test_long_rows(monkeypatch):
@@ -167,13 +167,17 @@ def test_long_rows(monkeypatch):
 # name -> (original text, planted text, errors; AssertionError if only a wrong result reveals the bug)
 PLANTED = {
     "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
-    "no fence of scores": ("wgmma_fence();\n      scores", "scores", errors.MissingFence),
+    "no fence of scores": ("wgmma_fence();\n  scores", "scores", errors.MissingFence),
     "no fence of sums": (
         "fence_operand(sums), fence_operand(P);\n    wgmma_fence();", "fence_operand(sums), fence_operand(P);",
         errors.MissingFence,
     ),
-    "scores not waited for": ("wgmma_wait_group<0>();\n      fence_operand(S_rmem);", "fence_operand(S_rmem);",
+    "scores not waited for": ("wgmma_wait_group<PENDING>();\n  fence_operand(S);", "fence_operand(S);",
                              (errors.PendingRegister, errors.PendingCopy)),
+    "scores in flight beside the sums": ("wait_QK<1>(", "wait_QK<2>(",
+                                         (errors.PendingRegister, errors.PendingCopy)),
+    "V^T released too early": ("rings.VT.wait();\n", "rings.VT.wait();\n      rings.VT.release();\n",
+                               errors.SimulationError),
     "sums not waited for": (
         "wgmma_wait_group<0>();\n    fence_operand(sums)", "fence_operand(sums)", errors.PendingRegister,
     ),
@@ -205,7 +209,7 @@ def test_planted_bug_is_found(bug, monkeypatch):
 def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
     change = "k / 2 * 8 * N * ROW", "k / 2 * 8 * (N - 1) * ROW"
     with planted(monkeypatch, change), pytest.raises(AssertionError):
-        check(Case(**LONG | dict(head_dim=128, head_dim_v=128)))
+        check(Case(**LONG | dict(head_dim=128, head_dim_v=128)), tile=TILE._replace(block_kv=128))
 
 
 def test_a_sequence_of_a_packed_batch_begins_with_a_tile(monkeypatch):

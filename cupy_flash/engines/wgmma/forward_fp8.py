@@ -11,7 +11,7 @@ from ...launch import Constant, Launch
 from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
-from ..fragments import fragment_constants
+from ..fragments import fragment_constants, is_modified
 from ..shared import known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,
@@ -33,10 +33,11 @@ from .hopper import (
 WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of a TMA box of Q and K, and of V^T: fp8.cuh
 ROW = 16  # head dimensions are a multiple: TMA needs rows aligned to 16 bytes
 
-# Limit of registers per thread, by consumer warpgroups: through S and softmax, without and with options that need
-# registers (needs_registers); and through P V. The static gate finds no spill up to it.
+# Limit of registers per thread, by consumer warpgroups: of O and the softmax, without and with options that need
+# registers (needs_registers); and of S, P, O and a part of P V in flight together. The static gate finds no spill up to
+# it. Tiles of 192 keys spill.
 LIVE = {2: (232, 200), 3: (144, 120)}
-LIVE_IN_SUMS = {2: 200, 3: 120}
+LIVE_IN_SUMS = {2: 200, 3: 112}
 # e4m3 ends at 448 = 2^8.8 and is subnormal below 2^-6, so P is scaled up to 2^8 at the row max; lazy rescaling lets it
 # grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
@@ -74,10 +75,12 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
     legal = []
     options = needs_registers(problem)
+    modified = is_modified(problem) or problem.dense_mask is not None
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
-        for block_kv in (192, 128, 64):
-            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv // 8  # registers for the P V accumulator
+        for block_kv in (128, 64):
+            # Registers for the P V accumulator beside P, O and S; with a pass over the scores P V and S do not overlap.
+            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv * (1 if modified else 5) // 8
             widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
             live = block_kv * 7 // 8 + wide // 2 + live_in_loads(problem, block_kv)
             if not widths or live > limits[options]:

@@ -1,29 +1,48 @@
-"""Host time of a call before the kernel launch: validation, planning, allocating outputs, packing parameters."""
+"""Host time of a forward up to its kernel launches: bf16 on wgmma, with tensor maps.
+
+A call runs from `cupy_flash.attention` to the arguments of its launches but does not launch, so that no GPU is needed.
+Without one, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cupy_flash import backends, device
+import cupy_flash
+from cupy_flash import backends, tensor_map
+from cupy_flash.arrays import Array
 from cupy_flash.backends import kernels
-from cupy_flash.plan import Plan, plan
+from cupy_flash.plan import Plan
 from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Problem
+from cupy_flash.problem import Operands, Options, Problem
 
 from .report import Table
 
-SHAPE = (2, 1024, 8, 64)
-CALLS, ROUNDS = 200, 25
+BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 8, 64
+CALLS, ROUNDS = 100, 25
+LENGTH_ROUNDS = 4  # of calls that each have another length, and so a plan of their own
+Inputs = tuple[Any, ...]
+Section = dict[str, dict[str, float]]
 
 
-def measure(frameworks: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Return the median seconds of each host step of a forward, by the framework of the arrays."""
-    return {framework: _steps(framework) for framework in frameworks}
+def measure(frameworks: tuple[str, ...]) -> dict[str, Section]:
+    """Return the seconds of whole calls and of their steps, by framework of the arrays."""
+    calls: Section = {}
+    steps: Section = {}
+    with _without_launches():
+        for framework in frameworks:
+            steps[framework] = _steps(framework)
+            calls[framework] = _calls(framework, grad=False)
+            if framework.startswith("torch"):
+                calls[f"{framework}, autograd"] = _calls(framework, grad=True)
+    return {"calls": calls, "steps": steps}
 
 
 def here() -> tuple[str, ...]:
@@ -34,59 +53,127 @@ def here() -> tuple[str, ...]:
     return ("numpy", "torch", *(("cupy", "torch on the GPU") if on_gpu else ()))
 
 
-def _steps(framework: str) -> dict[str, float]:
-    arrays = tuple(_array(framework) for _ in range(3))
-    problem, operands = pose("attention", arrays, Options(causal=True))
-    gpu_plan = _plan(problem)
+def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Replace the backends' forward: compute outputs and the arguments of all launches, without launching."""
+    on_gpu = chosen.device.backend == "cuda"
+    encode = tensor_map.encode_for_gpu if on_gpu else tensor_map.encode_for_simulator
+    return kernels.forward(chosen, operands, partial(_pack, encode))
+
+
+def _pack(encode: Any, work: kernels.Work) -> None:
+    params = work.params(_pointer)
+    for launch in work.launches:
+        work.arguments(launch, params, _pointer, encode)
+
+
+def _pointer(array: Array) -> int:
+    return array.pointer
+
+
+@contextmanager
+def _without_launches() -> Iterator[None]:
+    replaced = {backend: backends.MODULES[backend] for backend in ("simulator", "cuda")}
+    backends.MODULES.update(dict.fromkeys(replaced, __name__))
+    try:
+        yield
+    finally:
+        backends.MODULES.update(replaced)
+
+
+def _options(framework: str) -> dict[str, Any]:
+    on_gpu = framework in ("cupy", "torch on the GPU")
+    return dict(causal=True, engine="wgmma", backend=None if on_gpu else "simulator:sm_90a")
+
+
+def _calls(framework: str, grad: bool) -> dict[str, float]:
+    """Return the seconds of a call with the same arrays as before, with other arrays, and with more keys."""
+    options = _options(framework)
+
+    def call(inputs: Inputs) -> None:
+        cupy_flash.attention(*inputs, **options)
+
+    steady = _inputs(framework, grad, 0, 0)
+    moved = [_inputs(framework, grad, row, 0) for row in range(1, CALLS * ROUNDS + 1)]
+    longer = [_inputs(framework, grad, 0, next(_more)) for _ in range(CALLS * LENGTH_ROUNDS)]
     return {
-        "pose": _seconds(lambda: pose("attention", arrays, Options(causal=True))),
-        "plan": _seconds(lambda: _plan(problem)),
-        "outputs and pack": _seconds(lambda: kernels.forward(gpu_plan, operands, _pack)),
+        "hot": _seconds(call, [steady] * len(moved)),
+        "new pointers": _seconds(call, moved),
+        "new length": _seconds(call, longer),
     }
 
 
-def _plan(problem: Problem) -> Plan:
-    """Plan for a GPU even if the arrays are on the CPU."""
-    if problem.device != "cpu":
-        return backends.plan_for(problem)
-    return plan(problem, SIMULATED)
+def _steps(framework: str) -> dict[str, float]:
+    inputs, options = _inputs(framework, False, 0, 0), Options(**_options(framework))
+    problem, operands = _posed(inputs, options)
+    chosen = backends.plan_for(problem)
+    every = [inputs] * (CALLS * ROUNDS)
+    return {
+        "pose": _seconds(lambda inputs: _posed(inputs, options), every),
+        "plan": _seconds(lambda _: backends.plan_for(problem), every),
+        "outputs, params and maps": _seconds(lambda _: forward(chosen, operands), every),
+    }
 
 
-SIMULATED = device.named("sm_90a")
+def _posed(inputs: Inputs, options: Options) -> tuple[Problem, Operands]:
+    q, k, v = inputs
+    return pose("attention", (q, k, v), options)
 
 
-def _pack(work: kernels.Work) -> None:
-    work.params(lambda array: array.pointer)
+def _inputs(framework: str, grad: bool, row: int, more: int) -> Inputs:
+    """Return views of q, k and v that start at `row` of a buffer; k and v have `more` additional keys."""
+    q, k, v = (_buffer(framework, name) for name in "qkv")
+    views = [x[:, row : row + length] for x, length in ((q, LENGTH), (k, LENGTH + more), (v, LENGTH + more))]
+    return tuple(view.requires_grad_() for view in views) if grad else tuple(views)
 
 
-def _array(framework: str) -> Any:
+_more = itertools.count(1)  # lengths never repeat, because plans are cached
+_buffers: dict[tuple[str, str], Any] = {}
+
+
+def _buffer(framework: str, name: str) -> Any:
+    key = framework, name
+    if key not in _buffers:
+        _buffers[key] = _zeros(framework, (BATCH, LENGTH + CALLS * ROUNDS, HEADS, HEAD_DIM))
+    return _buffers[key]
+
+
+def _zeros(framework: str, shape: tuple[int, ...]) -> Any:
+    import ml_dtypes
+
     if framework == "numpy":
-        return np.zeros(SHAPE, np.float32)
+        return np.zeros(shape, ml_dtypes.bfloat16)
     if framework == "cupy":
         import cupy
 
-        return cupy.zeros(SHAPE, np.float32)
+        return cupy.zeros(shape, ml_dtypes.bfloat16)
     import torch
 
-    return torch.zeros(SHAPE, device="cpu" if framework == "torch" else "cuda")
+    return torch.zeros(shape, dtype=torch.bfloat16, device="cpu" if framework == "torch" else "cuda")
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of one call, the median of ROUNDS means over CALLS."""
+def _seconds(call: Callable[[Inputs], object], inputs: Iterable[Inputs]) -> float:
+    """Return the smallest mean of CALLS calls, in seconds of this thread, which a busy machine lengthens least."""
+    every = list(inputs)
     rounds = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append((time.perf_counter() - begin) / CALLS)
-    return median(rounds)
+    for start in range(0, len(every), CALLS):
+        part = every[start : start + CALLS]
+        begin = time.thread_time()
+        for each in part:
+            call(each)
+        rounds.append((time.thread_time() - begin) / len(part))
+    return min(rounds)
 
 
-def tables(section: dict[str, dict[str, float]]) -> list[Table]:
-    """Return a table with the microseconds of each step on the host."""
-    steps = list(next(iter(section.values())))
-    rows = [
-        [framework, *(f"{1e6 * seconds[step]:.1f}" for step in steps), f"{1e6 * sum(seconds.values()):.1f}"]
-        for framework, seconds in section.items()
+def tables(section: dict[str, Section]) -> list[Table]:
+    """Return a table with the microseconds of whole calls, and one with those of their steps."""
+    calls = "Host time of a forward up to its launches (bf16, wgmma, tensor maps), microseconds of CPU time"
+    return [
+        _table(calls, section["calls"]),
+        _table("Its steps, without autograd and torch's operator", section["steps"]),
     ]
-    return [Table("Host time of a forward before its launch, microseconds (median)", ["arrays", *steps, "sum"], rows)]
+
+
+def _table(title: str, rows: Section) -> Table:
+    columns = list(next(iter(rows.values())))
+    cells = [[name, *(f"{1e6 * row[column]:.1f}" for column in columns)] for name, row in rows.items()]
+    return Table(title, ["arrays", *columns], cells)

@@ -29,7 +29,7 @@ from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
 from cupy_flash.pose import pose
-from cupy_flash.problem import DOUBLE_BACKWARD, JVP, Operands, Options, Problem, Saved
+from cupy_flash.problem import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
 from cupy_flash.source import assemble
 
 from . import sass, static_mods
@@ -74,6 +74,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
     "KV cache fp16 D 64 all options": dict(dtype="float16", head_dim=64, cache=True) | CACHE_OPTIONS,
     "KV cache fp16 D 128 all options": dict(dtype="float16", head_dim=128, cache=True) | CACHE_OPTIONS,
+    "KV cache fp16 D 64 e4m3": dict(dtype="float16", head_dim=64, cache=True, kv_dtype=FP8),
+    "KV cache fp16 D 128 e4m3": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8),
+    "KV cache bf16 D 128 e4m3": dict(dtype="bfloat16", head_dim=128, cache=True, kv_dtype=FP8),
+    "KV cache fp16 D 128 e4m3 all options": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8)
+    | CACHE_OPTIONS,
     # wgmma and TMA, on Hopper only.
     **{
         f"Hopper {name}": config | dict(engine="wgmma")
@@ -133,7 +138,7 @@ class Sass:
 
     per_score: dict[str, float]  # thread instructions of the steady path per score, by class
     longest: float  # all those of the longest path
-    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+    waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
@@ -236,7 +241,7 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, 
     """Return the launches of the plan for a long problem."""
     (problem,) = {
         problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
-        for problem in ahead.problems(**config)
+        for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
     return plan(problem, device.named(arch, "cuda")).launches

@@ -1,4 +1,4 @@
-"""The public functions. Each states its problem, runs it, and returns the result in the caller's type of arrays."""
+"""The public functions: each poses its problem, runs it, and returns the result in the caller's type of array."""
 
 from __future__ import annotations
 
@@ -79,20 +79,21 @@ def attention(
     backend: str | None = None,
     engine: str | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
-    """Exact softmax attention, softmax(scale Q K^T + ...) V, without ever holding a matrix of scores.
+    """Compute exact softmax attention, softmax(scale Q K^T + ...) V, in memory linear in the sequence length.
 
-    Arrays of NumPy, torch (gradients included), jax, or anything with `__dlpack__` or `__cuda_array_interface__`;
-    all of one type and on one device. The result has that type and device. With B sequences of Sq queries and Sk keys,
-    Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D and Dv:
+    Arrays are of NumPy, torch (with gradients), jax, or any type with `__dlpack__` or `__cuda_array_interface__`, all
+    of one type and on one device; the result has that type and device. Shapes are given for B sequences of Sq queries
+    and Sk keys, Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D
+    and Dv.
 
     Args:
         q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below. float8_e4m3fn (of
-            ml_dtypes, torch, jax or DLPack) has a forward alone, on Hopper.
+            ml_dtypes, torch, jax or DLPack) has a forward only, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
         v: (B, Sk, Hk, Dv), the dtype of q.
-        causal: True or "bottom_right" hides the keys after a query, the last query seeing all keys; "top_left" lets
-            the first query see the first key instead (as in torch's SDPA). With 1 = seen, True / "top_left" of
-            2 queries x 5 keys, and of 5 queries x 2 keys:
+        causal: True or "bottom_right" hides the keys after a query, so that the last query sees all keys; "top_left"
+            aligns the first query with the first key instead (as in torch's SDPA). The masks of True and of "top_left"
+            (1 = seen) for 2 queries x 5 keys, then for 5 queries x 2 keys:
 
                 1 1 1 1 0     1 0 0 0 0          0 0     1 0
                 1 1 1 1 1     1 1 0 0 0          0 0     1 1
@@ -100,57 +101,59 @@ def attention(
                                                  1 0     1 1
                                                  1 1     1 1
 
-        window: (left, right): query i sees the keys i + o - left <= j <= i + o + right, o = Sk - Sq (0 for "top_left");
-            None or -1 leaves a side unbounded. Intersected with causal. (1, 1) of 3 queries x 4 keys:
+        window: (left, right): query i sees the keys i + o - left <= j <= i + o + right, with the diagonal offset
+            o = Sk - Sq (0 for "top_left"); None or -1 leaves a side unbounded. Intersected with causal. (1, 1) for
+            3 queries x 4 keys:
 
                 1 1 1 0
                 0 1 1 1
                 0 0 1 1
 
-        scale: factor of q.k, default 1 / sqrt(D), finite in the accumulation dtype: float32, for float64 float64.
-            Negative and 0 are legal.
+        scale: factor of q.k, default 1 / sqrt(D), finite in the accumulation dtype (float32; float64 for float64).
+            It may be negative or 0.
         softcap: c > 0: scores become c tanh(s / c). A c that is infinite in the accumulation dtype means no softcap.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |i + o - j|. No gradient.
         bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores; -inf hides a key.
         mask: bool, broadcastable to (B, Hq, Sq, Sk); True = attend.
-        sink: floating (Hq,): a score without a key that joins every row's denominator, neither scaled nor capped.
-        q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch. Rows past it are never
-            read, the offset o uses it, and rows of out past it are 0 (lse -inf).
+        sink: floating (Hq,): the score of a virtual key without a value, which adds to every row's denominator; neither
+            scaled nor capped.
+        q_lengths: int32 (B,): the number of valid queries of each sequence of a padded batch, which the offset o uses.
+            Rows from that number on are never read; in out they are 0, with lse -inf.
         kv_lengths: int32 (B,): likewise for the keys.
-        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as in FlexAttention; masks and softmax see
-            its result. It is traced, by one call with symbolic arguments, and may use arithmetic, comparisons and
+        score_mod: a Python function (score, b, h, q_idx, kv_idx) -> number, as in FlexAttention; masks and softmax use
+            its result. It is traced by one call with symbolic arguments, and may use arithmetic, comparisons and
             functions of NumPy, torch or jax on numbers, and elements of arrays that it captures: `table[h, q_idx -
             kv_idx]`. h is the query head, b the sequence; q_idx and kv_idx are int32 row numbers inside the sequence,
             from 0, without the offset o. Captured arrays have gradients if they are floating, and indices are clamped
-            to their dimensions. -inf hides a key. A `Mod` holds functions that are traced already.
+            to their dimensions. -inf hides a key. A `Mod` holds traced functions.
         mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with the others.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
-        seed: of dropout: an int in [0, 2**64), or an int64 array of one element on the same device. The same seed
-            drops the same elements on every backend. None draws one from torch's or NumPy's generator; jax requires
+        seed: seed of dropout, an int in [0, 2**64) or an int64 array of one element on the same device. The same seed
+            drops the same elements on every backend. None draws a seed from torch's or NumPy's generator; jax requires
             one.
-        q_descale: for float8_e4m3fn alone, float32 (B, Hk), finite and not negative: the factor by which q is
-            multiplied, for each sequence and the query heads of each key/value head. None is 1.
+        q_descale: only for float8_e4m3fn, float32 (B, Hk), finite and not negative: the factor of q for each sequence
+            and GQA group. None is 1.
         k_descale: float32 (B, Hk), likewise for k.
         v_descale: float32 (B, Hk), likewise for v.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
-            denominator, sink included, dropout not.
-        deterministic: gradients bitwise equal from run to run. The results of the CPU engine always are, for
-            any number of threads.
-        backend: "cpu", "cuda" or "simulator"; None follows the arrays. No other backend is used in its place.
+            denominator, with the sink and before dropout.
+        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are, for any number
+            of threads.
+        backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0,
-        and its lse -inf, or with a sink the sink.
+        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0;
+        its lse is -inf, or the sink if there is one.
 
     Raises:
         TypeError: at least one requirement about a type is not met. Like ValueError, it is one error that lists every
             requirement that is not met, with all shapes and dtypes.
         ValueError: only requirements about values are not met.
-        UnsupportedError: no engine of this version serves the problem, which is legal; lists each engine's reasons.
+        UnsupportedError: the problem is legal, but no engine of this version serves it; lists each engine's reasons.
 
     The definition, for one head (`cupy_flash.reference` has all of it):
 
@@ -202,7 +205,7 @@ def attention_varlen(
     max_seqlen_k: int,
     **options: Unpack[PackedOptions[AnyArray]],
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
-    """`attention` on sequences of different lengths packed into one row of tokens, without padding.
+    """Compute `attention` on sequences of different lengths, packed along the token axis without padding.
 
     Args:
         q: (Tq, Hq, D).
@@ -213,8 +216,8 @@ def attention_varlen(
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
         max_seqlen_k: likewise for keys.
-        **options: those of `attention` but bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
-            and dropout count within each sequence.
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal
+            offset and dropout count within each sequence.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
@@ -234,9 +237,9 @@ def attention_backward(
     dlse: AnyArray | None = None,
     **options: Unpack[PaddedOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
-    """Gradients of `attention`.
+    """Compute the gradients of `attention`.
 
-    The probabilities are recomputed from q, k and lse, so nothing of the size of the scores is kept.
+    The probabilities are recomputed from q, k and lse, so that memory stays linear in the sequence length.
 
     Args:
         dout: the gradient of out, its shape and dtype.
@@ -273,7 +276,7 @@ def attention_varlen_backward(
     dlse: AnyArray | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
-    """`attention_backward` for `attention_varlen`.
+    """Compute the gradients of `attention_varlen`.
 
     Args:
         dout: the gradient of out, its shape and dtype.
@@ -320,7 +323,7 @@ def attention_vjp(
 def attention_vjp(
     q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[PaddedOptions[AnyArray]]
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
-    """`attention` and its backward as a function.
+    """Return the result of `attention`, and a function that computes its gradients.
 
     Args:
         q: as in `attention`.
@@ -329,7 +332,7 @@ def attention_vjp(
         **options: those of `attention`. A seed that is drawn for the forward is the backward's too.
 
     Returns:
-        (out, vjp), or ((out, lse), vjp) with return_lse. vjp(dout, dlse=None) gives the Gradients of `attention`.
+        (out, vjp), or ((out, lse), vjp) with return_lse. vjp(dout, dlse=None) returns the Gradients of `attention`.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
@@ -340,7 +343,7 @@ def attention_vjp(
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
     out, lse = (array.result() for array in backends.forward(problem, operands))
-    # A seed drawn for the forward is the backward's too.
+    # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
@@ -378,7 +381,7 @@ def attention_jvp(
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PaddedOptions[AnyArray]],
 ) -> tuple[ArrayT, ...]:
-    """`attention` and its derivative in one direction of its inputs (forward mode), in one pass, linear in memory.
+    """Compute `attention` and its directional derivative (forward mode) in one pass, in memory linear in the sequence.
 
     With s the scores that the softmax sees, ts their tangent and P the probabilities, for one head:
 
@@ -389,7 +392,7 @@ def attention_jvp(
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.
-        tq: the tangent of q, its shape and dtype; None is 0 and costs nothing, here and below.
+        tq: the tangent of q, with its shape and dtype; None means 0 and skips its terms, here and below.
         tk: the tangent of k.
         tv: the tangent of v.
         tbias: the tangent of the option bias.
@@ -432,7 +435,7 @@ def attention_varlen_jvp(
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
 ) -> tuple[ArrayT, ...]:
-    """`attention_jvp` for `attention_varlen`.
+    """Compute `attention_varlen` and its directional derivative, as `attention_jvp`.
 
     Args:
         q: as in `attention_varlen`.
@@ -475,12 +478,12 @@ def attention_double_backward(
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PaddedOptions[AnyArray]],
 ) -> SecondGradients[ArrayT]:
-    """The backward of `attention_backward`: Hessian-vector products, gradient penalties, meta-learning.
+    """Compute the backward of `attention_backward`, for Hessian-vector products, gradient penalties or meta-learning.
 
     With (dq, dk, dv, dbias, dsink, dcaptured) the Gradients of `attention_backward`, it differentiates
-    sum(tq * dq) + sum(tk * dk) + ... by every input. Since the Hessian is symmetric, the results dq, dk, dv also are
-    the derivative of `attention_backward` as its inputs move by (tq, tk, tv, ...) while dout stays; where dout and dlse
-    move by tdout and tdlse, add attention_backward(tdout, ..., dlse=tdlse). Memory is linear in the sequence length.
+    sum(tq * dq) + sum(tk * dk) + ... with respect to every input. Since the Hessian is symmetric, the results dq, dk,
+    dv are also the directional derivative of `attention_backward` along (tq, tk, tv, ...) at constant dout. For
+    tangents tdout and tdlse, add attention_backward(tdout, ..., dlse=tdlse). Memory is linear in the sequence length.
 
     Args:
         tq: the cotangent of dq, of the shape and dtype of q; None is 0, here and below.
@@ -529,7 +532,7 @@ def attention_varlen_double_backward(
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
 ) -> SecondGradients[ArrayT]:
-    """`attention_double_backward` for `attention_varlen`.
+    """Compute the backward of `attention_varlen_backward`, as `attention_double_backward`.
 
     Args:
         tq: the cotangent of dq; None is 0.
@@ -562,15 +565,15 @@ def attention_varlen_double_backward(
 def merge(
     out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
 ) -> tuple[ArrayT, ArrayT]:
-    """Attention over two disjoint sets of keys, from the results over each.
+    """Merge the results of attention over two disjoint sets of keys.
 
     The result is that of one call over both sets:
 
         lse = np.logaddexp(lse_a, lse_b)
         out = np.exp(lse_a - lse) * out_a + np.exp(lse_b - lse) * out_b        # lse with the axes of out
 
-    Computed in the dtype of lse. A row that saw no key in one part takes the other's result; one that saw none in both
-    stays 0 and -inf. Pass a sink to exactly one of the two calls. No gradients are recorded.
+    It is computed in the dtype of lse. A row that saw no key in one part has the other part's result, and one that saw
+    none in both has 0 and -inf. Pass a sink to exactly one of the two calls. No gradients are recorded.
 
     Args:
         out_a: (B, Sq, Hq, Dv) in `layout`, or packed (T, Hq, Dv).
@@ -597,57 +600,59 @@ def compile(
     backward: bool = True,
     packed: bool = False,
     cache: bool = False,
+    kv_dtype: DType | None = None,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
     rotary_interleaved: bool = True,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> tuple[Compiled, ...]:
-    """Compile what later calls on a GPU will need, before the first of them.
+    """Compile the kernels of later calls on a GPU ahead of time.
 
-    No GPU is needed, no array, and no length. Kernels do not depend on batch and lengths, but the plan chooses tile
-    sizes by them, so this compiles every tile that it may choose, a few of each kernel. They are stored in the cache
-    folder; without `arch` they are loaded, too, so that a CUDA graph can capture the calls from the start. With CuPy a
-    capture needs a memory pool of its own (cupy.cuda.using_allocator): every replay writes to workspaces whose memory
-    the capture gave back.
+    It needs no GPU, no arrays and no lengths. Kernels do not depend on batch and lengths, but the choice of a tile
+    does, so every tile that a plan may choose is compiled, a few per kernel. The cubins are stored in the cache folder;
+    without `arch` they are also loaded, so that a CUDA graph can capture the first call. With CuPy, capture in a memory
+    pool of its own (cupy.cuda.using_allocator), because every replay writes to workspaces that the capture has freed.
 
     Args:
-        dtype: of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.
+        dtype: dtype of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.
         head_dim: D.
-        head_dim_v: Dv; None is D.
+        head_dim_v: Dv; None means D.
         group: Hq // Hk.
-        arch: such as "sm_80"; "sm_90a" for Hopper. None is the current GPU of this machine.
-        backward: the gradients' kernels, too; with return_lse=True also those that take a gradient of lse.
-        packed: for `attention_varlen`.
-        cache: for `attention_with_kv_cache` with causal=True, contiguous and paged, and for `append_to_kv_cache`;
-            forward only.
-        split_size: with cache, that of the calls.
-        rotary: with cache, for calls with rotary tables: True for tables of the dtype of q, or the name of theirs.
-        rotary_dim: how many dimensions they rotate; None is D.
+        arch: an architecture such as "sm_80", or "sm_90a" for Hopper. None means the current GPU of this machine.
+        backward: also compile the backward, and with return_lse=True the backward that takes a gradient of lse.
+        packed: compile for `attention_varlen`.
+        cache: compile for `attention_with_kv_cache` with causal=True, contiguous and paged, and for
+            `append_to_kv_cache`; forward only.
+        kv_dtype: with cache, the dtype of the caches, that of q or float8_e4m3fn; None means that of q.
+        split_size: with cache, the split_size of the calls.
+        rotary: with cache, compile for calls with rotary tables: True for tables in the dtype of q, or the name of
+            their dtype.
+        rotary_dim: number of dimensions that the tables rotate; None means D.
         rotary_interleaved: as in `attention_with_kv_cache`.
-        **options: those of `attention`. Of an array its presence counts: True, or the name of its dtype where that is
-            not the usual one, as in bias="float32" beside bfloat16. Numbers (scale, softcap, dropout, the sides of a
-            window) count by presence as well, and stay free.
+        **options: those of `attention`. For an array, pass True, or the name of its dtype if that is not the usual one,
+            such as bias="float32" with bfloat16. For a number (scale, softcap, dropout, the sides of a window) pass any
+            value: the kernels serve all values.
 
     Returns:
-        A record for every kernel: name, target, path (None where nothing could be stored), resources, warnings.
+        A record for every kernel: name, target, path (None if it could not be stored), resources, warnings.
 
     Raises:
-        TypeError: as the call would.
-        ValueError: as the call would.
-        UnsupportedError: no engine serves it.
+        TypeError: as the call itself.
+        ValueError: as the call itself.
+        UnsupportedError: no engine serves the problem.
         CompileError: NVRTC refuses the source, which is a bug in cupy_flash.
         ImportError: NVRTC is missing.
-        RuntimeError: neither `arch` nor a GPU.
+        RuntimeError: `arch` is None and this machine has no GPU.
     """
     from . import ahead
-    from .backends.kernels import compile_launch  # with the compiler and the cache, which other calls may never need
+    from .backends.kernels import compile_launch  # lazily: calls on a CPU need neither compiler nor cache
 
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
-        **options,
+        cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
+        rotary_interleaved=rotary_interleaved, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
@@ -656,7 +661,7 @@ def compile(
 
 
 def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> str:
-    """How `attention` with these arguments would run, as text; nothing is computed.
+    """Describe how `attention` with these arguments would run, without computing it.
 
     Args:
         q: as in `attention`.
@@ -665,9 +670,10 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         **options: those of `attention`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; for jax what runs a jitted call; of score_mod and
-        mask_mod their expressions, the slope of the score, and what they capture; under a mask_mod how many tiles are
-        skipped, computed without a mask, and masked, where lengths and the arrays that it reads are in host memory.
+        Text with the engine and its tiles, the reason for the choice, and the reasons against the other engines; for
+        jax how a jitted call runs; the expressions of score_mod and mask_mod, the derivative of the score and the
+        captured arrays; for a mask_mod the number of tiles that are skipped, unmasked and masked, if lengths and
+        captured arrays are in host memory.
 
     Raises:
         UnsupportedError: no engine serves the problem.

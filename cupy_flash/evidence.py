@@ -1,16 +1,16 @@
-"""Evidence of this machine: verdicts of `cupy_flash check` and measurements of `cupy_flash tune`, which plans consult.
+"""Stored evidence that plans consult: verdicts of `cupy_flash check` and measurements of `cupy_flash tune`.
 
 A record is a readable JSON file, `check.<engine>.json` or `tune.<digest>.json`, in a folder per kind of card:
 
-    <kernel cache>/evidence/<card>/         what this user's checks and tunes have found
-    $CUPY_FLASH_EVIDENCE_DIR/<card>/        read-only, shared: consulted where the user's own folder has no valid record
+    <kernel cache>/evidence/<card>/         records of this user's checks and tunes
+    $CUPY_FLASH_EVIDENCE_DIR/<card>/        shared, read-only: consulted if the user's own folder has no valid record
 
-A record holds its card, driver, the hash of the kernel texts of each engine that it is about, and a checksum. One of
-another card, driver or text, a damaged one, and one that others could have written is ignored, and `ignored` says why.
-Each record is a file of its own, published by an atomic rename, and a lock covers the merge of a tune's measurements
-with those stored before: processes and threads that tune at once lose nothing.
+A record holds its card, its driver, the hash of the kernel texts of its engines, and a checksum. A record is ignored if
+the card, driver or texts differ, if it is damaged, or if other users could have written it; `ignored` has the reason.
+Each record is a file of its own, published by an atomic rename. A lock covers the merge of a tune's measurements with
+the stored ones, so that processes and threads that tune at the same time lose nothing.
 
-Plans import this module, so that it imports what only reading and writing a record needs in its functions.
+Plans import this module, so modules that only reading or writing needs are imported inside functions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from . import environment
 from .device import Device
 
-FORMAT = 2  # version of the records; those of another version are ignored
+FORMAT = 2  # version of the records; records of other versions are ignored
 FOLDER = "evidence"
-SECONDS = "s"  # the unit of measurements on a GPU; a simulator's is INSTRUCTIONS
+SECONDS = "s"  # the unit of measurements on a GPU; on a simulator it is INSTRUCTIONS
 INSTRUCTIONS = "warp instructions"
 CHECK_COMMAND, TUNE_COMMAND = "python -m cupy_flash check", "python -m cupy_flash tune"
 
@@ -40,7 +40,7 @@ class Check(NamedTuple):
 
     engine: str
     passed: bool
-    reason: str  # the first case that did not pass, and why; "" if it has passed
+    reason: str  # the first case that did not pass, with its reason; "" if all passed
     date: str
     path: Path
 
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
     """The measurement of one tile, in the unit of its Tune."""
 
     engine: str
-    tile: str  # its repr
+    tile: str  # the repr of the tile
     amount: float
 
 
@@ -59,30 +59,30 @@ class Tune(NamedTuple):
     key: dict[str, Any]  # the bucket, see plan.tune_key
     unit: str
     measured: tuple[Measured, ...]
-    default: tuple[str, str]  # engine and tile that were chosen without measurements
+    default: tuple[str, str]  # the engine and tile that would be chosen without measurements
     complete: bool  # every candidate was measured
-    predicted: dict[str, float]  # the smallest predicted seconds of each engine; {} from another cost model
+    predicted: dict[str, float]  # {engine: smallest predicted seconds}; {} if they are from another cost model
     date: str
     path: Path
 
 
 class Fit(NamedTuple):
-    """How the times of an engine on this kind of card compare with its cost model."""
+    """The ratio of an engine's measured to its predicted times on this kind of card."""
 
-    scale: float  # the median, over buckets, of its fastest measurement to its smallest prediction
+    scale: float  # median over buckets of fastest measurement / smallest prediction
     buckets: int
 
 
 Record = dict[str, Any]
 LOCK = "lock"  # the file in a card's folder that a process locks while it merges and stores
-ignored: dict[Path, str] = {}  # the records that this process has read and ignored, with the reason
+ignored: dict[Path, str] = {}  # {record that this process has ignored: reason}
 
 
-_storing = threading.Lock()  # flock excludes other processes, this the other threads of one
+_storing = threading.Lock()  # flock excludes other processes, this lock other threads
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    """Replace the lock in a forked child, where the thread that may have held it does not exist."""
     global _storing
     _storing = threading.Lock()
 
@@ -92,12 +92,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def has_card(device: Device) -> bool:
-    """Whether there may be evidence about a device: a GPU of this machine, or the simulator."""
+    """Whether a device can have evidence: it is a GPU of this machine, or the simulator."""
     return device.card != ""
 
 
 def check_of(engine: str, device: Device) -> Check | None:
-    """The valid verdict on an engine for this kind of card; None without."""
+    """Return the valid verdict on an engine for this kind of card, or None."""
     return _check_of(engine, device) if has_card(device) else None
 
 
@@ -113,7 +113,7 @@ def _check_of(engine: str, device: Device) -> Check | None:
 
 
 def tune_of(key: Mapping[str, Any], device: Device) -> Tune | None:
-    """The measurements for a bucket of shapes on this kind of card; None without."""
+    """Return the measurements for a bucket of shapes on this kind of card, or None."""
     if not has_card(device):
         return None
     for path, record in _records(device, tune_name(key)):
@@ -124,7 +124,7 @@ def tune_of(key: Mapping[str, Any], device: Device) -> Tune | None:
 
 
 def tunes(device: Device) -> list[Tune]:
-    """All valid measurements for this kind of card; of two with one bucket the user's own."""
+    """Return all valid measurements for this kind of card; the user's own take precedence over shared ones."""
     found: dict[str, Tune] = {}
     for *_, root in _folders() if has_card(device) else ():
         names = sorted(path.name for path in (root / card_name(device)).glob("tune.*.json"))
@@ -137,11 +137,11 @@ def tunes(device: Device) -> list[Tune]:
 
 
 def _tune(path: Path, record: Record) -> Tune | None:
-    """The Tune of a record, without the measurements of engines of which the texts have changed since."""
+    """Return the Tune of a record, without measurements of engines whose kernel texts have changed since."""
     current = [engine for engine, text in record["texts"].items() if text == text_of(engine)]
     measured = sorted((Measured(*each) for each in record["measured"]), key=lambda each: each.amount)
     default = tuple(record["default"])
-    # Without its default a record does not show that its fastest tile is faster than the prediction's.
+    # Without its default a record does not prove that its fastest tile beats the one that would be chosen without it.
     if len(current) < len(record["texts"]) or not any(each[:2] == default for each in measured):
         _ignore(path, "it is about other kernel texts" if len(current) < len(record["texts"]) else "it has no default")
         return None
@@ -151,7 +151,7 @@ def _tune(path: Path, record: Record) -> Tune | None:
 
 
 def fits(device: Device, step: str) -> dict[str, Fit]:
-    """{engine: its Fit} from the complete measurements of a step, such as "forward", in seconds."""
+    """Return {engine: Fit} from the complete measurements of a step, such as "forward", in seconds."""
     return dict(_fits(device, step)) if has_card(device) else {}
 
 
@@ -172,7 +172,7 @@ def _fits(device: Device, step: str) -> tuple[tuple[str, Fit], ...]:
 
 
 def store_check(device: Device, engine: str, reason: str | None, cases: list[Record]) -> Path:
-    """Store a verdict on an engine, with its cases; `reason` is None if all have passed."""
+    """Store a verdict on an engine, with its cases, and return the path; `reason` is None if all have passed."""
     record = {"passed": reason is None, "reason": reason or "", "texts": {engine: text_of(engine)}, "cases": cases}
     return _store(device, f"check.{engine}.json", record)[0]
 
@@ -186,7 +186,7 @@ def store_tune(
     predicted: Mapping[str, float],
     complete: bool,
 ) -> Tune:
-    """Store the measurements of a bucket of shapes, together with those that another process has stored meanwhile.
+    """Store the measurements of a bucket of shapes, merged with those that another process has stored meanwhile.
 
     `predicted` holds the smallest predicted seconds of each engine, with which `fits` compares the measurements.
     """
@@ -214,7 +214,7 @@ def store_tune(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Exclude every other thread and process that stores in this folder."""
+    """Hold the lock that excludes other threads and processes from storing in this folder."""
     with _storing, open(folder / LOCK, "ab") as file:
         with suppress(ImportError, OSError):  # Windows has no fcntl, and some file systems have no locks
             import fcntl
@@ -224,18 +224,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def tune_name(key: Mapping[str, Any]) -> str:
-    """The file name of the measurements of a bucket."""
+    """Return the file name of the measurements of a bucket."""
     return f"tune.{_digest(key)[:32]}.json"
 
 
 def card_name(device: Device) -> str:
-    """The folder name of a kind of card."""
+    """Return the folder name of a kind of card."""
     name = f"{device.card}-{device.arch}-{device.units}"
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
 
 
 def own_folder(device: Device) -> Path:
-    """The folder of this user's records about a kind of card; OSError without a home directory."""
+    """Return the folder of this user's records about a kind of card; OSError without a home directory."""
     from . import cache
 
     return cache.location() / FOLDER / card_name(device)
@@ -243,9 +243,9 @@ def own_folder(device: Device) -> Path:
 
 @lru_cache(maxsize=16)
 def text_of(engine: str) -> str:
-    """The hash of an engine's kernel texts: the files of its folder, and those that all engines share.
+    """Return the hash of an engine's kernel texts: the files of its folder and those that all engines share.
 
-    The kernels of mma_decode are in mma's folder.
+    The kernels of mma_decode are in the folder mma.
     """
     from hashlib import sha256
 
@@ -262,7 +262,7 @@ def text_of(engine: str) -> str:
 
 @lru_cache(maxsize=1)
 def costs_text() -> str:
-    """The hash of the engines' modules, which hold the cost models."""
+    """Return the hash of the engines' modules, which hold the cost models."""
     from hashlib import sha256
 
     files = sorted((Path(__file__).parent / "engines").rglob("*.py"))
@@ -270,9 +270,9 @@ def costs_text() -> str:
 
 
 def stored() -> Iterator[tuple[Path, Record | str]]:
-    """Every file in the folders with evidence, of all cards: its record, or why it is ignored.
+    """Yield every file with evidence, of all cards, and its record or the reason why it is ignored.
 
-    Whether a record is about this machine's driver and kernel texts is known to plans alone, which say it in explain().
+    This does not check whether a record has this machine's driver and kernel texts; explain() reports that.
     """
     for folders in _folders():
         for path in sorted(folders[-1].glob("*/*.json")):
@@ -283,7 +283,7 @@ def stored() -> Iterator[tuple[Path, Record | str]]:
 
 
 def summary() -> list[str]:
-    """A line per folder with records: the verdicts of its checks, the number of tuned buckets, and what is ignored."""
+    """Return a line per folder with records: verdicts of checks, number of tuned buckets, and ignored records."""
     folders: dict[Path, list[str]] = {}
     for path, record in stored():
         words = folders.setdefault(path.parent, [])
@@ -306,7 +306,7 @@ def summary() -> list[str]:
 
 
 def forget() -> None:
-    """Read the records again at the next plan, as another process would."""
+    """Drop the records that are cached in this process, so that the next plan reads the files again."""
     _check_of.cache_clear()
     _fits.cache_clear()
     ignored.clear()
@@ -314,16 +314,16 @@ def forget() -> None:
 
 @lru_cache(maxsize=16)
 def suggest(device: Device, engines: tuple[str, ...]) -> None:
-    """Log once per process which command proves the engines, if a GPU has no evidence about any of them."""
+    """Log once per process which command checks the engines, if a GPU has no evidence about any of them."""
     if device.backend == "cuda" and not any(check_of(engine, device) for engine in engines):
         _log("no evidence about the engines on %s yet: %s finds out, once", device.card, CHECK_COMMAND)
 
 
 def _folders() -> Iterator[tuple[Path, ...]]:
-    """Yield the folders to check for write access, the evidence folder last: the user's own, then the shared one."""
+    """Yield the user's own and the shared evidence folder, each after its parents whose write access is checked too."""
     from . import cache
 
-    with suppress(OSError):  # there is no home directory
+    with suppress(OSError):  # without a home directory
         yield cache.location(), cache.location() / FOLDER
     shared = environment.evidence_dir()
     if shared is not None:
@@ -331,14 +331,14 @@ def _folders() -> Iterator[tuple[Path, ...]]:
 
 
 def _records(device: Device, name: str) -> Iterator[tuple[Path, Record]]:
-    """The valid records of this name about a device, the user's own first."""
+    """Yield the valid records of this name about a device, the user's own first."""
     for folders in _folders():
         path = folders[-1] / card_name(device) / name
         if not os.path.lexists(path):
             continue
         try:
             record = _read(folders, path)
-        except FileNotFoundError:  # another process has removed it
+        except FileNotFoundError:  # another process has removed the file
             continue
         except (OSError, ValueError) as error:
             _ignore(path, str(error))
@@ -350,9 +350,9 @@ def _records(device: Device, name: str) -> Iterator[tuple[Path, Record]]:
 
 
 def _read(folders: Iterable[Path], path: Path) -> Record:
-    """The record of a file in the folder of a card.
+    """Return the record in a file of a card's folder.
 
-    Raises OSError if it is no regular file or others could have written it, and ValueError if it is no record.
+    Raises OSError if it is not a regular file or other users could have written it, ValueError if it is not a record.
     """
     import json
 
@@ -375,7 +375,7 @@ def _read(folders: Iterable[Path], path: Path) -> Record:
 
 
 def _wrong_fields(name: str, record: Record) -> list[str]:
-    """The fields that are missing or have another type or value than `_store` writes in a file of this name."""
+    """Return the fields that are missing or have a type or value that `_store` never writes in a file of this name."""
     texts: Any = record.get("texts")
     kind = name.partition(".")[0]
     engines = set(texts) if isinstance(texts, dict) else set()
@@ -404,7 +404,7 @@ def _wrong_fields(name: str, record: Record) -> list[str]:
 
 
 def _is_measured(value: Any, engines: set[str]) -> bool:
-    """Whether a value of JSON is [engine, tile, amount] of one of the engines, with a finite amount above 0."""
+    """Whether a JSON value is [engine, tile, amount] with one of the engines and a finite amount above 0."""
     if not isinstance(value, list) or len(value) != 3 or not _are_texts(value[:2]) or value[0] not in engines:
         return False
     return _is_amount(value[2])
@@ -419,7 +419,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def require_storable(device: Device) -> None:
-    """Raise OSError, with what to do, if records about a device cannot be stored: work of minutes would be lost."""
+    """Raise OSError with advice if records about a device cannot be stored; call it before minutes of work are lost."""
     import tempfile
 
     from . import cache
@@ -435,7 +435,7 @@ def require_storable(device: Device) -> None:
 
 
 def _prepared(device: Device) -> Path:
-    """This user's folder about a kind of card, created if missing; OSError if it is unsafe or cannot be written."""
+    """Return this user's folder for a kind of card, created if missing; OSError if it is unsafe or not writable."""
     from . import cache
 
     cache.usable_folder()

@@ -1,10 +1,10 @@
-"""The options of `attention`, declared once: a row for each, in the order of its signature.
+"""The table of `attention`'s options, in the order of its signature.
 
-Everything else that depends on options is derived from these rows: Options and their checks (requirements.py, pose.py),
-the facts of a Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py),
-the operators of torch, the operands of jax, attention over several ranks, and compile() with its command. Only the
-signature and docstring of `attention`, the types of options (arguments.py) and the math of each feature (score.py,
-score.cuh, reference.py) are written by hand.
+Other code derives its lists of options from these rows: Options and their checks (requirements.py, pose.py), the fields
+of Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py), operators of
+torch, operands of jax, attention over several ranks, and compile() with its command. Only the signature and docstring
+of `attention`, the types of options (arguments.py) and the math of each feature (score.py, score.cuh, reference.py) are
+written by hand.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ ARRAY = "array"
 NUMBER = "number"
 FLAG = "flag"
 CHOICE = "choice"  # a string, or None for the default
-CAUSAL = "causal"  # bool or string: which corner the diagonal starts from
+CAUSAL = "causal"  # a bool, or the corner to which the diagonal is aligned
 WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
-MOD = "mod"  # None, a Python function of a score and its place, or a Mod
+MOD = "mod"  # None, a Python function of a score and its indices, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
 WHOLE = "whole"  # None, or a whole number
 
-# Ranges of numbers, by their check in requirements.py.
+# Legal ranges of numbers, which requirements.py checks.
 FINITE = "finite"
 CAP = "cap"  # positive; a value that is infinite in the accumulation dtype counts as None
 PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 
-SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk"}  # the axes of arrays, as messages write them
+SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk"}  # {axis letter: its name in messages}
 
 
 class Feature(NamedTuple):
-    """One option. The columns that its kind does not use keep their defaults."""
+    """One option; the columns that its kind does not use have their defaults."""
 
-    name: str  # the keyword; the member of Params for an array
+    name: str  # the keyword, and for an array the member of Params
     kind: str
     default: Any = None
-    definition: bool = True  # part of what attention computes; False: how it runs, or which results it returns
-    result: bool = False  # only chooses which results are returned: a Problem does not have it
+    definition: bool = True  # changes the function; False: only how it is computed, or which results it returns
+    result: bool = False  # only selects results, so that a Problem does not have it
 
     # Columns of arrays
-    axes: tuple[str, ...] = ()  # the legal shapes, by the letters of SIZES
-    broadcast: bool = False  # any shape is legal that broadcasts to the axes
+    axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
+    broadcast: bool = False  # every shape that broadcasts to the axes is legal
     dtypes: tuple[str, ...] = ()
-    dtype_text: str = ""  # "must be <this>"; by default the one dtype
-    hint: tuple[tuple[str, ...], str] = ((), "")  # (wrong dtypes, what the error adds for them)
+    dtype_text: str = ""  # replaces the dtype in the error "must be <dtype>"
+    hint: tuple[tuple[str, ...], str] = ((), "")  # (wrong dtypes, advice that the error adds for them)
     longest: str = ""  # every value is in [0, n], where n is this field of Sizes
     not_negative: bool = False  # every value is finite and not negative
     padded: bool = False  # for padded batches only
     fp8: bool = False  # for float8 only
-    gradient: bool = False  # the backward returns d<name>, of its shape and dtype
-    optional_gradient: bool = False  # only on request: it has a kernel of its own
-    ranks: bool = False  # served over several ranks: each passes the same array, or the part of its heads
-    once: bool = False  # enters a row once, even if the keys of the row come in several shards
+    gradient: bool = False  # the backward returns d<name>, with the shape and dtype of the array
+    optional_gradient: bool = False  # the gradient is computed only on request, by a kernel of its own
+    ranks: bool = False  # supported over several ranks; each passes the whole array, or the part for its heads
+    once: bool = False  # is applied once per row, even if the row's keys are in several shards
 
     # Columns of numbers
     range: str = ""
-    example: float = 0.0  # value with which the command compile plans: kernels are the same for all values
+    example: float = 0.0  # the value that the command compile uses: kernels serve all values
 
     # In a Problem and in the kernels
-    fact: str = ""  # the field of Problem: a number, a shape (broadcast), or whether it is given; default: the name
+    fact: str = ""  # the field of Problem (default: the name): a number, a shape (broadcast), or whether it is given
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
     member: str = ""  # the member of Params that holds the number
     batch_stride: str = ""  # the member for the stride of a leading batch axis
-    changes_score: bool = False  # between q.k and the softmax
-    keeps_score: bool = False  # its gradient needs a number that the forward computes for every score
+    changes_score: bool = False  # is applied between q.k and the softmax
+    keeps_score: bool = False  # its gradient needs a second value per score
 
     @property
     def field(self) -> str:
@@ -128,8 +128,8 @@ DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  
 
 _SHARED = {feature.name: feature for feature in FEATURES}
 
-# The options of `attention_with_kv_cache`, in the order of its signature. In the axes, "p" stands for the columns of a
-# block table, "n" for the rows of k, "t" for the tokens of a packed batch, "r" and "e" for the sizes of a rotary table.
+# The options of `attention_with_kv_cache`, in the order of its signature. Further axes are "p", the columns of a block
+# table; "n", the rows of k; "t", the tokens of a packed batch; "r" and "e", the sizes of a rotary table.
 CACHE_FEATURES = (
     Feature("k", ARRAY, axes=("bngd",), dtypes=FLOATING),
     Feature("v", ARRAY, axes=("bngd",), dtypes=FLOATING),
@@ -156,7 +156,7 @@ CACHE_FEATURES = (
 
 
 def record(*names: str, optional: int = 0) -> Any:
-    """A namedtuple class to derive from; the last so many fields default to None."""
+    """Return a namedtuple class to derive from; the last `optional` fields default to None."""
     return namedtuple("record", names, defaults=[None] * optional)
 
 

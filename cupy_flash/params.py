@@ -1,10 +1,11 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+"""Packs the argument of every kernel: derives its NumPy dtype from params.cuh, and fills in the values of a call.
 
 Kernels that use TMA take tensor maps as a second argument.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 from collections.abc import Callable, Iterable
@@ -41,7 +42,7 @@ CODES = {
     np.dtype(np.float64): "d",
 }
 
-Address = Callable[[Array], int]  # the address of an array as the kernel sees it
+Address = Callable[[Array], int]  # returns an array's address in the kernel's address space
 Encode = Callable[[TensorMap], bytes]
 Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
 
@@ -51,10 +52,12 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 @lru_cache(maxsize=64)
 def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
-    """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
+    """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
-    `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
-    `cache`: with the members of a KV cache. `direction`: with those of a JVP and of a double backward.
+    Args:
+        captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
+        cache: whether Params has the members of a KV cache.
+        direction: whether Params has the members of a JVP and of a double backward.
     """
     text = (kernel_folder() / "params.cuh").read_text()
     switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
@@ -74,9 +77,9 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
 
 
 class Workspace(NamedTuple):
-    """Memory that kernels need beside operands and results, as an engine requests it."""
+    """Memory that kernels need besides operands and results, as an engine requests it."""
 
-    name: str  # its member of Params
+    name: str  # the member of Params
     shape: tuple[int, ...]  # contiguous
     dtype: np.dtype[Any]
     strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
@@ -90,28 +93,86 @@ def pack(
     address: Address,
     captured: Captured | None = None,
 ) -> np.ndarray[Any, Any]:
-    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member."""
+    """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
+
+    All members but addresses, the seed, a cache and captured arrays are equal in calls with the same shapes and
+    strides, and are cached.
+    """
+    arrays = operands.arrays()
+    if problem.cache is not None:
+        del arrays["k"], arrays["v"]
+    arrays |= {
+        name: array
+        for name, array in results.items()
+        if array is not None and not (captured is not None and name in captured.workspaces)
+    }
+    addresses = [address(array) for array in arrays.values()]
+    described = [
+        (name, start % ALIGNMENT, array.shape, array.strides, array.dtype)
+        for (name, array), start in zip(arrays.items(), addresses, strict=True)
+    ]
+    packed_rows = (operands.q.shape[0], operands.k.shape[0]) if problem.layout == "thd" else ()
+    layout, constant, places = _constant(
+        problem, packed_rows, tuple(described), tuple(workspaces), captured.text if captured else ""
+    )
+    numbers = constant.copy()
+    for place, start in zip(places, addresses, strict=True):
+        numbers[place] = start
+    changing: dict[str, tuple[float, ...]] = {}
+    if not isinstance(operands.seed, Array):
+        changing["seed"] = (operands.seed or 0,)
+    if problem.cache is not None:
+        from .cache_params import cache_members  # lazily: most calls have no cache
+
+        changing |= cache_members(problem, operands, workspaces, address, _tensor)
+    if captured is not None:
+        changing["captured"] = captured.members(address)
+    for member, values in changing.items():
+        numbers[layout.places[member]] = values
+    return layout.packed(numbers)
+
+
+ALIGNMENT = 64  # the largest alignment, in bytes, that the kernels distinguish: eight elements of fp64
+
+
+class Described(NamedTuple):
+    """The properties of an array on which its member of Params depends, other than its address."""
+
+    pointer: int  # address modulo ALIGNMENT
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@lru_cache(maxsize=1024)
+def _constant(
+    problem: Problem,
+    packed_rows: tuple[int, ...],
+    arrays: tuple[tuple[Any, ...], ...],
+    workspaces: tuple[Workspace, ...],
+    captured: str,
+) -> tuple[_Struct, list[float], tuple[int, ...]]:
+    """Return the struct of a call, its cached numbers, and for each array the index of its address among them.
+
+    `packed_rows` are the rows of q and of k in a packed batch; `arrays` are tuples (name, *Described).
+    """
+    by_name: dict[str, Any] = {name: Described(*facts) for name, *facts in arrays}
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
-    for name, array in zip(Operands._fields, operands, strict=True):
-        if isinstance(array, Array) and (problem.cache is None or name not in ("k", "v")):
-            members[name] = forms[name](array, layout, address)
     strides = {workspace.name: workspace.strides for workspace in workspaces}
-    for name, array in results.items():
-        if array is not None and not (captured is not None and name in captured.workspaces):
-            members[name] = (address(array), *strides[name]) if name in strides else forms[name](array, layout, address)
+    start = operator.attrgetter("pointer")
+    for name, array in by_name.items():
+        members[name] = (0, *strides[name]) if name in strides else forms[name](array, layout, start)
     for feature in BATCH_STRIDED:
-        array = getattr(operands, feature.name)
+        array = by_name.get(feature.name)
         if array is not None and len(array.shape) == max(map(len, feature.axes)):
             members[feature.batch_stride] = (array.strides[0],)
-    if isinstance(operands.seed, Array):
+    if "seed" in members:
         members["seed_array"] = members.pop("seed")
-    else:
-        members["seed"] = (operands.seed or 0,)
     for feature in SCALARS_OF_FEATURES:
         members[feature.member] = (getattr(problem, feature.field) or 0,)
-    packed = layout == "thd"
     left, right = problem.mask.left, problem.mask.right
+    q_rows, kv_rows = packed_rows or (problem.q_len, problem.kv_len)
     members |= {
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
@@ -121,19 +182,14 @@ def pack(
         "batch": (problem.batch,),
         "heads": (problem.heads,),
         "group": (problem.group,),
-        "q_len": (operands.q.shape[0] if packed else problem.q_len,),
-        "kv_len": (operands.k.shape[0] if packed else problem.kv_len,),
+        "q_len": (q_rows,),
+        "kv_len": (kv_rows,),
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
-    if problem.cache is not None:
-        from .cache_params import cache_members  # which calls without a cache never need
-
-        members |= cache_members(problem, operands, workspaces, address, _tensor)
-        return _filled("Params", members, cache=True)
-    if captured is not None:
-        members["captured"] = captured.members(address)
-    return _filled("Params", members, captured.text if captured else "", direction=problem.derivative != "")
+    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
+    places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
+    return struct, struct.numbers(members), places
 
 
 BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
@@ -147,7 +203,7 @@ def has_strides(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """The function that returns the numbers of an array's member, by name; its gradient and tangent have the same."""
+    """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
@@ -161,7 +217,7 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
-    """One `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "rows": (arrays["lse"].shape[-1],)}
     for name, array in arrays.items():
         form = _rows if name.startswith("lse") else _tensor
@@ -171,17 +227,32 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
             members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
         else:
             members[name] = form(array, layout, address)
-    return _filled("Partials", members)
+    partials = _struct("Partials")
+    return partials.packed(partials.numbers(members))
 
 
 def pack_maps(
-    boxes: Iterable[Box], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
+    boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
 ) -> np.ndarray[Any, Any]:
-    """Tensor maps of these boxes in their order, in an array without dimensions."""
-    encoded = bytearray()
-    for box in boxes:
-        array, own_layout = arrays[box.operand], box.layout or layout
-        start, *strides, _ = _tensor(array, own_layout, address)
+    """Return the tensor maps of these boxes, in order, as a read-only array without dimensions."""
+    boxed = [arrays[box.operand] for box in boxes]
+    return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
+
+
+@lru_cache(maxsize=1024)
+def _maps(
+    boxes: tuple[Box, ...],
+    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...],
+    layout: str,
+    encode: Encode,
+) -> np.ndarray[Any, Any]:
+    """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
+    start = operator.attrgetter("pointer")
+    encoded = b""
+    for box, described in zip(boxes, arrays, strict=True):
+        array: Any = Described(*described)
+        own_layout = box.layout or layout
+        pointer, *strides, _ = _tensor(array, own_layout, start)
         shape = array.shape
         if own_layout == "bshd":
             batch, length, heads, dim = shape
@@ -192,7 +263,7 @@ def pack_maps(
         sizes = (dim, length, heads, batch)
         kind = BOX_TYPES[dtype_name(array.dtype)]
         encoded += _encoded(
-            encode, kind, array.dtype.itemsize, start, sizes, tuple(strides[::-1]), (box.columns, box.rows)
+            encode, kind, array.dtype.itemsize, pointer, sizes, tuple(strides[::-1]), (box.columns, box.rows)
         )
     return np.ndarray((), f"V{len(encoded)}", encoded)
 
@@ -207,10 +278,10 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+    """Encode a map of (column, row, head, batch) in boxes of (columns, rows), with the swizzle of a box's row bytes.
 
-    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
-    be one that no map takes.
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is replaced, because it
+    may be illegal for a tensor map.
     """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
@@ -220,16 +291,27 @@ def _encoded(
 
 
 class _Struct(NamedTuple):
-    """The layout of a struct: how its numbers are packed into bytes, and where those of each member are."""
+    """The layout of a struct: the format of its numbers, and the index of each member's first number."""
 
     dtype: np.dtype[Any]
     packer: struct.Struct
-    zeros: list[float]  # as many as the struct has numbers
+    zeros: list[float]  # one for each number of the struct
     places: dict[str, slice]
+
+    def numbers(self, members: dict[str, tuple[float, ...]]) -> list[float]:
+        """Return the numbers of a struct with these members, and 0 in the others."""
+        numbers = self.zeros.copy()
+        for member, values in members.items():
+            numbers[self.places[member]] = values
+        return numbers
+
+    def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+        """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
+        return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
 
 
 @lru_cache
-def _struct(name: str, captured: str, cache: bool, direction: bool) -> _Struct:
+def _struct(name: str, captured: str = "", cache: bool = False, direction: bool = False) -> _Struct:
     dtype = dtypes(captured, cache, direction)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
@@ -244,24 +326,8 @@ def _struct(name: str, captured: str, cache: bool, direction: bool) -> _Struct:
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
-def _filled(
-    name: str,
-    members: dict[str, tuple[float, ...]],
-    captured: str = "",
-    *,
-    cache: bool = False,
-    direction: bool = False,
-) -> np.ndarray[Any, Any]:
-    """A struct with these members, the others 0. One call fills it: NumPy's assignments to fields are slow."""
-    layout = _struct(name, captured, cache, direction)
-    numbers = layout.zeros.copy()
-    for member, values in members.items():
-        numbers[layout.places[member]] = values
-    return np.ndarray((), layout.dtype, bytearray(layout.packer.pack(*numbers)))
-
-
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
+    """Return the Operand of an array (B, S, H, D) in a layout: pointer, batch, head and row strides, alignment."""
     start, strides = address(array), array.strides
     if layout == "bshd":
         batch, row, head, _ = strides
@@ -272,21 +338,23 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     elements, rest = divmod(start, array.dtype.itemsize)
     bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
     aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
+    if array.dtype.itemsize == 1 and bits % 16 == 0:
+        aligned = 16
     return (start, batch, head, row, aligned)
 
 
 def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
+    """Return the Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per sequence and head: (B, H)."""
+    """Return the Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Dense of an array that broadcasts to (B, Hq, Sq, Sk): stride 0 for dimensions missing or of size 1."""
+    """Return the Dense of an array that broadcasts to (B, Hq, Sq, Sk); missing dimensions and size 1 have stride 0."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
 

@@ -1,4 +1,4 @@
-"""States the Problem and the Operands of a call.
+"""Poses a call: checks it, and makes its Problem and Operands.
 
 Facts (shapes, dtypes, options) are checked once and cached; the contents of arrays are checked at every call.
 """
@@ -49,7 +49,7 @@ from .requirements import (
 if TYPE_CHECKING:
     from .mods.trace import Mod
 
-CACHED = 1024  # entries of each cache
+CACHED = 1024  # maximum entries of each cache
 
 
 def pose(
@@ -61,9 +61,9 @@ def pose(
     shard: Shard = WHOLE,
     tangents: Tangents | None = None,
 ) -> tuple[Problem, Operands]:
-    """State the problem of one call of `function`, or raise one error with every requirement that is not met.
+    """Return the Problem and Operands of one call of `function`, or raise one error with every unmet requirement.
 
-    With `tangents` the problem is the JVP in their direction; with `saved` too, the double backward of them.
+    With `tangents` the problem is a JVP in their direction; with `saved` as well, a double backward.
     """
     requirements = Requirements(function)
     mod = traced_mod(requirements, options)
@@ -79,11 +79,11 @@ def pose(
         check_boundaries(requirements, call, stated.longest)
     check_values(requirements, call, stated.sizes)
     requirements.raise_if_unmet(call)
-    assert stated.problem is not None  # every requirement is met
+    assert stated.problem is not None  # holds because every requirement is met
     if not stated.dropout:
         seed = None
     elif seed is None:
-        # The global generator, because np.random.seed is how callers of NumPy make a run repeatable.
+        # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
     names = captured_names(mod)
     operands: dict[str, Any] = {
@@ -101,7 +101,7 @@ _arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
 def traced_mod(requirements: Requirements, options: Options) -> Mod | None:
-    """The traced score_mod and mask_mod; None without them, or where one cannot be traced, which is reported."""
+    """Return the traced score_mod and mask_mod; None without them, or, as an unmet requirement, if tracing fails."""
     if options.score_mod is None and options.mask_mod is None:
         return None
     from .mods.ir import Untraceable  # imported by the first call that has a mod
@@ -116,12 +116,12 @@ def traced_mod(requirements: Requirements, options: Options) -> Mod | None:
 
 
 def captured_names(mod: Mod | None) -> list[str]:
-    """The names of a mod's captured arrays among the arrays of a call, in the order of their slots."""
+    """Return the names of a mod's captured arrays among the arrays of a call, by slot."""
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 
 def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) -> dict[str, Any]:
-    """The arrays of a direction by name; those of captured arrays are called tarray0, ..."""
+    """Return the tangents by name; those of captured arrays are tarray0, tarray1, ..."""
     direction = {name: x for name, x in zip(Tangents._fields[:-1], tangents, strict=False) if x is not None}
     if tangents.tcaptured is None:
         return direction
@@ -144,7 +144,7 @@ def _given(
     shard: Shard,
     mod: Mod | None,
 ) -> dict[str, Any]:
-    """The arrays of a call by name, as the caller gives them; only a required one may be None."""
+    """Return the arrays of a call by name, as the caller passed them; only a required one may be None."""
     given = dict(zip(("q", "k", "v"), arrays, strict=True))
     for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
         if value is not None:
@@ -162,29 +162,30 @@ def _given(
     return given
 
 
-# The options that enter the cache key as they are. The others: a window enters it as two sides, a mod as its text, and
-# a seed not at all, because no fact depends on it.
+# The options that are part of the cache key as they are. A window is part of it as two sides and a mod as its text; a
+# seed is not, because no fact depends on it.
 PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
-# Options of other types are not cached: they may be mutable, unhashable, or equal to something with another meaning.
+# Calls with options of other types are not cached: such a value may be mutable, unhashable, or equal to one with
+# another meaning.
 PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Facts(NamedTuple):
-    """All that a Problem and the checks of a call depend on, except the seed and the contents of arrays."""
+    """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays."""
 
     options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
     window: Any
-    backend: Any  # the option `backend`, else the environment's
-    longest: tuple[Any, ...]  # max_seqlen_q, max_seqlen_k of a packed batch
+    backend: Any  # the option `backend`, by default the environment variable
+    longest: tuple[Any, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch
     bias_gradient: bool
-    mods: str  # the text; "" without
+    mods: str  # the text of the mods, or ""
     captured_gradient: tuple[bool, ...] | None
-    shard: tuple[Any, ...]  # Shard without its array
-    types: tuple[type, ...]  # 1 == True == 1.0, and not all of them are legal
+    shard: tuple[Any, ...]  # the fields of Shard other than its array
+    types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
     packed: bool
     backward: bool
-    directed: bool  # a JVP, or with `backward` a double backward
+    directed: bool  # a JVP, or together with `backward` a double backward
     aligned: bool
     arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
 
@@ -216,15 +217,15 @@ def _facts(
 
 
 def _are_aligned(call: dict[str, Array]) -> bool:
-    """Whether TMA can load q, k and v; one that could not be read does not count."""
+    """Whether TMA can load q, k and v; an array that could not be read is ignored."""
     return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
 
 
 def has_boxes(array: Array) -> bool:
     """Whether TMA can copy the array.
 
-    Every row must start at a multiple of 16 bytes, and no stride may repeat or reverse rows. Rows that are not
-    contiguous count as the contiguous copy that is made of them.
+    Every row must start at a multiple of 16 bytes, and no stride may be 0 or negative. If rows are not contiguous, the
+    condition is about the contiguous copy that is made of the array.
     """
     return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
 
@@ -242,7 +243,7 @@ def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, sta
 class Stated(NamedTuple):
     """The result of all checks of facts."""
 
-    problem: Problem | None  # None where a requirement is not met
+    problem: Problem | None  # None if a requirement is not met
     sizes: Sizes
     dropout: bool
     longest: tuple[int | None, int | None]
@@ -251,13 +252,13 @@ class Stated(NamedTuple):
 
 
 def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
-    """The function, cached if every option is plain: other objects may change, or not hash."""
+    """Return the cached function if every option has a plain type, otherwise the function without the cache."""
     return function if PLAIN.issuperset(types) else function.__wrapped__
 
 
 @lru_cache(maxsize=CACHED)
 def _state(facts: Facts) -> Stated:
-    """Check the facts of a call. Those of its options are cached apart: they stay where lengths grow call by call."""
+    """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
     requirements = Requirements("")
     arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
     options = dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
@@ -286,7 +287,7 @@ def _state(facts: Facts) -> Stated:
     problem = None
     if sizes.known and not unmet:
         q_len, kv_len = longest
-        assert q_len is not None and kv_len is not None  # check_packed reports one that is wrong
+        assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
         step, first_head, heads, first_batch, _ = facts.shard
         problem = Problem(
             backward=facts.backward,
@@ -328,7 +329,7 @@ def _state(facts: Facts) -> Stated:
 def _check_options(
     plain: tuple[Any, ...], window: Any, backend: Any, types: tuple[type, ...], packed: bool, accumulation: Any
 ) -> tuple[Settings, tuple[str, ...], bool]:
-    """The options that are not arrays, the requirements that they do not meet, and whether one is about a type."""
+    """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
     requirements = Requirements("")
     options = dict(zip(PLAIN_OPTIONS, plain, strict=True)) | {"window": window}
     settings = check_options(requirements, options, backend, packed, accumulation)
@@ -342,7 +343,7 @@ def _check_mods(
     sizes: Sizes,
     longest: tuple[int | None, int | None],
 ) -> dict[str, Any]:
-    """The fields of a Problem for its mods, whose captured arrays are checked."""
+    """Check the captured arrays of mods, and return the fields of a Problem for the mods."""
     if not facts.mods:
         return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
     from .mods.facts import check_captured, floating_reads
@@ -365,12 +366,12 @@ def _check_mods(
 
 
 def _moved(arrays: dict[str, ArrayFacts]) -> tuple[str, ...]:
-    """The inputs whose tangent is among the arrays of a call."""
+    """Return the inputs that have a tangent among the arrays of a call."""
     return tuple(name for name in arrays if f"t{name}" in arrays)
 
 
 def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
-    """The fields of a Problem for the arrays among the options."""
+    """Return the fields of a Problem for the arrays among the options."""
     facts: dict[str, Any] = {}
     for feature in ARRAYS:
         array = arrays.get(feature.name)

@@ -1,7 +1,7 @@
-"""`pose_with_cache` and `pose_append`: the Problem and the Operands of a call on a KV cache, or one error.
+"""Poses a call on a KV cache: `pose_with_cache` and `pose_append` check it and make its Problem and Operands.
 
-A call is stated by the capacity of its cache. Lengths, tables and positions stay where they are: their contents are no
-facts, and they are checked, at every call, only in host memory.
+The Problem has the capacity of the cache, not the lengths. The contents of lengths, tables and positions are not facts:
+they are checked at every call if they are in host memory, and never read from a GPU.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == ARRAY)
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
-SPLIT_UNIT = 64  # split_size is a multiple of it
-OVERLAP_WORK = 10_000  # steps of NumPy's search for a common element of two arrays
-SHOWN = 8  # entries of an array that an error names
+SPLIT_UNIT = 64  # split_size must be a multiple
+OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
+SHOWN = 8  # maximum entries of an array that an error lists
 
 
 _CacheOptions: Any = make_dataclass(
@@ -52,13 +52,13 @@ _CacheOptions: Any = make_dataclass(
 
 
 class CacheOptions(_CacheOptions):
-    """The options of a call on a KV cache; the meaning of each is in `cupy_flash.attention_with_kv_cache`."""
+    """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, function: str, options: Mapping[str, object]) -> CacheOptions:
-        """Options from keyword arguments; an unknown name is an error that lists the known ones."""
+        """Make the options from keyword arguments; TypeError for an unknown name."""
         unknown = [name for name in options if name not in BY_NAME]
         if unknown:
             known = ", ".join(BY_NAME)
@@ -69,7 +69,7 @@ class CacheOptions(_CacheOptions):
 def pose_with_cache(
     q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
-    """State `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
+    """Pose `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_given(options, ARRAY_NAMES)}
     return _pose("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
 
@@ -77,7 +77,7 @@ def pose_with_cache(
 def pose_append(
     k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions, reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
-    """State `append_to_kv_cache`: a problem without queries, and an empty q among the operands."""
+    """Pose `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
     given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **_given(options, ARRAY_NAMES)}
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
@@ -115,7 +115,7 @@ def _pose(
 
 
 def _whole_length(requirements: Requirements, given: Any) -> int | None:
-    """cache_seqlens where it is one number for all sequences."""
+    """Return cache_seqlens if it is one number for all sequences, else None."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
         return None
     if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
@@ -124,7 +124,7 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
 
 
 def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
-    """The operands of a call, as far as its arrays could be read; an append has an empty q."""
+    """Return the operands of a call, for the arrays that could be read; an append has an empty q."""
     nested: dict[str, Any] = {name: call.get(name) for name in CacheOperands._fields}
     if length is not None:
         nested["cache_seqlens"] = length
@@ -143,7 +143,7 @@ def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod 
 
 
 class CacheArrayFacts(NamedTuple):
-    """The part of an Array that decides over a call on a KV cache."""
+    """The properties of an Array that the checks of a call on a KV cache need."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -151,11 +151,11 @@ class CacheArrayFacts(NamedTuple):
     framework: str
     readonly: bool
     has_rows: bool  # the last dimension is contiguous
-    repeats: bool  # several elements are one place in memory, by a stride of 0
+    repeats: bool  # a stride is 0, so several elements share an address
 
 
 class Facts(NamedTuple):
-    """Everything that decides over a call except the contents of its arrays and a length for all sequences."""
+    """Everything on which a Problem and the checks depend, except the contents of arrays and a common length."""
 
     function: str
     options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
@@ -170,8 +170,8 @@ class Facts(NamedTuple):
 class Stated(NamedTuple):
     """The result of all checks of facts."""
 
-    problem: Problem | None  # None where the arrays do not agree on the sizes
-    readable: bool  # the arrays of indices have their shapes and dtypes
+    problem: Problem | None  # None if the arrays do not agree on the sizes
+    readable: bool  # the arrays of indices have the right shapes and dtypes
     unmet: tuple[str, ...]
     about_type: bool
     unsupported: tuple[str, ...]
@@ -235,14 +235,14 @@ def _state(facts: Facts) -> Stated:
 
 
 class CacheSizes(NamedTuple):
-    """The sizes on which the arrays of a call agree."""
+    """The sizes of a call, on which its arrays agree."""
 
-    blocks: int  # pages, or rows of a contiguous cache
-    rows: int  # keys of a block
+    blocks: int  # number of pages, or of rows of a contiguous cache
+    rows: int  # keys per block
     kv_heads: int
     head_dim: int
     head_dim_v: int
-    capacity: int  # keys of the longest sequence that fits
+    capacity: int  # maximum keys of a sequence
     batch: int = 0
     q_len: int = 0
     heads: int = 1
@@ -252,7 +252,7 @@ class CacheSizes(NamedTuple):
 
 
 def _axes(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
-    """(batch, length, heads, dim) of a shape in a layout."""
+    """Return (batch, length, heads, dim) of a shape in a layout."""
     batch, first, second, dim = shape
     return (batch, second, first, dim) if layout == "bhsd" else (batch, first, second, dim)
 
@@ -265,7 +265,7 @@ def _check_caches(requirements: Requirements, arrays: dict[str, Any], layout: st
     axes = "(B, S, Hk, D) or pages (pages, P, Hk, D)" if layout == "bshd" else "(B, Hk, S, D) or (pages, Hk, P, D)"
     requirements.require_type(k.dtype == v.dtype, "k_cache and v_cache must have one dtype")
     for name, cache in (("k_cache", k), ("v_cache", v)):
-        # A copy would lose what is appended, and cost a pass over the whole cache where nothing is.
+        # Rows appended to a copy would be lost, and copying a whole cache is too slow anyway.
         require(cache.has_rows, f"the last dimension of {name} must be contiguous: caches are never copied")
     ranked = [require(len(x.shape) == 4, f"{name} must be {axes}") for name, x in (("k_cache", k), ("v_cache", v))]
     if not all(ranked):
@@ -315,7 +315,7 @@ def _check_queries(
 def _check_longest(
     requirements: Requirements, longest: Any, packed: bool, sizes: CacheSizes | None
 ) -> CacheSizes | None:
-    """The sizes with max_seqlen_q, which packed queries need and others do not take."""
+    """Return the sizes with max_seqlen_q, which packed queries require and others refuse."""
     if not packed:
         requirements.require(longest is None, "max_seqlen_q is for packed queries, with cu_seqlens_q")
         return sizes
@@ -332,7 +332,7 @@ def _check_longest(
 def _check_rows(
     requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes
 ) -> CacheSizes | None:
-    """The sizes of `append_to_kv_cache`, from k and v: a batch, or packed tokens, with slots also of one sequence."""
+    """Return the sizes of `append_to_kv_cache` from k and v: a batch, packed tokens, or with slots one sequence."""
     if not {"k", "v"} <= arrays.keys():
         return None
     k, v = arrays["k"].shape, arrays["v"].shape
@@ -356,7 +356,7 @@ def _check_rows(
 def _check_rows_beside_queries(
     requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes
 ) -> CacheSizes | None:
-    """The sizes with the rows of k and v, which are packed as q is; without them where k and v do not agree."""
+    """Return the sizes with the rows of k and v, packed if q is; unchanged if k and v do not agree."""
     together = "k" in arrays and "v" in arrays
     if not requirements.require(together, "k and v are appended together: give both or neither"):
         return sizes
@@ -384,7 +384,7 @@ def _check_rows_beside_queries(
 def _check_what_goes_together(
     requirements: Requirements, facts: Facts, arrays: dict[str, Any], attends: bool
 ) -> list[str]:
-    """Requirements on which arguments are given; returns what is legal and not supported."""
+    """Check which arguments are given together; return the combinations that are legal but not supported."""
     require = requirements.require
     has_lengths = facts.one_length or "cache_seqlens" in arrays
     appends, by_slots = "k" in arrays and "v" in arrays, "slots" in arrays
@@ -424,7 +424,7 @@ def _check_what_goes_together(
 def _check_mods(
     requirements: Requirements, facts: Facts, arrays: dict[str, Any], sizes: CacheSizes | None
 ) -> dict[str, Any]:
-    """The fields of a Problem for its mods; positions of captured arrays reach up to the capacity."""
+    """Return the fields of a Problem for its mods; captured arrays must be as long as the capacity."""
     if not facts.mods:
         return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
     from .mods.facts import check_captured
@@ -449,7 +449,7 @@ def _check_pages(arrays: dict[str, Any], sizes: CacheSizes) -> list[str]:
 
 
 def _check_indices(requirements: Requirements, arrays: dict[str, Any], sizes: CacheSizes) -> bool:
-    """Dtypes and shapes of the arrays of indices; whether their contents can be checked."""
+    """Check dtypes and shapes of the arrays of indices; return whether their contents can be checked."""
     before = len(requirements.unmet)
     extents = {"b": sizes.batch, "i": sizes.q_len, "n": sizes.tokens, "t": sizes.tokens}
     for name in ("cu_seqlens_q", "cu_seqlens", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
@@ -492,7 +492,7 @@ def _check_indices(requirements: Requirements, arrays: dict[str, Any], sizes: Ca
 
 
 def _check_numbers(requirements: Requirements, options: dict[str, Any]) -> None:
-    """rotary_interleaved, causal and split_size; check_options has the others."""
+    """Check rotary_interleaved, causal and split_size; check_options checks the others."""
     for name in ("rotary_interleaved", "causal"):
         is_flag = isinstance(options[name], (bool, np.bool_))
         requirements.require_type(is_flag, f"{name} must be True or False, not {options[name]!r}")
@@ -525,7 +525,7 @@ def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: b
 
 
 def _check_others(requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes) -> None:
-    """Rotary tables, mask, descales, out, and the arrays that attention() takes too."""
+    """Check rotary tables, mask, descales, out, and the arrays that are options of attention() too."""
     require, require_type = requirements.require, requirements.require_type
     for name in ("rotary_cos", "rotary_sin"):
         if name in arrays:
@@ -574,7 +574,7 @@ def _with_problem(
     unsupported: tuple[str, ...],
     mods: dict[str, Any],
 ) -> Stated:
-    """The problem, with neutral values in the place of options that are wrong."""
+    """Return the result with its Problem, in which options that are wrong have neutral values."""
     like = arrays["q" if "q" in arrays else "k"]
     named = dict(arrays) | {"q": like}
     shared = {feature.name: feature.default for feature in FEATURES}
@@ -640,9 +640,11 @@ def _with_problem(
 
 
 def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
-    """No array that a call reads or returns may lie in a cache: the append would change it, or it the cache.
+    """Check that no array overlaps a cache, because the append would change it, or the result would change the cache.
 
-    jax's arrays are left out: XLA decides over their memory, and while it traces they have none.
+    Of the two caches only the first element is compared: K and V in one array are found, caches shifted against each
+    other are not.
+    jax arrays are not checked: XLA assigns their memory, and they have none while jax traces.
     """
     others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
     if not others:
@@ -654,11 +656,21 @@ def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
         for cache_name, cache, (cache_first, cache_end) in caches:
             if first < cache_end and cache_first < end and _share_an_element(array, cache):
                 requirements.require(False, f"{name} overlaps {cache_name} in memory")
+    if "k" in call and len(caches) == 2:
+        (_, k, (k_first, k_end)), (_, v, (v_first, v_end)) = caches
+        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
+        requirements.require(
+            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
+        )
+
+
+def _has_own_memory(array: Array) -> bool:
+    return array.framework not in ("jax", "xla")
 
 
 def _share_an_element(a: Array, b: Array) -> bool:
-    """Whether arrays whose ranges of addresses overlap have an element in common; none if that is hard to solve."""
-    if a.device != b.device or a.framework in ("jax", "xla"):
+    """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
+    if a.device != b.device or not _has_own_memory(a):
         return False
     try:
         shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
@@ -669,7 +681,7 @@ def _share_an_element(a: Array, b: Array) -> bool:
 
 @lru_cache(maxsize=CACHED)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """The first element of an array and that after its last one, counted from element 0."""
+    """Return the indices in memory of an array's first element and of the one after its last, relative to element 0."""
     if 0 in shape:
         return 0, 0
     steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
@@ -677,14 +689,14 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _extent(array: Array) -> tuple[int, int]:
-    """The first address of an array, and that after its last element."""
+    """Return the first address of an array, and the address after its last element."""
     first, end = _span(array.shape, array.strides)
     size = array.dtype.itemsize
     return array.pointer + first * size, array.pointer + end * size
 
 
 def _addresses(array: Array) -> np.ndarray:
-    """A NumPy array at the addresses of another, perhaps on a GPU, whose elements must never be touched."""
+    """Return a NumPy array with an array's addresses, which may be of a GPU, so its elements must not be accessed."""
     size = array.dtype.itemsize
     holder = SimpleNamespace(
         __array_interface__={
@@ -699,10 +711,7 @@ def _addresses(array: Array) -> np.ndarray:
 
 
 def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
-    """Check the arrays of indices in host memory.
-
-    Those on a GPU are never read by the host: kernels clamp them.
-    """
+    """Check the contents of arrays of indices in host memory; arrays on a GPU are not read, but clamped by kernels."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     indices = (operands.cu_seqlens_q, *given[2:8])
@@ -770,7 +779,7 @@ def _check_range(requirements: Requirements, name: str, values: np.ndarray, low:
 
 
 def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Any) -> None:
-    """Every position that is rotated must have a row in the tables."""
+    """Check that every position that is rotated has a row in the rotary tables."""
     given = operands.cache
     assert given is not None and given.rotary_cos is not None
     table = given.rotary_cos.shape[0]

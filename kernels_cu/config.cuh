@@ -14,6 +14,7 @@
 #pragma once
 
 using element = float;        // dtype of Q, K, V and O in global memory; fp8: of O
+using kv_element = float;     // dtype of K and V, which a KV cache may have in e4m3
 using real = float;           // accumulation dtype of scores, sums and lse: float, or double for double
 using bias_element = float;   // dtype of the bias and of its gradient
 using sink_element = float;   // dtype of the sink and of its gradient
@@ -67,6 +68,7 @@ constexpr bool DLSE = false;               // lse has a gradient
 constexpr bool SCORE_MOD = false;          // a score_mod changes the scores
 constexpr bool MASK_MOD = false;           // a mask_mod hides some scores
 constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
+constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read from shared memory; 0: none is staged
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 

@@ -1,4 +1,5 @@
-// Storage dtypes and their conversions to the accumulation dtype, without a CUDA header: fp16 and bf16 are 16 bits.
+// Storage dtypes and their conversions to the accumulation dtype, without a CUDA header: fp16 and bf16 are 16 bits,
+// e4m3 is 8.
 #pragma once
 
 struct half16 {
@@ -6,6 +7,9 @@ struct half16 {
 };
 struct bfloat16 {
   unsigned short bits;
+};
+struct e4m3 {  // float8_e4m3fn: no infinities, NaN is 0x7F
+  unsigned char bits;
 };
 
 #include "config.cuh"
@@ -41,6 +45,20 @@ __device__ inline void store(bfloat16* x, real y) {
   unsigned int bits = __float_as_uint((float)y);
   bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   x->bits = is_nan ? (bits >> 16) | 0x40 : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+}
+
+// Magnitudes above 448 saturate. Integer arithmetic, because cvt to e4m3 requires sm_89.
+__device__ inline void store(e4m3* x, real y) {
+  unsigned int bits = __float_as_uint((float)y), magnitude = bits & 0x7FFFFFFFu;
+  unsigned int code = 0x7F;  // NaN
+  if (magnitude <= 0x7F800000u) {
+    float z = min(__uint_as_float(magnitude), 448.0f);
+    // Subnormal codes count units of 2^-9, and the one past the last is 2^-6. Others are the upper bits of a float,
+    // with another exponent bias.
+    unsigned int rounded = (__float_as_uint(z) + 0x7FFFF + (__float_as_uint(z) >> 20 & 1)) >> 20;
+    code = z < 0x1p-6f ? __float2uint_rn(z * 0x1p9f) : rounded - ((127 - 7) << 3);
+  }
+  x->bits = bits >> 24 & 0x80 | code;
 }
 
 __device__ inline real infinity() {

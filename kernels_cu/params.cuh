@@ -9,7 +9,7 @@ struct Operand {
   long long batch;
   long long head;
   long long row;
-  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1
+  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; of one byte each: 16 too
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.
@@ -79,7 +79,8 @@ struct Params {
   Operand tv;
   Operand tout;
   Operand tlse;
-  Operand eps;  // workspace, shaped like delta
+  Operand eps;          // workspace, shaped like delta
+  Operand row_numbers;  // workspace: the RowNumbers of every row (second_gradients.cuh); strides in records
   Dense tbias;
   void* tsink;
 #endif

@@ -40,6 +40,41 @@ __device__ inline unsigned int cvt_rn_x2<bfloat16>(float low, float high) {
 }
 #endif
 
+// Four numbers of e4m3 as two pairs of T: y[0] has the two low bytes of x. Exact. Before sm_89, which has an
+// instruction, an fp16 gets the bits of the byte and is multiplied by 2^8, the difference of the biases.
+template <typename T>
+__device__ void cvt_e4m3x4(unsigned int (&y)[2], unsigned int x);
+template <>
+__device__ inline void cvt_e4m3x4<half16>(unsigned int (&y)[2], unsigned int x) {
+#if __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 low, high;"
+      "mov.b32 {low, high}, %2;"
+      "cvt.rn.f16x2.e4m3x2 %0, low;"
+      "cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(y[0]), "=r"(y[1])
+      : "r"(x));
+#else
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    unsigned int bytes = __byte_perm(x, 0, n ? 0x3424 : 0x1404);  // in the upper halves
+    unsigned int magnitude = bytes >> 1 & 0x3F803F80;
+    unsigned int nan = magnitude + 0x00800080 & 0x40004000;  // 0x7F alone carries into the last bit of the exponent
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y[n]) : "r"(bytes & 0x80008000 | magnitude | nan), "r"(0x5C005C00));
+  }
+#endif
+}
+#if __CUDA_ARCH__ >= 800
+template <>
+__device__ inline void cvt_e4m3x4<bfloat16>(unsigned int (&y)[2], unsigned int x) {
+  cvt_e4m3x4<half16>(y, x);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    half16 low = {(unsigned short)y[n]}, high = {(unsigned short)(y[n] >> 16)};
+    y[n] = cvt_rn_x2<bfloat16>(to_real(low), to_real(high));
+  }
+}
+#endif
+
 // D (16 x 8) = A (16 x 16) B (16 x 8) + C. With g = lane / 4 and t = lane % 4, the fragments of a lane are
 //     A  rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), columns 8 further right (a[2], a[3])
 //     B  column g, rows 2t and 2t + 1 (b0), rows 8 further down (b1)
@@ -112,6 +147,14 @@ __device__ inline void st_shared_v4(unsigned int to, const unsigned int (&x)[4])
                : "memory");
 }
 
+__device__ inline uint4 ld_shared_v4(unsigned int from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
 __device__ inline int ld_shared(unsigned int from) {
   int x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
@@ -141,8 +184,8 @@ __device__ inline void cp_async(unsigned int to, const void* from, int bytes) {
       *(uint4*)x = *(const uint4*)from;
     } else {
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
-        if (2 * n < bytes) x[n / 2] |= (unsigned int)((const unsigned short*)from)[n] << 16 * (n % 2);
+      for (int n = 0; n < 16; ++n)
+        if (n < bytes) x[n / 4] |= (unsigned int)((const unsigned char*)from)[n] << 8 * (n % 4);
     }
     st_shared_v4(to, x);
   } else {

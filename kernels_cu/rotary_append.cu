@@ -1,5 +1,6 @@
-// Before attention: appends the rows of k and v to the KV cache and, with rotary tables, rotates the appended keys and
-// copies q, rotated, to a workspace. One warp per row of a head. grid (row blocks, heads, sequences)
+// Before attention: appends the rows of k and v to the KV cache, in its dtype, and, with rotary tables, rotates the
+// appended keys and copies q, rotated, to a workspace. One warp per row of a head. grid (row blocks, heads, sequences)
+#include "descales.cuh"
 #include "ptx.cuh"
 #include "sequence.cuh"
 
@@ -58,6 +59,20 @@ struct Place {
   }
 };
 
+// Appends number d of a row, rotated if it is of a key. Numbers that keep their dtype and value keep their bits; those
+// of an fp8 cache are divided by the descale and rounded once.
+template <bool ROTATES>
+__device__ void append(element* to, const Params& p, const element* row, int d, int position, float) {
+  if constexpr (ROTATES)
+    store(to, rotated(p, row, d, position));
+  else
+    *to = row[d];
+}
+template <bool ROTATES>
+__device__ void append(e4m3* to, const Params& p, const element* row, int d, int position, float descale) {
+  store(to, __fdiv_rn((float)(ROTATES ? rotated(p, row, d, position) : to_real(row[d])), descale));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid_constant__ Params p) {
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
@@ -68,15 +83,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       int position = position_of(p, sequence, sequence.kv_len - sequence.appended, i);
       const element* k = sequence.queries<element>(p.k_new, head) + i * p.k_new.row;
       const element* v = sequence.queries<element>(p.v_new, head) + i * p.v_new.row;
-      element* K = (element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
-      element* V = (element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
+      kv_element* K = (kv_element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
+      kv_element* V = (kv_element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
       if (place.block >= 0) {
-        for (int d = lane_id(); d < HEAD_DIM; d += WARP)
-          if (ROTARY_DIM)
-            store(K + d, rotated(p, k, d, position));
-          else
-            K[d] = k[d];
-        for (int d = lane_id(); d < HEAD_DIM_V; d += WARP) V[d] = v[d];
+        Descales descales(p, sequence.batch, head);
+        for (int d = lane_id(); d < HEAD_DIM; d += WARP) append<ROTARY_DIM != 0>(K + d, p, k, d, position, descales.qk);
+        for (int d = lane_id(); d < HEAD_DIM_V; d += WARP) append<false>(V + d, p, v, d, position, descales.v);
       }
     }
     if (ROTARY_DIM && p.q_unrotated.data && i < sequence.q_rows) {

@@ -1,4 +1,4 @@
-"""Shared by all tests: tiers and processes, hypothesis without randomness or time limits, backends, poisoned memory."""
+"""Options, fixtures and hypothesis settings of all tests: tiers, processes, backends, and outputs filled with NaN."""
 
 import functools
 import gc
@@ -14,7 +14,7 @@ from cupy_flash import backends, cache, nvrtc
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
 
-# Before jax's first use of its devices: four of them, for sharded arrays.
+# Set before jax first looks for devices: the tests of sharded arrays need four.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 for tier, examples in (("default", 64), ("exhaustive", 200)):
@@ -27,8 +27,8 @@ for tier, examples in (("default", 64), ("exhaustive", 200)):
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 
-# Parsing and building a kernel makes some 100,000 objects, most of which stay alive: searching them for cycles as often
-# as Python does by default took a tenth of the CPU time.
+# Parsing and building a kernel creates about 100,000 objects, most of which stay alive. With Python's default threshold
+# the garbage collector took a tenth of the CPU time.
 gc.set_threshold(10_000)
 
 
@@ -41,15 +41,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Before any test module is imported, so that settings() there inherit from the profile.
+    # Load the profile before any test module is imported, so that settings() there inherit from it.
     hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+@pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options
 def pytest_cmdline_main(config):
-    """Default to one process per core, because compiling and simulating kernels is CPU-bound; to one process on a GPU,
-    whose tests measure memory and streams. worksteal keeps neighbouring tests in one process, which shares their
-    compiled kernels."""
+    """Run one process per core by default, because compiling and simulating kernels is CPU-bound.
+
+    On a GPU run one process, because some tests measure its memory and streams. worksteal keeps neighbouring tests,
+    which share compiled kernels, in one process.
+    """
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.pluginmanager.has_plugin("xdist") or on_gpu.has_gpu():
         return
@@ -59,7 +61,7 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests marked exhaustive unless --exhaustive is given; the summary of a run counts them."""
+    """Deselect the tests marked exhaustive unless --exhaustive is given; pytest's summary counts them as deselected."""
     if config.option.exhaustive:
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -70,10 +72,11 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory, request):
-    """A kernel cache that all processes of a session share; sessions share the folder KERNELS if that is set.
+    """Create a kernel cache that all processes of a session share; set KERNELS to share the folder between sessions.
 
     PTX for the simulator is compiled with fewer optimization passes, in half the time, unless --exhaustive is given.
-    Cubins are always compiled as a call would."""
+    Cubins are always compiled with the flags of a user's call.
+    """
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,7 +91,8 @@ def kernel_cache(tmp_path_factory, request):
 def faster(flags):
     @functools.wraps(flags)
     def with_fewer_passes(target):
-        # On sm_90a such PTX copies accumulators between wgmma.fence and wgmma, which the simulator reports as an error.
+        # With fewer passes, PTX for sm_90a copies accumulators between wgmma.fence and wgmma, which the simulator
+        # reports.
         is_cheaper = target.startswith("compute_") and not target.endswith("a")
         return (*flags(target), *(["--Ofast-compile=mid"] if is_cheaper else []))
 
@@ -97,7 +101,9 @@ def faster(flags):
 
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])
 def backend(request):
-    """The name of a backend, for behaviour tests. Tests whose rows differ by backend use cases.by_backend."""
+    """The name of a backend, for behaviour tests; tests with a table of rows per backend use cases.by_backend
+    instead.
+    """
     if request.param == "cuda":
         on_gpu.route(request.getfixturevalue("monkeypatch"))
     yield request.param
@@ -107,14 +113,17 @@ def backend(request):
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """Fill outputs and workspaces with NaN (raw bytes with 255, NaN in any float), so that missing writes are found."""
+    """Fill outputs and workspaces with NaN, so that an element which is never written is found.
+
+    Raw workspaces are filled with bytes of 255, which are NaN in every floating-point dtype.
+    """
     empty = np.empty
 
     def poisoned(*args, **kwargs):
         array = empty(*args, **kwargs)
         if array.dtype == np.uint8:
             array.fill(255)
-        elif array.dtype.kind in "fcV":  # ml_dtypes' are of kind V
+        elif array.dtype.kind in "fcV":  # dtypes of ml_dtypes have kind V
             array.fill(np.nan)
         return array
 
@@ -123,14 +132,14 @@ def poisoned_memory(monkeypatch):
 
 @dataclass
 class Watch:
-    """Starts launches on the simulator with `options`, and keeps the counters of each kernel."""
+    """Start launches on the simulator with `options`, and keep the counters of each kernel."""
 
     options: dict = field(default_factory=dict)
     counters: dict[str, Counters] = field(default_factory=dict)
 
     def start(self, work):
-        of_launches = start(work, **self.options)
-        for launch, counters in zip(work.launches, of_launches, strict=True):
+        launch_counters = start(work, **self.options)
+        for launch, counters in zip(work.launches, launch_counters, strict=True):
             self.counters[launch.function] = counters
 
 
@@ -141,7 +150,7 @@ def watch():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """A list of the directions, "forward" and "backward", that our backends have run, in order."""
+    """The directions that our backends have run, in order: a list of "forward" and "backward"."""
     seen = []
 
     def recorded(name, function):

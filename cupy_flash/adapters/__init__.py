@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module each: torch, jax, transformers."""
+"""Adapters to other libraries: torch, jax and transformers."""

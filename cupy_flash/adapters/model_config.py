@@ -1,20 +1,20 @@
-"""Dimensions of a language model from its transformers config: the model is built on the meta device and counted."""
+"""Dimensions of a language model, counted on a model that transformers builds on the meta device from its config."""
 
 from __future__ import annotations
 
 from typing import Any
 
-WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # names of the MLP's width
+WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # fields of a config with the width of the MLP
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-CONTEXT = 2048  # the context length if a config has none of the fields CONTEXTS
+CONTEXT = 2048  # tokens, for a config without any field of CONTEXTS
 
 
 def dimensions(config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of memory.Transformer for the contents of a config.json.
+    """Return the arguments of memory.Transformer for the contents of a config.json.
 
-    Parameters are counted. The experts that a token passes through count as one MLP. Raises ImportError without
-    torch or transformers, ValueError if transformers cannot build a causal language model, KeyError for a missing size.
+    The experts that a token passes through count as one MLP. Raises ImportError without torch or transformers,
+    ValueError if transformers cannot build a causal language model, KeyError for a missing size.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, __version__
@@ -34,7 +34,7 @@ def dimensions(config: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
     def size(*names: str) -> Any:
-        """The first of these fields that the config has; None without one."""
+        """Return the value of the first of these fields that the config has; None without one."""
         return next((value for name in names if (value := getattr(sizes, name, None))), None)
 
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
@@ -78,10 +78,9 @@ def _parameters(module: Any) -> int:
 
 
 def _mlp_elements(block: Any, width: int) -> int:
-    """Elements of the matrices of a block's MLP.
+    """Return the number of elements of the matrices of a block's MLP.
 
-    These are the matrices outside attention that have `width` columns or rows, or twice as many if one holds gate and
-    up.
+    They are the matrices outside attention with `width` columns or rows, or 2 * width for gate and up in one matrix.
     """
     return sum(
         parameter.numel()

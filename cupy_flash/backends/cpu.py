@@ -4,7 +4,7 @@ The forward runs an online softmax over the key tiles that each query tile sees.
 for each, over the query tiles that see it; it recomputes P from (q, k, lse). Both hold one tile of scores per thread,
 so memory is linear in the sequence length.
 
-A thread takes whole tasks (a head, or some query tiles of one) and calls single-threaded BLAS. Neither the tiles nor
+A thread runs whole tasks (a head, or some query tiles of one) and calls single-threaded BLAS. Neither the tiles nor
 the work of a task depends on the number of threads, so the result is bitwise independent of it.
 
 NaN and infinities in q, k, v or dO reach only the rows that see them, although 0 * NaN is NaN in a matrix product:
@@ -18,17 +18,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, dtype_name, empty
+from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mask import Band, Mask
-from ..mods.ir import order
-from ..mods.visits import TileCounts, Visit, VisitedPairs, Visits, count_tiles
+from ..mods.ir import order, parse
+from ..mods.tiles import TileClasses
+from ..mods.visits import TileCounts, Visit, VisitEstimate, Visits, count_tiles
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
@@ -42,6 +45,8 @@ BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
 MOST_COUNTED = 2**18  # tiles that tile_counts classifies, within some 0.1 s
 
+Place = tuple[int, int, Band, Positions]  # batch index, head, band and positions of a sequence's head in the whole call
+
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Compute attention: out, of q's shape with last dimension Dv, and lse (B, Hq, Sq), or (Hq, Tq) if packed.
@@ -52,7 +57,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = Call(plan, operands)
-    if problem.has_lengths:  # no task covers the rows outside the sequences
+    if problem.has_lengths:  # no task writes the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
@@ -61,7 +66,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         kv_head = head // problem.group
         K = load_rows(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
         V = load_rows(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        # The bound costs a pass over K and one over V, which does not pay for a single query.
+        # The bound costs a pass over K and one over V, which is not worth it for a single query.
         boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
         K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, head, sequence.queries]
@@ -162,7 +167,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def rounded(total: Any, operand: Any, like: Array) -> Any:
-    """A sum rounded to the shape and dtype of its operand, None without a sum; for a tuple, each of its elements."""
+    """Return a sum reduced to the shape and rounded to the dtype of its operand; None for None; a tuple elementwise."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:
@@ -173,29 +178,56 @@ def rounded(total: Any, operand: Any, like: Array) -> Any:
 
 
 def fitted(plan: Plan, operands: Operands) -> Plan:
-    """The plan with the best tile for the pairs of the longest sequence that mask_mod does not hide in head 0."""
+    """Return the plan with the best tile for the pairs that mask_mod leaves in the longest sequence, head 0."""
     problem = plan.problem
     sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
         return plan
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
     classes = MaskMod(problem, operands).classes
-    pairs = VisitedPairs(classes, *place)
+    if classes.extremes:
+        tile, cost = _best_tile(problem, plan.device, classes, place)
+    else:
+        tile, cost = _best_positional_tile(problem, plan.device, operands.numbers, place)
+    threads = engine.threads(plan.device, tile, cost)
+    return plan._replace(block_q=tile.block_q, block_kv=tile.block_kv, threads=threads, tile=tile, cost=cost)
+
+
+@lru_cache(maxsize=256)
+def _best_positional_tile(
+    problem: Problem, device: Device, numbers: tuple[int | float, ...], place: Place
+) -> tuple[engine.Tile, float]:
+    """_best_tile of a mask_mod of positions and numbers alone, which is the same in every call."""
+    mask = parse(problem.mods).mask
+    assert mask is not None
+    return _best_tile(problem, device, TileClasses(mask, (), numbers), place)
+
+
+def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Place) -> tuple[engine.Tile, float]:
+    """Return the tile with the cheapest visits, and its predicted core seconds."""
+    estimate = VisitEstimate(classes, *place)
     unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
-    masking = problem.batch * problem.heads * (len(of_pairs) + 1) / 2 * engine.EDGE * 1e-9
+    masking = (len(of_pairs) + 1) / 2 * engine.EDGE
+    by_query, heads = not problem.backward, problem.batch * problem.heads
 
     def cost(tile: engine.Tile) -> float:
-        visited, cut = pairs.count(*tile, by_query=not problem.backward)
-        return engine.seconds(unbounded, visited, plan.device, tile) + cut * masking
+        visits, pairs, cut = estimate.count(*tile, by_query)
+        # Visits end where the mask_mod hides the rest of a tile, so their mean size is what each costs.
+        if by_query:
+            tiles = -(-problem.q_len // tile.block_q)
+            visited = tile._replace(block_kv=max(pairs // max(visits * tile.block_q, 1), 1))
+        else:
+            tiles = -(-problem.kv_len // tile.block_kv)
+            visited = tile._replace(block_q=max(pairs // max(visits * tile.block_kv, 1), 1))
+        beside = heads * (tiles * engine.ROWS + cut * masking) * 1e-9
+        return engine.seconds(unbounded, pairs, device, visited) + beside
 
-    best = min(engine.tiles(problem, plan.device), key=cost)
-    threads = engine.threads(plan.device, best, cost(best))
-    return plan._replace(block_q=best.block_q, block_kv=best.block_kv, threads=threads, tile=best, cost=cost(best))
+    return min(((tile, cost(tile)) for tile in engine.tiles(problem, device)), key=itemgetter(1))
 
 
 def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
-    """The classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
+    """Count the classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
 
     The arrays that the mask reads and the lengths must be in host memory.
     """
@@ -323,23 +355,23 @@ class Call:
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
     def sink_of(self, head: int) -> np.floating | None:
-        """The sink of a head; None without one."""
+        """Return the sink of a head, or None."""
         return None if self.sink is None else self.sink[head]
 
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
-        """The key tiles that a query tile visits, last first."""
+        """Return the key tiles that a query tile visits, last first."""
         if self.visits is None:
             return [Visit(*tile, None) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
         place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
 
-    def _place(self, sequence: Sequence, head: int) -> tuple[int, int, Band, Positions]:
-        """(batch index, head, band, positions) of a sequence's head in the whole call, if this one is a part of it."""
+    def _place(self, sequence: Sequence, head: int) -> Place:
+        """Return the place of a sequence's head, in the whole call if this one is a part of it."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
-        """The query tiles that visit a key tile, first to last."""
+        """Return the query tiles that visit a key tile, first to last."""
         if self.visits is None:
             return [Visit(*tile, None) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
         place = self._place(sequence, head)
@@ -360,7 +392,7 @@ class Call:
         return given or tile.masked is not None or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
-        """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
+        """Return the dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
         problem, (q_first, kv_first, _, step) = self.problem, tile.positions
         head_index = (problem.first_batch + tile.batch) * problem.whole_heads + problem.first_head + tile.head
         if step == 1:
@@ -393,9 +425,9 @@ class Call:
 class _QueryRows:
     """Query-side operands of the backward for one head: Q (scaled), dO, lse, delta, and buffers for S and dP.
 
-    Q and dO have an extra column, -lse and -delta, against a column of ones in K and V: the matmul then yields
-    S - lse and dP - delta without another pass over the tile. With a softcap, ALiBi, a bias or dropout between the
-    product and the subtraction, the column is 0 and the subtraction a separate pass. So it is for scores beyond BOUND:
+    Q and dO have an extra column, -lse and -delta, and K and V a column of ones: the matmul then returns S - lse and
+    dP - delta without another pass over the tile. If a softcap, ALiBi, a bias or dropout comes between the product and
+    the subtraction, the column is 0 and the subtraction is a separate pass. The same is done for scores beyond BOUND:
     S rounded exactly as in the forward has the rounding error that lse contains, and the two cancel.
     """
 
@@ -452,12 +484,12 @@ class _QueryRows:
         return P, dS
 
     def dsink(self, sink: np.floating) -> np.floating:
-        """The head's sink gradient: -sum(exp(sink - lse) * delta) over its rows; delta already includes -dlse."""
+        """Return the head's sink gradient, -sum(exp(sink - lse) * delta) over its rows; delta includes -dlse."""
         return -(np.exp(sink - self.lse) @ self.delta)
 
 
 def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
-    """The sequences of the batch: slices by q_lengths and kv_lengths of a padded one, by cu_seqlens of a packed one."""
+    """Return the sequences of the batch, slices by q_lengths and kv_lengths, or by cu_seqlens of a packed batch."""
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_bounds, k_bounds = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
         q_starts, q_stops, k_starts, k_stops = q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:]
@@ -507,7 +539,7 @@ def tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
 
 
 def _largest_norm(rows: np.ndarray) -> float:
-    """The largest Euclidean norm of a row, NaN rows ignored: their scores are NaN with any m."""
+    """Return the largest Euclidean norm of a row, ignoring NaN rows, whose scores are NaN with any m."""
     return float(np.sqrt(np.fmax.reduce(np.vecdot(rows, rows), initial=0)))
 
 

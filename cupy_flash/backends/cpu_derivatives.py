@@ -1,18 +1,18 @@
-"""Forward mode and second order on the CPU, in the tiles of the forward and of the backward.
+"""JVP and double backward on the CPU, in the tiles of the forward and of the backward.
 
-Each thread holds a few tiles of scores, so memory stays linear in the sequence length.
+Each thread holds a few tiles of scores, so memory is linear in the sequence length.
 
-Letters beside those of cpu.py: a leading t is a tangent (tQ, tS, tO), mu the tangent of lse, and m the factors of
-dropout, 0 or keep_scale. With S the scores that the softmax sees:
+The letters are those of cpu.py; a leading t is a tangent (tQ, tS, tO), mu is the tangent of lse, and m are the dropout
+factors, 0 or keep_scale. S are the scores that the softmax sees:
 
     JVP               mu = rowsum(P tS) + P_sink tsink ;  tO = (m P (tS - mu)) V + (m P) tV
     double backward   g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
                       delta = rowsum(dO O) - dlse ;  eps = rowsum(dO tO)
                       dS = P (c g + h - eps - delta c) ;  dtS = P (g - delta) ;  dV = (m P c)^T dO
 
-The JVP knows mu only at its end. Its sum T = (m P (tS - mu)) V + (m P) tV has the mu of the keys so far, and follows
-it: a change of mu by x subtracts x O. With (m P tS) V - mu O instead, a row in which one key has nearly all of P would
-be a small difference of large numbers, and the double backward would multiply their rounding errors.
+The final mu is known only after the last tile. The sum T = (m P (tS - mu)) V + (m P) tV uses the mu of the keys so far,
+and is corrected when mu changes: if mu grows by x, T decreases by x O. The alternative (m P tS) V - mu O cancels where
+one key has nearly all of P, and the double backward would amplify its rounding errors.
 
 The double backward is the gradient of <dO, tO> + <dlse, mu>, which equals <tQ, dQ> + <tK, dK> + <tV, dV> + ...
 """
@@ -33,13 +33,13 @@ from .workers import run_tasks
 
 
 def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
-    """Compute out and lse, and their tangents tout and tlse of the same shapes and dtypes, in one online pass."""
+    """Compute out and lse and their tangents tout and tlse, of the same shapes and dtypes, in one online pass."""
     problem, q = plan.problem, operands.q
     out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
     lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
     call = Call(plan, operands)
     direction = _Direction(call, operands)
-    if problem.has_lengths:  # no task covers the rows outside the sequences
+    if problem.has_lengths:  # no task writes the rows outside the sequences
         for array, value in ((out, 0), (tout, 0), (lse, -np.inf), (tlse, 0)):
             array.numpy()[...] = value
     out_rows, tout_rows = call.heads_first(out), call.heads_first(tout)
@@ -53,8 +53,8 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
         O_rows, tO_rows, L_rows, mu_rows = (x[here] for x in (out_rows, tout_rows, lse_rows, tlse_rows))
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            # [O | T | l of the keys before], which a new row max rescales together. The sink is the first key, and mu
-            # the mean of tS over the keys so far.
+            # The columns are O, T and l, in one array because a new row max rescales all three. mu is the mean of tS
+            # over the keys so far, weighted by P; the sink is the first key.
             sums = np.zeros((queries.stop - queries.start, 2 * dim + 1), problem.accumulation)
             O, T, before = sums[:, :dim], sums[:, dim:-1], sums[:, -1]
             softmax = Softmax(len(sums), problem.accumulation, call.sink_of(head), bounded=False)
@@ -90,7 +90,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
 
 
 def double_backward(plan: Plan, operands: Operands) -> Gradients:
-    """Compute the gradients of <tQ, dQ> + <tK, dK> + <tV, dV> + ... by the inputs of attention.
+    """Compute the gradients of <tQ, dQ> + <tK, dK> + <tV, dV> + ... with respect to the inputs of attention.
 
     Each has the shape and dtype of its input. `operands` has the results of the forward and of the JVP.
     """
@@ -146,10 +146,10 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
 def _follow_mean(
     mu: np.ndarray, P: np.ndarray, tS: np.ndarray, before: np.ndarray, l: np.ndarray, O: np.ndarray, T: np.ndarray
 ) -> np.ndarray:
-    """The mean of tS over the keys so far, from `mu` before the tile; T moves to it, and it is subtracted from tS.
+    """Return the new mean of tS over the keys so far; correct T for the change, and subtract the mean from tS in place.
 
-    `l` is the row sum, and `before` what it was before the tile, with the row max of now. Means are in float64, as the
-    rounding errors of every tile would add up.
+    `mu` is the mean before this tile; `l` is the row sum after it and `before` the row sum before it, both relative to
+    the current row max. Means are in float64, because the rounding errors of all tiles add up.
     """
     mean = (mu * before + np.vecdot(P, tS, dtype=np.float64)) / np.where(l == 0, 1, l)
     T -= (mean - mu).astype(T.dtype)[:, None] * O
@@ -158,14 +158,14 @@ def _follow_mean(
 
 
 class _Rows(NamedTuple):
-    """Q (S, D) of one query head and its tangent, or None, both times the part of the scale that Q carries."""
+    """Q (S, D) of one query head and its tangent or None, both multiplied by the part of the scale folded into Q."""
 
     Q: np.ndarray
     tQ: np.ndarray | None
 
 
 class _Keys(NamedTuple):
-    """K and V (S, D) of one key/value head and their tangents, or None."""
+    """K and V (S, D) of one key/value head and their tangents or None."""
 
     K: np.ndarray
     V: np.ndarray
@@ -174,10 +174,10 @@ class _Keys(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """dO (S, Dv) of one query head and the numbers that its rows (S,) carry into every tile."""
+    """dO (S, Dv) of one query head, and the statistics (S,) of its rows that every tile needs."""
 
     dO: np.ndarray
-    lse: np.ndarray  # inf where a row sees no key, so that its P is 0
+    lse: np.ndarray  # inf for a row that sees no key, so that its P is 0
     mu: np.ndarray
     delta: np.ndarray
     eps: np.ndarray
@@ -190,7 +190,7 @@ class _Statistics(NamedTuple):
         dtype = call.problem.accumulation
         empty_rows = call.lse[here] == -np.inf
         dO = np.array(load_rows(call.dout[here], dtype))
-        dO[empty_rows] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
+        dO[empty_rows] = 0  # dO of such a row may be NaN, which P = 0 would not hide
         delta = np.vecdot(dO, load_rows(call.out[here], dtype))
         if call.dlse is not None:
             delta -= np.where(empty_rows, 0, call.dlse[here])
@@ -198,12 +198,12 @@ class _Statistics(NamedTuple):
         return _Statistics(dO, np.where(empty_rows, np.inf, call.lse[here]), direction.tlse[here], delta, eps)
 
     def dsink(self, sink: np.floating, tsink: Any) -> np.floating:
-        """The head's gradient of the sink, a key with g = h = 0: the sum of its dS over the rows."""
+        """Return the head's gradient of the sink, the sum of its dS over the rows; the sink is a key with g = h = 0."""
         return -(np.exp(sink - self.lse) @ (self.eps + self.delta * (tsink - self.mu)))
 
 
 class _Direction:
-    """The tangents of one call as NumPy views (B, H, S, D), and the steps that take them."""
+    """The tangents of one call as NumPy views (B, H, S, D), and the computations on a tile that use them."""
 
     def __init__(self, call: Call, operands: Operands) -> None:
         self.call = call
@@ -215,7 +215,7 @@ class _Direction:
         self.tsink = None if operands.tsink is None else operands.tsink.numpy().astype(call.problem.accumulation)
 
     def rows(self, sequence: Sequence, head: int) -> _Rows:
-        """Q and tQ of a head."""
+        """Return Q and tQ of a query head."""
         call, here = self.call, (sequence.row, head, sequence.queries)
         Q, tQ = (
             None if x is None else load_rows(x[here], call.problem.accumulation) * call.q_scale
@@ -225,7 +225,7 @@ class _Direction:
         return _Rows(Q, tQ)
 
     def keys(self, sequence: Sequence, kv_head: int) -> _Keys:
-        """K, V and their tangents of a head."""
+        """Return K, V and their tangents of a key/value head."""
         call, here = self.call, (sequence.row, kv_head, sequence.keys)
         K, V, tK, tV = (
             None if x is None else load_rows(x[here], call.problem.accumulation)
@@ -237,9 +237,9 @@ class _Direction:
     def scores(
         self, rows: _Rows, keys: _Keys, tile: ScoreTile, save: bool
     ) -> tuple[np.ndarray, np.ndarray | None, list[Any]]:
-        """The modified scores of a tile, their tangent, and with `save` what the second gradients of the steps need.
+        """Return the modified scores of a tile, their tangent, and with `save` the intermediates of second derivatives.
 
-        The tangent is None where v alone moves and nothing is saved.
+        The tangent is None if only v has a tangent and nothing is saved.
         """
         call, queries, columns = self.call, slice(*tile.queries), slice(*tile.keys)
         Q, K = rows.Q[queries], keys.K[columns]
@@ -258,12 +258,12 @@ class _Direction:
     def gradients(
         self, rows: _Rows, keys: _Keys, statistics: _Statistics, sequence: Sequence, tile: ScoreTile
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The gradients of a tile by the products q.k and by their tangents, before the scale, and m P c for dV."""
+        """Return the gradients of a tile with respect to q.k and to its tangent, before the scale, and m P c for dV."""
         call, queries, columns = self.call, slice(*tile.queries), slice(*tile.keys)
         dO, lse, mu, delta, eps = (x[queries] if x.ndim == 2 else x[queries, None] for x in statistics)
         S, tS, saved = self.scores(rows, keys, tile, save=True)
         assert tS is not None
-        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod; -inf - NaN is NaN
+        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod: -inf - NaN is NaN
         S -= lse
         np.copyto(S, -np.inf, where=hidden)
         call.hide(S, sequence.band, tile)
@@ -281,5 +281,5 @@ class _Direction:
         for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
             step.second_gradient(dS, dtS, tile, value)
         for gradient in (dS, dtS):
-            hide_gradient(gradient, P)  # the softcap slope at a masked NaN is NaN
+            hide_gradient(gradient, P)  # softcap's derivative at a masked NaN is NaN
         return dS, dtS, c

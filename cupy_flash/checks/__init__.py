@@ -1,1 +1,1 @@
-"""The cases of `cupy_flash check`: micro-kernels of instructions, and a covering set of calls of every engine."""
+"""The cases of `cupy_flash check`: a micro-kernel per instruction, and calls that cover every option of each engine."""

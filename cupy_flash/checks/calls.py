@@ -1,4 +1,4 @@
-"""The calls by which a check compares an engine with the formula, and how a worker process makes one."""
+"""The calls of a check: which calls cover an engine, and how a worker process compares one with the formula."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import micro_kernels, simulated
 from .references import Results, references
 from .tolerance import deviation
 
-REFERENCE_SECONDS, COMPILE_SECONDS = 300.0, 300.0  # limits of a step in the worker process
+REFERENCE_SECONDS, COMPILE_SECONDS = 300.0, 300.0  # time limits of a step in the worker process
 ORDERS = 3  # low-precision runs per call
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
@@ -49,19 +49,19 @@ HEAD_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
     "wgmma": ((64, 64), (128, 128), (192, 128), (256, 256)),
 }
 CACHE_OPTIONS: tuple[dict[str, Any], ...] = (dict(q_len=5), dict(window=(20, 0)), dict(options=("softcap", "sink")))
-PAGE = 16  # keys of a page
+PAGE = 16  # keys per page
 SIZES: dict[str, Any] = dict(
     batch=2, q_len=300, kv_len=400, heads=4, kv_heads=2
 )  # several tiles on both axes, the last ones partial
 SIMULATED_SIZES: dict[str, Any] = dict(
     batch=1, q_len=40, kv_len=72, heads=2, kv_heads=1
-)  # a simulator takes seconds for a tile
+)  # a simulator takes seconds per tile
 
 
 def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
-    """The calls that cover an engine's dtypes, head dimensions and options, forward and backward."""
+    """Return calls that cover an engine's dtypes, head dimensions and options, forward and backward."""
     dtypes = [dtype for dtype in DTYPES[engine] if (dtype, arch) != ("bfloat16", "sm_75")]
-    # On sm_75 no decode tile of head dimension 256 fits the registers.
+    # On sm_75 no decode tile with head dimension 256 fits into the registers.
     dims = [each for each in HEAD_DIMS[engine] if (engine, arch, *each) != ("mma_decode", "sm_75", 256, 256)]
     base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
     cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
@@ -87,12 +87,12 @@ class Task(NamedTuple):
     engine: str = ""
     trial: Trial | None = None
     number: int = 0  # index of a micro-kernel
-    tile: str = ""  # what a tune measures: the repr of a tile, or the name of a peer
-    seconds: float = 20.0  # limit of a run
+    tile: str = ""  # for a tune: the repr of a tile, or the name of a peer
+    seconds: float = 20.0  # time limit of a run
 
     @property
     def name(self) -> str:
-        """The case as tables and records name it."""
+        """The name of the case in tables and records."""
         if self.kind == "micro-kernel":
             return f"instruction {micro_kernels.kernels()[self.number].name}"
         return str(self.trial) if self.kind == "call" else f"{self.kind}, {self.trial}"
@@ -104,14 +104,14 @@ def work(task: Task, announce: Announce) -> Any:
 
 
 def find_device(task: Task, announce: Announce) -> Device:
-    """The device that a backend, "cuda" or "simulator:ARCH", runs on; RuntimeError without a GPU."""
+    """Return the device of a backend, "cuda" or "simulator:ARCH"; RuntimeError without a GPU."""
     announce("the query of the device", COMPILE_SECONDS)
     backend, _, arch = task.backend.partition(":")
     if backend != "cuda":
         return device.named(arch)
     try:
         return ahead.device_for(None)
-    except RuntimeError as error:  # its advice is that of compile()
+    except RuntimeError as error:  # its advice is for compile(), not for a check
         raise RuntimeError(f"there is no GPU that CuPy can use ({error.__cause__})") from None
 
 
@@ -150,7 +150,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         exact, low = (formula(call.q, *caches, **options, **table, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
         arrays = [call.q, *(each.copy() for each in caches)]
         given: Any = options | table | dict(backend=task.backend, engine=task.engine, return_lse=True)
-        # The kernels of append and merge are compiled by the call: they have no limit of their own.
+        # The call also compiles the append and merge kernels, so the limit of a compilation is added.
         announce(f"{task.name}: {'pages' if paged else 'contiguous'}", COMPILE_SECONDS + task.seconds)
         arrays, given = move(task.backend, (arrays, given))
         results = on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))
@@ -161,7 +161,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
 
 
 def _in_pages(caches: tuple[Any, Any], rng: np.random.Generator) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Caches (B, S, H, D) as shuffled pages (B S / PAGE, PAGE, H, D), and the block table; S is cut to whole pages."""
+    """Return caches (B, S, H, D) as shuffled pages (B S / PAGE, PAGE, H, D), cut to whole pages, and a block table."""
     batch, pages = len(caches[0]), caches[0].shape[1] // PAGE
     order = rng.permutation(batch * pages)
     shuffled = []
@@ -245,14 +245,14 @@ def _expected(trial: Trial, announce: Announce) -> tuple[Call, Results, Results]
 
 
 def _compile(task: Task, call: Call, announce: Announce) -> None:
-    """Compile the kernels of a call, which takes longer than a run may."""
+    """Compile the kernels of a call under a time limit of its own, which is longer than that of a run."""
     announce(f"{task.name}: compilation", COMPILE_SECONDS)
     for chosen in chosen_plans(task, on_backend(task.backend, call)):
         compile_plan(chosen)
 
 
 def chosen_plans(task: Task, call: Call) -> list[Plan]:
-    """The plans of a call and of its backward; UnsupportedError where the engine does not serve one."""
+    """Return the plans of a call and of its backward; UnsupportedError if the engine does not serve one."""
     options = Options(**call.options, **_how(task))
     saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # any arrays of these shapes
     return [
@@ -279,7 +279,7 @@ def _results(task: Task, call: Call) -> Results:
 
 
 def _run(task: Task, call: Call) -> list[Any]:
-    """out, lse and the gradients by the public functions, as a user calls them."""
+    """Return out, lse and the gradients, computed by the public functions."""
     q, k, v, options, dout, dlse, packed = call
     options = options | _how(task)
     forward: Any = api.attention if packed is None else api.attention_varlen
@@ -292,13 +292,13 @@ def _run(task: Task, call: Call) -> list[Any]:
 
 
 def on_backend(backend: str, call: Call) -> Call:
-    """The call with CuPy arrays for "cuda", else itself."""
+    """Return the call with CuPy arrays for "cuda", otherwise the call itself."""
     q, k, v, options, dout, dlse, packed = move(backend, tuple(call))
     return Call(q, k, v, options, dout, dlse, None if packed is None else Packed(*packed))
 
 
 def move(backend: str, x: Any) -> Any:
-    """An array as CuPy's for "cuda", also those in tuples, lists, dicts and mods; anything else unchanged."""
+    """Return an array as CuPy's for "cuda", also inside tuples, lists, dicts and mods; anything else unchanged."""
     if backend != "cuda":
         return x
     if isinstance(x, (tuple, list)):
@@ -313,14 +313,14 @@ def move(backend: str, x: Any) -> Any:
 
 
 def _assign(call: Call, values: Call | None) -> None:
-    """Copy the values of another call into the arrays of a call, or zeros, on the current stream."""
+    """Copy the values of another call, or zeros for None, into the arrays of a call on the current stream."""
     for name in ("q", "k", "v", "dout"):
         array = getattr(call, name).view("uint8")
         array[...] = 0 if values is None else getattr(values, name).view("uint8")
 
 
 def on_host(results: list[Any]) -> Results:
-    """The arrays as NumPy's, in the order of CuPy's current stream."""
+    """Return the results as NumPy arrays, copied on CuPy's current stream."""
     if all(x is None or isinstance(x, np.ndarray) for x in results):
         return results
     import cupy
@@ -329,10 +329,10 @@ def on_host(results: list[Any]) -> Results:
 
 
 def _compare(results: Results, exact: Results, low: Results) -> str | None:
-    """The first result that differs from the formula, and how; None if all agree."""
+    """Describe the first result that differs from the formula; return None if all agree."""
     for name, actual, expected, rounded in zip(
         NAMES, results, exact, low, strict=False
-    ):  # a decode has out and lse alone
+    ):  # a decode has only out and lse
         if actual is None or expected is None:
             if (actual is None) != (expected is None):
                 return f"{name} is {'missing' if actual is None else 'not expected'}"

@@ -1,4 +1,4 @@
-"""One micro-kernel per PTX instruction, with edge values: the simulator and a GPU must agree on all of them.
+"""One micro-kernel per PTX instruction, with edge values, on which the simulator and a GPU must agree.
 
 Each kernel has one thread per row of its inputs: it loads %a, %b, %c, executes the instruction and stores %d.
 """
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def ptx(self) -> str:
-        """The PTX of the kernel `micro`; its parameters are the input pointers, the output and the number of rows."""
+        """Return the PTX of the kernel `micro`; its parameters are input pointers, output pointer, number of rows."""
         parameters = [f".param .u64 p{i}" for i in range(len(self.inputs) + 1)] + [".param .u32 count"]
         lines = []
         names = "abc"
@@ -82,7 +82,7 @@ class Case:
 """
 
     def values(self) -> list[np.ndarray]:
-        """The inputs: every combination of edge values (fewer for three operands), then random bits."""
+        """Return the inputs: every combination of edge values (fewer for three operands), then random bits."""
         edges = [edge_values(type_, few=len(self.inputs) == 3) for type_ in self.inputs]
         rows = list(zip(*itertools.product(*edges), strict=True))
         rng = np.random.default_rng(len(self.name))
@@ -105,7 +105,7 @@ _FEW_FLOATS = [0.0, -0.0, 1.0, -1.5, 0.1, 2.0**-126, 2.0**-149, -3.4028234663852
 
 
 def edge_values(type_: str, *, few: bool = False) -> list[Any]:
-    """Edge values of a type."""
+    """Return the edge values of a type, or only the most important ones for `few`."""
     values: list[Any]
     if type_ in ("f32", "f64"):
         values = _FEW_FLOATS if few else _FLOATS
@@ -135,7 +135,7 @@ def edge_values(type_: str, *, few: bool = False) -> list[Any]:
 
 
 def random_values(type_: str, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Random bits; every second float is normally distributed."""
+    """Return random bits; every second float is normally distributed."""
     dtype = np.dtype(TYPES[type_][2])
     if type_ == "pred":
         return rng.integers(0, 2, count, dtype=np.uint32)
@@ -146,7 +146,7 @@ def random_values(type_: str, rng: np.random.Generator, count: int) -> np.ndarra
 
 
 def _same(opcode: str, types: str, operands: int, arch: int = 80) -> list[Case]:
-    """opcode.type d, a, b, ... for each type."""
+    """Return a case "opcode.type d, a, b, ..." for each type."""
     names = ", ".join("abc"[:operands]).replace("a", "%a").replace("b", "%b").replace("c", "%c")
     return [Case(f"{opcode}.{t}", f"{opcode}.{t} %d, {names};", (t,) * operands, t, arch) for t in types.split()]
 
@@ -244,7 +244,7 @@ CASES = [
     Case("dp4a.s32.s32", "dp4a.s32.s32 %d, %a, %b, %c;", ("b32", "b32", "s32"), "s32"),
     Case("dp4a.u32.u32", "dp4a.u32.u32 %d, %a, %b, %c;", ("b32", "b32", "u32"), "u32"),
     *[
-        # Division by zero is left out: PTX leaves it undefined.
+        # The divisor is made odd, because PTX leaves division by zero undefined.
         Case(f"{op}.{t}", f"or.b{t[1:]} %b, %b, 1; {op}.{t} %d, %a, %b;", (t, t), t)
         for op in ("div", "rem")
         for t in INTEGERS.split()
@@ -276,7 +276,7 @@ CASES = [
     *[_pair(form) for form in ("rn.f16x2.f32", "rn.bf16x2.f32", "rn.relu.f16x2.f32", "rz.bf16x2.f32")],
     *[_pair(f"rn.satfinite.{to}.f32", 89) for to in ("e4m3x2", "e5m2x2")],
     *[_cvt(form, 89) for form in ("rn.f16x2.e4m3x2", "rn.f16x2.e5m2x2", "rn.satfinite.e4m3x2.f16x2")],
-    # Approximations, with the relative error bounds of the PTX ISA's tables.
+    # Approximations with the relative error bounds of the PTX ISA's tables.
     *[
         Case(f"{op}.f32", f"{op}.f32 %d, %a;", ("f32",), "f32", relative=bound)
         for op, bound in (
@@ -309,7 +309,7 @@ WARP_CASES = [
     Case("match.any", "match.any.sync.b32 %d, %a, -1;", ("pred",), "b32"),
 ]  # fmt: skip
 
-# name -> (shape, type, registers of A, of B)
+# name -> (shape, type, registers of A, registers of B)
 MMA_FORMS = {
     "m16n8k16-f16": ("m16n8k16", "f16", 4, 2),
     "m16n8k16-bf16": ("m16n8k16", "bf16", 4, 2),
@@ -322,7 +322,7 @@ MMA_FORMS = {
 
 
 def mma_body(form: str) -> str:
-    """Body for one warp: A, B, C and D are arrays of (32, registers) at %p0 to %p3 (see micro_kernels.py)."""
+    """Return the body for one warp; A, B, C and D are (32, registers) arrays at %p0 to %p3 (see micro_kernels.py)."""
     shape, type_, a_words, b_words = MMA_FORMS[form]
     lines, registers = [], {}
     for pointer, (name, count, first, suffix) in enumerate(
@@ -340,7 +340,7 @@ def mma_body(form: str) -> str:
 
 
 def ldmatrix_body(count: int, size: int, *, transposed: bool) -> str:
-    """Body for one warp: copies `size` bytes from %p0 to shared `tile` and stores the fragments to %p2.
+    """Return a body for one warp that copies `size` bytes from %p0 to shared `tile` and stores the fragments to %p2.
 
     %p1 holds the row offset of each lane.
     """

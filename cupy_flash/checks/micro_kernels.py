@@ -1,6 +1,6 @@
-"""Every micro-kernel in one form (PTX, arrays, launch), its run on a GPU and on the simulator, and their comparison.
+"""Runs every micro-kernel on a GPU or on the simulator, and compares the results.
 
-NVRTC is not involved: the driver assembles the same PTX text that the simulator executes.
+The driver assembles the same PTX text that the simulator executes; NVRTC is not involved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..backends.simulator import Memory, launch
 from ..isolated import Announce
 from ..tensor_map import TensorMap, encode_for_gpu, encode_for_simulator
 from . import hopper
+from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
 
 Array = np.ndarray[Any, Any]
@@ -47,16 +48,16 @@ HEADER = """
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel `micro` of a PTX text.
+    """The kernel `micro` of a PTX text, its arrays and its launch.
 
-    Its arguments are pointers to the inputs and the output, then the number of rows if it takes it, and tensor maps
-    (array, function from its address to the map).
+    The arguments of a launch are pointers to the inputs and the output, then the number of rows unless it is None, then
+    the tensor maps, each given as the index of its array and a function from the array's address to the map.
     """
 
     name: str
     text: str
     inputs: tuple[Array, ...]
-    out: Array  # initial value
+    out: Array  # initial values of the output
     blocks: int
     threads: int
     rows: int | None = None
@@ -67,7 +68,7 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """The key in a file of arrays."""
+        """The key of the kernel in a file of arrays."""
         return self.name.replace(".", "_")
 
     def runs_on(self, capability: int) -> bool:
@@ -77,7 +78,7 @@ class Kernel:
 
 
 def every_kernel() -> Iterator[Kernel]:
-    """All kernels; Hopper's first, as they are the least tested."""
+    """Yield all kernels, Hopper's first."""
     yield from map(_of_hopper, hopper.CASES)
     for case in (*CASES, *WARP_CASES):
         yield _of_instruction(case)
@@ -85,7 +86,7 @@ def every_kernel() -> Iterator[Kernel]:
         yield _of_mma(form)
 
 
-def _of_hopper(case: hopper.HopperCase) -> Kernel:
+def _of_hopper(case: HopperCase) -> Kernel:
     text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
     return Kernel(
         case.name, text, case.inputs, case.out, case.blocks, case.threads, maps=case.maps, dynamic=case.dynamic,
@@ -111,7 +112,7 @@ def _of_mma(form: str) -> Kernel:
 
 
 def mma_operands(type_: str, a_words: int, b_words: int) -> tuple[Array, Array, Array]:
-    """Random fragments of A, B and C, of a magnitude that needs rounding and does not overflow."""
+    """Return random fragments of A, B and C, large enough that sums are rounded, and too small to overflow."""
     dtypes = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32}
     dtypes |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
     dtype = np.dtype(dtypes[type_])
@@ -133,7 +134,7 @@ def source(
     target: str = "sm_90",
     directives: str = "",
 ) -> str:
-    """The PTX: %pi points to array i, %mi to tensor map i; %t is the thread index, %block the block index."""
+    """Return the PTX: %pi points to array i, %mi to tensor map i; %t is the thread index, %block the block index."""
     parameters = [f".param .u64 a{i}" for i in range(len(arrays))]
     parameters += [f".param .align 64 .b8 map{i}[128]" for i in range(maps)]
     pointers = [f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))]
@@ -150,7 +151,7 @@ def source(
 
 
 def simulate(kernel: Kernel) -> Array:
-    """The output of a micro-kernel on the simulator."""
+    """Run a micro-kernel on the simulator and return its output."""
     memory, out = Memory(), kernel.out.copy()
     arrays = [*(x.copy() for x in kernel.inputs), out]
     pointers = [memory.add(x, f"array {i}") for i, x in enumerate(arrays)]
@@ -166,9 +167,10 @@ def simulate(kernel: Kernel) -> Array:
 
 
 def difference(actual: Array, expected: Array, relative: float | None = None) -> str | None:
-    """The count of different numbers and the first of them, as text; None if all agree.
+    """Describe how many numbers differ, and the first of them; return None if all agree.
 
-    They agree bitwise (any NaN equals any NaN), or with `relative` to within this fraction of the larger.
+    Numbers agree if they have the same bits or both are NaN; with `relative`, if they differ by at most this fraction
+    of the larger one.
     """
     same = actual == expected
     if actual.dtype.kind == "f":
@@ -186,7 +188,7 @@ def difference(actual: Array, expected: Array, relative: float | None = None) ->
 
 
 def run_on_gpu(kernel: Kernel) -> Array:
-    """The output of a kernel on the GPU."""
+    """Run a kernel on the GPU and return its output."""
     import cupy
 
     module = cupy.cuda.Module()
@@ -207,12 +209,12 @@ def run_on_gpu(kernel: Kernel) -> Array:
 
 @cache
 def kernels() -> list[Kernel]:
-    """All kernels, built once: their indices name them in requests to a worker process."""
+    """Return all kernels, built once per process; their indices name them in requests to a worker process."""
     return list(every_kernel())
 
 
 def work(number: int | None, announce: Announce) -> Any:
-    """Run in the worker process: return the output of the kernel with this number, for None the compute capability."""
+    """Return the output of the kernel with this number, or the compute capability for None; for the worker process."""
     import cupy
 
     if number is None:

@@ -1,4 +1,4 @@
-"""The formula for one call, in fp64 and in the call's own precision, of which the error is the scale of a tolerance."""
+"""The formula for one call in fp64 and in the call's own precision, whose error sets the tolerance of a comparison."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Results = list[Array | None]  # out, lse, dq, dk, dv, dbias, dsink
 
 
 def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) -> tuple[Results, Results]:
-    """The formula in fp64 (longdouble for fp64), and in `dtype`: rounded wherever an engine may round.
+    """Return the formula in fp64 (longdouble for fp64), and in `dtype`, rounded wherever an engine may round.
 
-    Low precision is the worst of several runs, element by element. They differ only in the order of the head
-    dimensions, that is, of the sums: a single run may be exact by chance in an array of few elements, such as dsink.
+    Each element of the low-precision results is the worst of several runs, which differ in the order of their sums: a
+    single run may be exact by chance in an array of few elements, such as dsink.
     """
-    with threadpool_limits(1, user_api="blas"):  # two threads take ten times as long for small arrays on a busy machine
+    with threadpool_limits(1, user_api="blas"):  # several BLAS threads slow small arrays down tenfold on a busy machine
         exact = _run(call, gradients, None)
         worst = _run(call, gradients, dtype)
         for order in range(1, orders):
@@ -30,7 +30,7 @@ def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) 
 
 
 def furthest(exact: Array | None, a: Array | None, b: Array | None) -> Array | None:
-    """Each element of a or b, whichever is further from the exact one."""
+    """Return, for each element, that of a or b which is further from the exact one."""
     if exact is None or a is None or b is None:
         return None
     with np.errstate(invalid="ignore"):

@@ -1,7 +1,7 @@
-"""The simulator's results of every micro-kernel, stored: a check on a GPU compares with them and simulates none.
+"""The simulator's stored results of every micro-kernel, with which a check on a GPU compares its own.
 
-`simulated.json` has for each kernel a digest of its text and inputs, and its results: a digest where all bits must
-agree, the numbers where an error bound permits others. `python -m cupy_flash.checks.simulated` writes it anew, after a
+`simulated.json` has for each kernel a digest of its text and inputs, and its results: their digest if all bits must
+agree, or the numbers if an error bound applies. Run `python -m cupy_flash.checks.simulated` to write the file after a
 change of a micro-kernel or of the simulator.
 """
 
@@ -23,7 +23,7 @@ Entry = tuple[str, str]  # the digest of a kernel, its results
 
 
 def wrong(kernel: Kernel, out: Array) -> str | None:
-    """How a GPU's results of a kernel differ from the simulator's, as text; None if they agree."""
+    """Describe how a GPU's results of a kernel differ from the simulator's; return None if they agree."""
     digest, results = stored().get(kernel.name, ("", ""))
     if digest == digest_of(kernel):
         if kernel.relative is not None:
@@ -31,37 +31,37 @@ def wrong(kernel: Kernel, out: Array) -> str | None:
             return difference(out, expected, kernel.relative)
         if results == _digest(_canonical(out)):
             return None
-    # Simulated to name the first wrong number, or because a release of NumPy draws other random inputs.
+    # Simulate the kernel: to name the first wrong number, or because this release of NumPy draws other random inputs.
     return difference(out, simulate(kernel), kernel.relative)
 
 
 def entry_of(kernel: Kernel) -> Entry:
-    """The entry of a kernel in the file."""
+    """Return the entry of a kernel in the file."""
     out = _canonical(simulate(kernel))
     results = _digest(out) if kernel.relative is None else base64.b64encode(out.tobytes()).decode()
     return digest_of(kernel), results
 
 
 def digest_of(kernel: Kernel) -> str:
-    """The digest of a kernel's text, launch, inputs and the initial values of its output."""
+    """Return the digest of a kernel's text, launch, inputs and the initial values of its output."""
     launch = f"{kernel.text} {kernel.blocks} {kernel.threads} {kernel.rows} {kernel.dynamic}"
     return _digest(np.frombuffer(launch.encode(), np.uint8), *kernel.inputs, kernel.out)
 
 
 @cache
 def stored() -> dict[str, Entry]:
-    """The entries of the file by the kernels' names."""
+    """Return the entries of the file by kernel name."""
     return {name: (digest, results) for name, (digest, results) in json.loads(FILE.read_text("ascii")).items()}
 
 
 def text_of(every: Iterable[Kernel]) -> str:
-    """The text of the file for these kernels: a line for each."""
+    """Return the text of the file for these kernels, one line for each."""
     lines = (f"{json.dumps(kernel.name)}: {json.dumps(entry_of(kernel))}" for kernel in every)
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _canonical(out: Array) -> Array:
-    """The numbers with one NaN in place of all, whose bits the instructions leave open."""
+    """Return the numbers with one bit pattern for all NaNs, because PTX does not define a NaN's payload."""
     return np.where(np.isnan(out), np.array(np.nan, out.dtype), out) if out.dtype.kind == "f" else out
 
 

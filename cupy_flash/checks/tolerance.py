@@ -1,4 +1,4 @@
-"""The rule of every numerical comparison: the error of an independent run in the same precision is the scale.
+"""The tolerance rule of numerical comparisons: the error of an independent run in the same precision sets the scale.
 
     max |actual - reference| <= 2 * max |low precision - reference| + band,   band = eps(dtype) * max |reference| + tiny
 
@@ -16,9 +16,9 @@ Array = np.ndarray[Any, Any]
 
 
 def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> str | None:
-    """The error of `actual`, of `dtype`, as text; None if it agrees with the fp64 (or longdouble) reference.
+    """Describe the error of `actual`, of `dtype`; return None if it agrees with the fp64 (or longdouble) reference.
 
-    The low-precision run sets the tolerance. Arrays are anything np.asarray accepts, all of one shape.
+    The arguments are anything that np.asarray accepts, all of one shape; the low-precision run sets the tolerance.
     """
     actual, reference64, low_precision = (np.asarray(x) for x in (actual, reference64, low_precision))
     shapes = (actual.shape, reference64.shape, low_precision.shape)
@@ -50,7 +50,7 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
 
 
 def special_values(actual: Array, expected: Array) -> str | None:
-    """The first special value (NaN, +inf, -inf) whose places are not as expected, as text; None if all agree."""
+    """Describe the first special value (NaN, +inf, -inf) with wrong positions; return None if all positions agree."""
     for name, is_special in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = np.argwhere(is_special(actual) != is_special(expected))
         if len(wrong):

@@ -1,4 +1,4 @@
-"""Runs a check in a worker process that can be replaced, and stores its verdict on each engine as evidence."""
+"""Runs a check in a worker process, which is replaced if it dies, and stores a verdict on each engine as evidence."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from . import calls, micro_kernels
 from .calls import Task, trials
 
 PASSED, WRONG, LOST, NOT_RUN = "passed", "wrong", "lost", "not run"
-INSTRUCTIONS = "instructions"  # the row of the instructions that all engines use
-SECONDS, SIMULATED_SECONDS = 20.0, 1200.0  # limit of one run on a GPU, and on a simulator
-LOSSES = 2  # worker processes that an engine may cost; the cases after that are not run
+INSTRUCTIONS = "instructions"  # the engine column of instructions that all engines use
+SECONDS, SIMULATED_SECONDS = 20.0, 1200.0  # time limit of one run on a GPU, and on a simulator
+LOSSES = 2  # worker processes that an engine may crash before its remaining cases are skipped
 
 Report = Callable[[str], None]
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     verdict: str
     reason: str
     seconds: float
-    trial: dict[str, Any] | None  # the record of its Trial, by which it can be repeated
+    trial: dict[str, Any] | None  # the record of its Trial, from which it can be repeated
 
 
 class Verdicts(NamedTuple):
@@ -38,7 +38,7 @@ class Verdicts(NamedTuple):
 
     device: Device
     rows: tuple[Row, ...]
-    refused: dict[str, str]  # engines that do not serve this card, and why
+    refused: dict[str, str]  # {engine that does not serve this card: reason}
 
     @property
     def engines(self) -> dict[str, str | None]:
@@ -52,11 +52,11 @@ class Verdicts(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether every case of every engine has passed; False where no engine serves the device."""
+        """Whether every case of every engine has passed; False if no engine serves the device."""
         return bool(self.rows) and not any(self.engines.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The result as JSON."""
+        """Return the result as values that JSON can hold."""
         rows = [row._asdict() for row in self.rows]
         return {"device": str(self.device), "card": self.device.card, "engines": self.engines, "rows": rows,
                 "refused": self.refused, "passed": self.passed}  # fmt: skip
@@ -74,20 +74,20 @@ class Verdicts(NamedTuple):
 def check(
     *, backend: str = "cuda", engine: str | None = None, quick: bool = False, report: Report | None = None
 ) -> Verdicts:
-    """Run every engine on this machine's GPU against the formula, and store the verdicts, which plans consult.
+    """Compare every engine on this machine's GPU with the formula, and store the verdicts, which plans consult.
 
     Instructions are compared with the simulator, calls of every engine with the formula, also on side streams and in
-    CUDA graphs. All of it runs in a worker process: a kernel that crashes or hangs costs that process, is named, and
-    disqualifies its engine on this kind of card until its text changes.
+    CUDA graphs. Everything runs in a worker process, so a kernel that crashes or hangs ends only that process. It is
+    reported, and its engine is not used on this kind of card until the kernel texts change.
 
     Args:
         backend: "cuda", or "simulator:ARCH" for a simulator, which takes minutes.
-        engine: check this one alone.
-        quick: one call per engine, and no instruction. Verdicts of failed engines are stored, others are not.
+        engine: check only this engine.
+        quick: run one call per engine and no instructions, and store only the verdicts of failed engines.
         report: called with a line of text for each case.
 
     Returns:
-        The verdicts, of which `passed` says whether all engines have passed; `print` shows them as a table.
+        The verdicts; `passed` is whether all engines have passed, and `print` shows a table.
 
     Raises:
         RuntimeError: there is no GPU, or the worker process did not start.
@@ -105,7 +105,7 @@ def run_check(
     work: Callable[..., Any],
     seconds: float | None = None,
 ) -> Verdicts:
-    """`check` with the function that the worker process calls, and the limit of one run in seconds."""
+    """Run `check` with a function for the worker process to call, and a time limit of one run in seconds."""
     backend = valid_backend(backend)
     simulated = backend != "cuda"
     known = [name for name in plan.MODULES if "cuda" in plan.MODULES[name].BACKENDS]
@@ -131,7 +131,7 @@ def run_check(
 
 
 def valid_backend(backend: str) -> str:
-    """The backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
+    """Return the backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
     from ..backends import SIMULATED
 
     given: Any = backend
@@ -145,7 +145,7 @@ def valid_backend(backend: str) -> str:
 
 
 def device_of(worker: Worker, backend: str) -> Device:
-    """The device of a backend, which the worker process finds; RuntimeError if it cannot."""
+    """Return the device of a backend, as the worker process finds it; RuntimeError if it finds none."""
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
     except Lost as lost:
@@ -155,7 +155,7 @@ def device_of(worker: Worker, backend: str) -> Device:
 
 
 def _refusal(engine: str, on: Device) -> str:
-    """Why an engine serves no call on a device; "" if it does."""
+    """Return the reason why an engine serves no call on a device; "" if it serves some."""
     with_cache = engine in plan.DECODERS
     problem = problems(dtype="float16", head_dim=64, backward=False, cache=with_cache, engine=engine)[0]
     return "; ".join(plan.MODULES[engine].refusals(problem, on))
@@ -174,7 +174,7 @@ def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -
 
 
 def _micro_tasks(engine: str | None, on: Device, backend: str, seconds: float) -> list[Task]:
-    """The instructions that only this engine uses; for None those that all use."""
+    """Return the tasks for the instructions that only this engine uses, or for None those that all use."""
     capability = int(on.arch.removeprefix("sm_").rstrip("a"))
     return [
         Task("micro-kernel", backend, engine or INSTRUCTIONS, number=number, seconds=seconds)
@@ -200,7 +200,7 @@ def _run(worker: Worker, tasks: list[Task], report: Report) -> Iterator[Row]:
                 verdict, reason = LOST, str(lost)
         record = None if task.trial is None else task.trial.record
         row = Row(task.engine, task.name, verdict, reason, round(time.monotonic() - begin, 3), record)
-        # A line for each of hundreds of instructions would hide the others.
+        # Passed instructions get no line: there are hundreds.
         if task.kind != "micro-kernel" or verdict != PASSED:
             why = reason and f", {reason}"
             report(f"{number}/{len(tasks)} {row.engine}: {row.case}: {verdict}{why}, {row.seconds:.1f} s")

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def describe() -> str:
-    """Path and size of the kernel cache, or why it is not used."""
+    """Return the path and size of the kernel cache, or the reason why it is not used."""
     try:
         folder = cache.location()
         if folder.exists():

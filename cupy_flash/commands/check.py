@@ -1,4 +1,4 @@
-"""python -m cupy_flash check: prove the engines on this machine's GPU."""
+"""python -m cupy_flash check: compare the engines on this machine's GPU with the formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m cupy_flash compile: fill the cache with the kernels of later calls."""
+"""python -m cupy_flash compile: compile kernels into the cache before they are needed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def run(arch: str | None, jobs: int | None, **arguments: Any) -> int:
             for number, task in enumerate(as_completed(tasks), 1):
                 report(f"{number}/{len(launches)} {task.result()}")
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error the kernels that wait are not started
+            pool.shutdown(cancel_futures=True)  # after an error, do not start the remaining kernels
     return cache.print_size()
 
 
 def _compile(launch: Launch, target: str) -> str:
-    """Compile one kernel and describe it: its tile, registers and the seconds that it took."""
+    """Compile one kernel and return a line with its tile, registers and compile time."""
     begin = time.perf_counter()
     registers = compile_launch(launch, target).resources[launch.function].registers
     tile = f", tile {launch.tile[0]} x {launch.tile[1]}" if launch.tile else ""
@@ -56,7 +56,7 @@ def _compile(launch: Launch, target: str) -> str:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that prints a line per kernel; on a terminal with rich, above a progress bar."""
+    """Yield a function that prints a line per kernel; on a terminal with rich, above a progress bar."""
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:

@@ -1,4 +1,4 @@
-"""python -m cupy_flash explain: the plan of a problem on a GPU, which need not be there."""
+"""python -m cupy_flash explain: print the plan of a problem for a GPU, which this machine need not have."""
 
 from __future__ import annotations
 

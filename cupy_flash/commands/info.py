@@ -1,4 +1,4 @@
-"""python -m cupy_flash info: what is installed, and which engines serve this machine."""
+"""python -m cupy_flash info: print what is installed, and which engines serve this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..device import Device
 from ..plan import DECODERS, MODULES, unproved
 from . import cache
 
-# Versions are read from package metadata, without an import.
+# Their versions come from package metadata, so that none of them is imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
 
 
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
 
 
 def run() -> int:
-    """Print the environment, as bug reports need it."""
+    """Print the environment for a bug report; return 0."""
     providers = packages_distributions()
     rows = {
         "cupy_flash": __version__,
@@ -52,7 +52,7 @@ def run() -> int:
 
 
 def blas() -> str:
-    """The BLAS libraries that NumPy has loaded and their threads, as threadpoolctl sees them."""
+    """Return the BLAS libraries that NumPy has loaded and their threads, as threadpoolctl reports them."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError as error:
@@ -66,12 +66,12 @@ def blas() -> str:
 
 
 def installed(distributions: Sequence[str]) -> str:
-    """Names and versions of the distributions that provide a library (CuPy has several)."""
+    """Return the names and versions of the distributions that provide a library (CuPy has several)."""
     return ", ".join(f"{name} {version(name)}" for name in sorted(set(distributions))) or "not installed"
 
 
 def import_cupy() -> str:
-    """Whether `import cupy` works; it creates a cache folder, and may fail with any exception if it cannot."""
+    """Return a line on whether `import cupy` works: if it cannot create its cache folder it may raise any exception."""
     try:
         import cupy
 
@@ -81,7 +81,7 @@ def import_cupy() -> str:
 
 
 def kernels() -> str:
-    """Path of the CUDA sources and number of kernels."""
+    """Return the path of the CUDA sources and the number of kernels."""
     try:
         folder = source.kernel_folder()
     except FileNotFoundError as error:
@@ -90,7 +90,7 @@ def kernels() -> str:
 
 
 def compiler() -> str:
-    """NVRTC's version and architectures, or why it is not available."""
+    """Return NVRTC's version and architectures, or the reason why it is not available."""
     try:
         return f"{'.'.join(map(str, nvrtc.version()))}, for sm_{', '.join(map(str, nvrtc.architectures()))}"
     except ImportError as error:
@@ -98,7 +98,7 @@ def compiler() -> str:
 
 
 def engines() -> dict[str, str]:
-    """For each engine, that it serves this machine, or the reasons why not and what else runs it."""
+    """Return {engine: a line that it serves this machine, or why not and which backend runs it}."""
     try:
         gpu, missing = ahead.device_for(None), ""
     except RuntimeError as error:
@@ -119,10 +119,10 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Why an engine would not serve a plain problem on a device.
+    """Return the reasons why an engine would not serve a simple problem on a device.
 
-    The problem is fp16, the one dtype that all engines have on all GPUs, with D 64, and of a KV cache for engines that
-    serve nothing else; `requested` is its engine=.
+    The problem has D 64 and dtype fp16, the only one that all engines have on all GPUs, and a KV cache for engines
+    that need one; `requested` is its engine=.
     """
     with_cache = engine in DECODERS
     problem, *_ = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)

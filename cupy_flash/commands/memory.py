@@ -1,4 +1,4 @@
-"""python -m cupy_flash memory: a table of the memory that training takes."""
+"""python -m cupy_flash memory: print a table of the memory that training takes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(model: str, seq: int | None, gb: float | None, plot: Path | None, **argu
     if plot is not None:
         try:
             memory.plot(sizes, training, plot, limit, title)
-        except ValueError as error:  # matplotlib's, for a suffix that is no format
+        except ValueError as error:  # matplotlib's error for an unknown file suffix
             raise ValueError(f"{plot}: {error}") from error
     print(f"{title}, checkpoint {training.checkpoint}")
     for label, *cells in rows:
@@ -59,7 +59,7 @@ def run(model: str, seq: int | None, gb: float | None, plot: Path | None, **argu
 def estimate_rows(
     sizes: memory.Transformer, training: memory.Training, limit: float | None
 ) -> list[tuple[str | int, ...]]:
-    """Rows of a table with a column per attention; `limit` in bytes adds the largest batch and sequence that fit."""
+    """Return table rows with a column per attention; `limit` in bytes adds the largest batch and sequence that fit."""
     # Standard attention cannot run on a ring: it needs all scores on one GPU.
     attentions = memory.ATTENTIONS if training.ring == 1 else ("flash",)
     columns = [replace(training, attention=attention) for attention in attentions]
@@ -83,7 +83,7 @@ def estimate_rows(
 
 
 def describe(training: memory.Training) -> str:
-    """Batch, length, precision and parallelism of a training, in one line."""
+    """Return batch, length, precision and parallelism of a training in one line."""
     shares = [f"{name} {getattr(training, name)}" for name in ("fsdp", "tensor", "ring") if getattr(training, name) > 1]
     if training.tensor > 1 and not training.sequence_parallel:
         shares.append("no sequence parallelism")

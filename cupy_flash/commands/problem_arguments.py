@@ -1,4 +1,4 @@
-"""The arguments of compile, explain and ptx that state a problem; those of attention's options follow features.py."""
+"""Command-line arguments that state a problem, for compile, explain and ptx; features.py declares the options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..problem import DTYPES, FP8
 
 
 def size(text: str) -> int:
-    """A whole number of at least 1 and less than 2**31."""
+    """Return the whole number in `text`, at least 1 and less than 2**31."""
     try:
         number = int(text)
     except ValueError:
@@ -39,7 +39,7 @@ def add_problem(command: argparse.ArgumentParser) -> None:
 
 
 def add_lengths(command: argparse.ArgumentParser) -> None:
-    """Add the sizes of a call, which decide between the kernels of a problem."""
+    """Add the sizes of a call, on which the choice among a problem's kernels depends."""
     command.add_argument("--batch", type=size, default=1, metavar="B", help="sequences; default: 1")
     command.add_argument("--heads", type=size, metavar="HQ", help="query heads; default: 32 groups")
     command.add_argument("--seqlen", type=size, default=4096, metavar="SQ", help="queries; default: 4096")
@@ -49,7 +49,7 @@ def add_lengths(command: argparse.ArgumentParser) -> None:
 def plans(
     arch: str | None, batch: int, heads: int | None, seqlen: int, seqlen_k: int | None, **arguments: Any
 ) -> list[Plan]:
-    """The plans of a forward and its backward (with a gradient of lse where return_lse is set) on a GPU."""
+    """Return the plans of a forward and its backward on a GPU; with return_lse, lse has a gradient."""
     on = ahead.device_for(arch)
     group = arguments["group"]
     heads = 32 * group if heads is None else heads
@@ -62,7 +62,7 @@ def plans(
 
 
 def _add_array(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:
-    """An array counts by its presence; one that may have several dtypes by its dtype."""
+    """Add a switch for an array that may be given, or an argument for its dtype if several are possible."""
     if feature.element:
         text = "dtype; default: that of q"
         command.add_argument(flag, nargs="?", const=True, choices=feature.dtypes, metavar="DTYPE", help=text)
@@ -97,7 +97,7 @@ def _add_engine(command: argparse.ArgumentParser, flag: str, feature: Feature) -
     command.add_argument(flag, choices=engines, help="default: the one with the smallest predicted time")
 
 
-CHOOSES_KERNELS = (CAUSAL, WINDOW, FLAG)  # kinds without a constant of their own that a plan depends on
+CHOOSES_KERNELS = (CAUSAL, WINDOW, FLAG)  # kinds on which a plan depends although they have no constant of their own
 KINDS: dict[str, Callable[[argparse.ArgumentParser, str, Feature], None]] = {
     ARRAY: _add_array,
     NUMBER: _add_number,

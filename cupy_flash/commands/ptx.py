@@ -1,4 +1,4 @@
-"""python -m cupy_flash ptx: the PTX that the kernels of a problem compile to."""
+"""python -m cupy_flash ptx: print the PTX that the kernels of a problem compile to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m cupy_flash report: one file with what a bug report needs."""
+"""python -m cupy_flash report: write one file for a bug report."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def run(out: Path | None) -> int:
 
 
 def _failed(records: Iterable[Any]) -> list[Any]:
-    """The cases of checks that have not passed."""
+    """Return the cases of checks that have not passed."""
     cases = [case for record in records for case in record.get("cases", ())]
     return [case for case in cases if case.get("verdict") != "passed"]

@@ -48,12 +48,12 @@ def add(commands: Any) -> None:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Comma-separated whole numbers of at least 1."""
+    """Return the comma-separated whole numbers in `text`, each at least 1."""
     return tuple(size(part) for part in text.split(","))
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Return the number in `text`, which must be above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -64,7 +64,7 @@ def positive(text: str) -> float:
 
 
 def run(like: Path | None, backend: str, minutes: float | None, **arguments: Any) -> int:
-    """Run the tune and print what it gained; return 3 if time ran out, 1 if a call could not be measured, else 0."""
+    """Measure, print the speedups, and return 3 if time ran out, 1 if a call could not be measured, else 0."""
     from ..tuning import tune
 
     decode = arguments["decode"]
@@ -100,7 +100,7 @@ def calls(
     page: int | None,
     json: bool,
 ) -> list[dict[str, Any]]:
-    """The calls that the arguments state: each length forward and, with backward, backward."""
+    """Return the calls that the arguments state: for each length a forward and, with `backward`, a backward."""
     heads = heads or max(HIDDEN // head_dim, 1)
     return [
         dict(

@@ -1,6 +1,7 @@
-"""The engines: one module per kernel family, with its legal tiles, cost model and launches. Nothing is computed here.
+"""The engines: one module per kernel family, with its legal tiles, cost model and launches; backends compute.
 
-To add one, write a module that satisfies `Engine` and add it to `plan.MODULES`; CONTRIBUTING.md lists the other files.
+To add an engine, write a module that satisfies `Engine` and add it to `plan.MODULES`; CONTRIBUTING.md lists the other
+files.
 """
 
 from __future__ import annotations
@@ -21,31 +22,28 @@ class Engine(Protocol):
     MEASURED: str | None  # path of the benchmark results that back its cost model; None: not measured yet
 
     def refusals(self, problem: Problem, device: Device) -> list[str]:
-        """Reasons why the engine cannot serve the problem, beyond those that `plan` checks; empty if it can.
+        """Return the reasons why the engine cannot serve the problem, besides those that `plan` checks; [] if it can.
 
-        Must accept any device, also one of another backend.
+        The device may be of any backend.
         """
 
     def tiles(self, problem: Problem, device: Device) -> Sequence[Any]:
-        """Every legal tile: those whose kernels fit the device's shared memory and registers.
+        """Return every legal tile, whose kernels fit the device's shared memory and registers.
 
-        `plan` asks for the last lengths of a bucket, and launches the chosen tile for all lengths of it.
+        `plan` passes the largest lengths of a bucket, and launches the chosen tile for all lengths of the bucket.
         """
 
     def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
-        """Cost model: predicted seconds. `pairs` is the number of unmasked (query, key) pairs per sequence and head."""
+        """Return predicted seconds (the cost model) for `pairs` unmasked (query, key) pairs per sequence and head."""
 
     def alike(self, tile: Any) -> object:
-        """Key of tiles whose cost ranking does not depend on the length; compile() builds the best tile per key."""
+        """Return the key of tiles whose cost ranking does not depend on the length; compile() builds one per key."""
 
     def threads(self, device: Device, tile: Any, cost: float) -> int:
-        """On a GPU, threads per block; on the CPU, threads to use for a problem of `cost` seconds."""
+        """Return the threads per block of a GPU, or on the CPU the threads for a problem of `cost` core seconds."""
 
     def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """The workspaces that the kernels need for arrays of this many rows.
-
-        Rows are those of one sequence, or of the whole packed batch.
-        """
+        """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
 
     def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
-        """The kernel launches in order; empty on the CPU."""
+        """Return the kernel launches in order; () on the CPU."""

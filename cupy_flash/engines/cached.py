@@ -7,21 +7,21 @@ from ..params import Workspace
 from ..problem import Problem
 from .shared import ELEMENTS, known_constants, rows_of_heads, sequences
 
-ROW_THREADS = 128  # threads of a block of append and merge
-ROWS_OF_APPEND = 4  # rows of a block of rotary_append.cu
-BLOCKS_OF_APPEND = 128  # most blocks for the rows of one sequence and head
+ROW_THREADS = 128  # threads per block of the append and merge kernels
+ROWS_OF_APPEND = 4  # rows per block of rotary_append.cu
+BLOCKS_OF_APPEND = 128  # maximum number of blocks per sequence and head
 
 
 def static_bytes(problem: Problem, keys: int) -> int:
-    """Bytes of static shared memory of a kernel with tiles of so many keys: the page numbers of tile_pages.cuh.
+    """Return the bytes of static shared memory for the page numbers (tile_pages.cuh) of a tile of `keys` keys.
 
-    They count without pages too, so that the tile, and with it the bits of a result, does not depend on them.
+    A contiguous cache reserves them too, so that the choice of the tile, and with it the rounding, is the same.
     """
     return 0 if problem.cache is None else 2 * 4 * keys
 
 
 def append_launches(problem: Problem, constants: dict[str, Constant]) -> list[Launch]:
-    """The launch of rotary_append.cu, if rows are appended or rotated; `constants` are the attention kernel's."""
+    """Return the launch of rotary_append.cu, if rows are appended or rotated, with the attention kernel's constants."""
     cache = problem.cache
     if cache is None or (cache.appended is None and cache.rotary is None):
         return []
@@ -45,7 +45,7 @@ def append_launches(problem: Problem, constants: dict[str, Constant]) -> list[La
 
 
 def rotated_rows(problem: Problem, q_rows: int) -> tuple[Workspace, ...]:
-    """The workspace of the rotated rows of q, where there are rotary tables."""
+    """Return the workspace of the rotated rows of q, if there are rotary tables."""
     if problem.cache is None or problem.cache.rotary is None:
         return ()
     columns = -(-problem.head_dim // 8) * 8
@@ -53,21 +53,11 @@ def rotated_rows(problem: Problem, q_rows: int) -> tuple[Workspace, ...]:
     return (Workspace("q", (*shape, columns), problem.dtype, (*strides, 8)),)
 
 
-def cache_refusals(problem: Problem) -> list[str]:
-    """Why no GPU engine serves the problem's KV cache."""
-    if problem.cache is None:
-        return []
-    reasons = []
-    if problem.cache.dtype != problem.dtype:
-        reasons.append(f"it reads no caches of {problem.cache.dtype.name} in this version")
-    if problem.mods:
-        reasons.append("it takes no score_mod or mask_mod with a KV cache in this version")
-    return reasons
-
-
 def forward_refusals(problem: Problem) -> list[str]:
-    """Why kernels that take each query tile through all its keys do not serve the problem's KV cache."""
-    reasons = cache_refusals(problem)
+    """Return the reasons against kernels without split-KV, in which a block loops over all keys of its query tile."""
+    reasons = []
+    if problem.cache is not None and problem.cache.dtype != problem.dtype:
+        reasons.append(f"it reads no caches of {problem.cache.dtype.name}, as mma_decode does")
     if problem.cache is not None and problem.cache.split_size is not None:
         reasons.append("it does not compute the keys in pieces of split_size")
     return reasons

@@ -13,43 +13,44 @@ from .shared import dtype_refusals
 BACKENDS: tuple[str, ...] = ("cpu",)
 MEASURED: str | None = "bench/results/cpu.json"
 
-# Cost model: nanoseconds on one core of a 2.6 GHz server, S 512 .. 2048, D 32 .. 128, float32 (python -m bench forward
-# backward). Only their ratios matter, which other machines roughly share. Pairs are (forward, backward).
+# Cost model in nanoseconds on one core of a 2.6 GHz server, fitted for S 512 to 2048, D 32 to 128, float32 (python -m
+# bench forward backward). Only ratios matter, which are similar on other machines. Tuples are (forward, backward).
 FLOP = 0.0095  # per floating-point operation of a matmul
-SCORE = (0.55, 1.0)  # per score between the matmuls: exp and sum; exp, product and twice the traffic
-LOAD = 0.35  # per element of Q, K, V, O or a gradient that is loaded and packed for BLAS, or accumulated
-EDGE = 0.75  # per score of a partly masked tile: comparing positions, writing -inf
+SCORE = (0.55, 1.0)  # per score between the matmuls: exp and sum; exp, product and twice the memory traffic
+LOAD = 0.35  # per element of Q, K, V, O or a gradient: load, packing by BLAS, accumulation
+EDGE = 0.75  # per score of a partly masked tile: compare positions, write -inf
 TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
-SPILL = 0.2  # per score, times the MiB of scores in a tile, which compete with its operands for the L2 cache
+ROWS = 5e4  # per query tile (backward: key tile) with a mask_mod: find its visits, start and finish its sums
+SPILL = 0.2  # per score and MiB of scores in a tile, which evict operands from the L2 cache
 
-# Tiles are chosen for this many threads on every machine: tile sizes determine the rounding, and results must not
-# depend on the number of threads. By this cost model, tiles chosen per thread count would be 0.5 % faster for 1 to 16
-# threads (average of 1,848 problems) and 9 % faster for 64.
+# Tiles are chosen for this many threads on every machine, because tile sizes determine the rounding and results must
+# not depend on the number of threads. By this cost model, tiles chosen per thread count would be 0.5 % faster for 1 to
+# 16 threads (average of 1,848 problems) and 9 % faster for 64.
 THREADS = 16
-WAKING = 100e-6  # seconds of work per thread that justify starting one, which takes tens of microseconds
+WAKING = 100e-6  # seconds of work that justify a thread, whose start takes tens of microseconds
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile."""
+    """Number of queries and keys of a tile."""
 
     block_q: int
     block_kv: int
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """The engine refuses fp8 only."""
+    """Return a reason against fp8; [] for every other dtype."""
     return dtype_refusals(problem)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """All sizes, the same on every machine."""
+    """Return all tile sizes, which are the same on every machine."""
     return [Tile(block_q, block_kv) for block_q in (64, 128, 256, 512) for block_kv in (128, 256, 512)]
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Predicted core seconds: matmuls, passes over the scores, operand loads and call overhead of every tile.
+    """Return predicted core seconds: matmuls, passes over the scores, operand loads and call overhead of every tile.
 
-    Includes threads that idle because the tasks do not divide evenly among THREADS.
+    They include the idle time of threads when the tasks do not divide evenly among THREADS.
     """
     backward = problem.backward
     block_q, block_kv = max(min(tile.block_q, problem.q_len), 1), max(min(tile.block_kv, problem.kv_len), 1)
@@ -75,25 +76,25 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    """The tile itself: nothing is compiled for the CPU."""
+    """Return the tile itself, since nothing is compiled for the CPU."""
     return tile
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
-    """As many threads as `cost` keeps busy, at most one per core."""
+    """Return as many threads as `cost` core seconds keep busy, at most one per core."""
     return worth(cost, device.units)
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """None: NumPy allocates as it computes."""
+    """Return (): NumPy allocates as it computes."""
     return ()
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """None: there are no kernels."""
+    """Return (): the CPU has no kernels."""
     return ()
 
 
 def worth(work: float, available: int) -> int:
-    """Number of threads, at most `available`, that `work` core seconds keep busy; a small problem gets one."""
+    """Return the number of threads, at most `available`, that `work` core seconds keep busy; at least one."""
     return max(1, min(available, int(work / WAKING)))

@@ -1,4 +1,4 @@
-"""The CPU engine of few queries and of KV caches, which reads every key once for all heads (backends/decode)."""
+"""The CPU engine for few queries and for KV caches, which reads every key once for all heads of a GQA group."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ __all__ = ["BACKENDS", "MEASURED", "alike", "launches", "refusals", "seconds", "
 BACKENDS: tuple[str, ...] = ("cpu",)
 MEASURED: str | None = "bench/results/decode.json"
 
-# Bytes of K and V of a chunk, all heads, in the accumulation dtype: they stay in the L2 cache between the two products.
-# 4096 keys, 32/8 heads, D 128, float32: chunks of 64 keys take 5.9 ms, 128 6.5, 256 6.7, 512 8.6 (one core).
+# Bytes of K and V per chunk, all heads, in the accumulation dtype, so that they stay in the L2 cache between the two
+# matmuls. With 4096 keys, 32/8 heads, D 128, float32 on one core, chunks of 64, 128, 256 and 512 keys take 5.9, 6.5,
+# 6.7 and 8.6 ms.
 CHUNK_BYTES = 2**19
-ROWS = 128  # rows of a tile: pairs of a query and a head of its GQA group
-FIXED_ROWS = 16  # rows of a tile with split_size: fixed, so that a query's bits do not depend on the others
-SHORTEST = 64  # keys of a chunk
-FEW = 8  # most queries of a sequence without a cache: beyond, the engine cpu is faster
+ROWS = 128  # rows of a tile, which are (query, head of the GQA group) pairs
+FIXED_ROWS = 16  # rows of a tile with split_size, fixed so that rounding does not depend on other queries
+SHORTEST = 64  # minimum keys of a chunk
+FEW = 8  # maximum queries per sequence without a cache; the engine cpu is faster for more
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Reasons why the engine cannot serve a problem."""
+    """Return the reasons why the engine cannot serve a problem; [] if it can."""
     reasons = dtype_refusals(problem)
     if problem.backward:
         reasons.append("it has no backward")
@@ -44,7 +45,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """The one tile. With split_size it depends on the group alone, never on batch or lengths."""
+    """Return the only tile; with split_size it depends on the group but not on batch or lengths."""
     split = None if problem.cache is None else problem.cache.split_size
     key = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.accumulation.itemsize
     chunk = SHORTEST
@@ -56,9 +57,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Predicted core seconds: matmuls and passes over the scores of all rows, loads of K and V, overhead of the calls.
+    """Return predicted core seconds: matmuls and passes over all scores, loads of K and V, and call overhead.
 
-    With a KV cache every sequence is taken to be as long as the capacity.
+    With a KV cache every sequence is assumed to be as long as the capacity.
     """
     dims = problem.head_dim + problem.head_dim_v
     row_tiles = -(-problem.q_len // tile.block_q)
@@ -73,5 +74,5 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
-    """As many threads as `cost` keeps busy, at most one per core."""
+    """Return as many threads as `cost` core seconds keep busy, at most one per core."""
     return worth(cost, device.units)

@@ -1,4 +1,4 @@
-"""Constants, launches, workspaces and refusals of kernels whose scores live in the fragments of matrix instructions."""
+"""Constants, launches, workspaces and refusals of the tensor-core kernels, whose scores are mma or wgmma fragments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..params import Workspace
 from ..problem import Problem
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
-# A scale in these bounds is folded into the exponents with log2(e); any other takes a pass over the scores.
+# A scale within these bounds is folded into the exponents with log2(e); any other needs a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
-RESCALE_ABOVE = 8.0  # softmax2.cuh: P up to 2^8, where fp16 ends at 2^16; a sum over 2^40 keys still fits fp32
-ROWS = 64  # rows of a block of the row kernels
+RESCALE_ABOVE = 8.0  # softmax2.cuh: P reaches 2^8, which fp16 (2^16) and fp32 row sums of 2^40 keys can hold
+ROWS = 64  # rows per block of the row kernels
 SQUARE = 16  # dq_sums.cuh: dQ is summed in squares of 16 x 16
 
 CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
@@ -21,21 +21,21 @@ KEEPS_SCORE = tuple(feature for feature in FEATURES if feature.keeps_score)
 
 
 def is_modified(problem: Problem) -> bool:
-    """Whether something other than a scale is applied between q.k and the softmax."""
+    """Whether anything but a scale is applied between q.k and the softmax."""
     return any(is_given(problem, feature) for feature in CHANGES_SCORE)
 
 
 def keeps_scores(problem: Problem) -> bool:
-    """Whether the gradient of a feature needs another number per score beside the probability."""
+    """Whether the backward must keep a second value per score, besides P, for the gradient of a feature."""
     return any(is_given(problem, feature) for feature in KEEPS_SCORE)
 
 
 def fragment_constants(problem: Problem) -> dict[str, Constant]:
-    """`shared_constants`, and those of kernels on fragments alone."""
+    """Return `shared_constants` and the constants that only tensor-core kernels have."""
     low, high = SCALES
     return shared_constants(problem) | {
         "LARGEST_LOG2": 0,
-        # P is at most 1 in a JVP, whose other weight of V is P (tS - mu).
+        # A JVP needs P <= 1, because it also multiplies V by P (tS - mu) in 16 bits.
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
         "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,
@@ -43,7 +43,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
 
 
 def fragment_refusals(problem: Problem) -> list[str]:
-    """Why no kernel on fragments serves a problem."""
+    """Return the reasons why no tensor-core kernel serves a problem."""
     if problem.shard and problem.dropout:
         return [
             "dropout of a shard, whose rows may be any positions: one Philox call serves eight scores of a fragment"
@@ -54,7 +54,7 @@ def fragment_refusals(problem: Problem) -> list[str]:
 def fragment_backward(
     problem: Problem, launches: list[Launch], *, add_dq: bool, in_order: bool = False
 ) -> tuple[Launch, ...]:
-    """The launches of a backward on fragments, with the row kernels before and after them."""
+    """Return the launches of a tensor-core backward, with the row kernels before and after them."""
     constants = fragment_constants(problem) | {"THREADS": 128, "LSE2": True, "ADD_DQ": add_dq, "DQ_IN_ORDER": in_order}
 
     def of_rows(kernel: str, grid: tuple[int, int, int]) -> Launch:
@@ -72,11 +72,18 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Workspaces of a backward: delta and lse2; with `add_dq` the sums of dQ; with `in_order` the turns of blocks."""
+    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns.
+
+    Those of a double backward are delta, eps, and row_numbers, the records of both with lse2 and mu.
+    """
+    if problem.derivative:
+        shape, strides = rows_of_heads(problem, q_rows)
+        records = Workspace("row_numbers", (*shape, 4), problem.accumulation, (*strides, 1))
+        return (*row_workspaces(problem, q_rows, "delta", "eps"), records)
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces
-    # Each sequence of a packed batch starts a new row of squares.
+    # Each sequence of a packed batch starts at a new row of 16 x 16 squares.
     squares = q_rows // SQUARE + problem.batch if problem.layout == "thd" else -(-q_rows // SQUARE)
     columns = -(-problem.head_dim // SQUARE) * SQUARE
     shape, strides = rows_of_heads(problem, SQUARE * squares, columns)

@@ -1,8 +1,8 @@
-"""The tensor-core engine of KV caches on GPUs: split-KV attention on mma.sync, fp16 from sm_75, bf16 from sm_80.
+"""The tensor-core engine for KV caches: split-KV attention with mma.sync, fp16 from sm_75, bf16 from sm_80.
 
-Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. Blocks share
-the tiles of keys of all sequences equally, by the lengths on the device (split_kv.cuh), and a second launch merges the
-partial results.
+Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. The key
+tiles of all sequences are divided equally among the blocks, by the lengths on the device (split_kv.cuh), and a second
+launch merges the partial results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
 from ..problem import Problem
-from .cached import ROW_THREADS, append_launches, cache_refusals, rotated_rows, static_bytes
+from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
     CLOCK,
@@ -28,45 +28,46 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import grid_refusals, known_constants, nonempty
+from .shared import grid_refusals, known_constants, nonempty, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
-LARGEST = 256  # head dimension
+LARGEST = 256  # maximum head dimension
 ROWS = 16, 32, 64  # rows of a tile
-KEYS = 64, 32  # keys of a tile, 16 per warp: the first value that fits shared memory
-ACCUMULATORS = 128  # registers per thread that may hold O
-ACCUMULATORS_IN_OPTIONS = 140  # registers per thread that may hold O and S, if scores are modified or masked
-ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has half the K extent
-LIVE = 136  # registers per thread up to which Q stays in them beside O and S
-OTHER_REGISTERS = 100  # registers per thread beside those that hold O, S and Q
+KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
+ACCUMULATORS = 128  # maximum registers per thread for O
+ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
+ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
+LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
+OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
 
-# Cost model, per SM and clock. Not measured on a GPU by this project yet.
+# Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
 MEMORY_BYTES_OF_OTHERS = 12
-PART_TILES = 2  # the prologue and epilogue of a part take as long as so many tiles
-LAUNCHES = 6e-6  # seconds of two launches in a stream
+PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a key tile
+LAUNCHES = 6e-6  # seconds for two launches in a stream
 
 
 class Tile(NamedTuple):
-    """The tile of a decode. A row's arithmetic is the same in all tiles of one block_kv."""
+    """The tile of a decode; tiles with the same block_kv round a row in the same way."""
 
-    block_q: int  # queries, each with all heads of its group
+    block_q: int  # queries, each with all heads of its GQA group
     block_kv: int
     threads: int
-    rows: int  # pairs of a query and a head
+    rows: int  # (query, head) pairs
     stages: int
     q_in_registers: bool
-    blocks: int  # the most blocks of the grid: as many as the device runs at once
+    blocks: int  # maximum blocks of the grid: as many as are resident on the device
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are calls without a KV cache, other dtypes than 16-bit ones, and head dimensions above LARGEST."""
+    """Return reasons against calls without a KV cache, dtypes other than fp16 and bf16, and D or Dv > LARGEST."""
     if problem.cache is None:
         return ["it serves attention on a KV cache alone"]
-    reasons = grid_refusals(problem) + cache_refusals(problem)
+    reasons = grid_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
@@ -83,22 +84,22 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """The one tile of a prediction: the smallest legal one that holds the queries of a sequence, else the largest.
+    """Return the one tile that predictions use: the smallest that holds all queries of a sequence, or the largest.
 
-    It depends on the head dimension, the group and the queries of a sequence alone, never on the batch.
+    It depends on the head dimension, the group and the queries of a sequence, and not on the batch.
     """
     legal = legal_tiles(problem, device)
     return [tile for tile in legal if tile.rows >= problem.q_len * problem.group][:1] or legal[-1:]
 
 
 def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose accumulators fit the registers, in the order of their rows, each with its best keys and stages."""
+    """Return the tiles whose accumulators fit the registers, by number of rows, each with its best keys and stages."""
     by_rows = (_tiles_of_rows(problem, device, rows) for rows in ROWS)
     return [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Every legal tile, among which a measurement may choose."""
+    """Return every legal tile, as candidates of a tune."""
     return [tile for rows in ROWS for tile in _tiles_of_rows(problem, device, rows)]
 
 
@@ -106,7 +107,10 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    if (is_modified(problem) or problem.dense_mask) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+    has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
+    if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+        return []
+    if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
         return []
     in_registers = accumulators + scores + q <= LIVE
     return [
@@ -119,27 +123,28 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
 
 
 def _preference(tile: Tile, device: Device) -> tuple[int, int, int, int, int]:
-    """Two blocks of an SM hide each other's latencies; the bytes in flight of all hide that of memory."""
+    """Return a sort key: prefer two resident blocks, which hide latency, then the bytes in flight that memory needs."""
     resident = tile.blocks // device.units
     in_flight = resident * (tile.stages - 1) * tile.block_kv
     return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
 
 
 def alike(tile: Tile) -> object:
-    """The tile itself."""
+    """Return the tile itself, because the cost ranking of any two depends on the length."""
     return tile
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Predicted seconds if every sequence is as long as the capacity: the time of the block with the most steps."""
+    """Return predicted seconds of the block with the most steps, if every sequence is as long as the capacity."""
     k, v = _padded(problem)
     keys = tile.block_kv
     elements = tile.rows * keys
-    read = 2 * keys * (k + v) + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    loaded = keys * sum(_row_bytes(problem))
+    read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     clocks = max(
-        2 * keys * (k + v) / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
+        loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
-        (read + 2 * keys * (k + v)) / SHARED_BYTES,
+        (read + loaded) / SHARED_BYTES,
         elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] / INSTRUCTIONS,
     )
     latency = LATENCY if tile.stages == 1 else 0
@@ -155,12 +160,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
-    """The threads of a block of decode."""
+    """Return the threads per block of the decode kernel."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Partial results of all places, and with rotary tables the rotated rows of q."""
+    """Return the workspaces of partial results, one per place (split_kv.cuh), and of the rotated rows of q."""
     cache = problem.cache
     assert cache is not None
     rows = _places(problem, tile), tile.rows
@@ -172,7 +177,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The append with rotation, where there is any; the decode; and the merge of partial results."""
+    """Return the launches: append and rotation if there are any, decode, and merge of the partial results."""
     cache = problem.cache
     assert cache is not None
     constants = fragment_constants(problem)
@@ -193,11 +198,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
-    return nonempty(steps)
+    return nonempty(with_mods(problem, steps))
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
-    """The number of places (split_kv.cuh) of `keys` keys if every sequence is as long as the capacity."""
+    """Return the number of places (split_kv.cuh) of `keys` keys, if sequences are as long as the capacity."""
     return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
 
 
@@ -210,41 +215,62 @@ def _pieces(problem: Problem, keys: int) -> int:
 
 
 def _places(problem: Problem, tile: Tile) -> int:
-    """Places for partial results: of the first and the last unit of each block, or with split_size of all pieces."""
+    """Return the number of partial results: two per block, of its first and last unit; with split_size all pieces."""
     assert problem.cache is not None
     split = problem.cache.split_size
     return 2 * _grid(problem, tile) if split is None else most_places(problem, tile.rows, split)
 
 
 def _grid(problem: Problem, tile: Tile) -> int:
-    """Blocks of decode: at most one for every run (split_kv.cuh) at the capacity of the cache."""
+    """Return the blocks of the decode kernel, at most one per run (split_kv.cuh) at the capacity of the cache."""
     assert problem.cache is not None
     split = problem.cache.split_size
     runs = -(-most_places(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))
-    packed = problem.layout == "thd"  # the rows past the last sequence are work too
+    packed = problem.layout == "thd"  # rows after the last sequence are also written
     return min(tile.blocks, max(runs, packed))
 
 
 def _padded(problem: Problem) -> tuple[int, int]:
-    """(D, Dv) rounded up to whole fragments."""
+    """Return (D, Dv) rounded up to whole fragments."""
     return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
 
 
+def _is_16_bit(problem: Problem) -> bool:
+    """Whether the caches have the dtype of q; else they are fp8."""
+    return problem.cache is not None and problem.cache.dtype == problem.dtype
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of e4m3 fragments."""
+    if _is_16_bit(problem):
+        k, v = _padded(problem)
+        return 2 * k, 2 * v
+    return -(-problem.head_dim // 32) * 32, _columns(problem)
+
+
+def _columns(problem: Problem) -> int:
+    """Return the columns of O in registers."""
+    each = 16 if _is_16_bit(problem) else 32
+    return -(-problem.head_dim_v // each) * each
+
+
 def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
-    """Registers per thread that hold O, S, and all of Q."""
-    k, v = _padded(problem)
+    """Return the registers per thread for O, for S, and for all of Q."""
+    k, v = _padded(problem)[0], _columns(problem)
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of dynamic shared memory: Q and the stages; in their place O, row max and row sum of each warp."""
-    k, v = _padded(problem)
+    """Return the bytes of dynamic shared memory: Q and the stages, reused for O, row max and row sum of each warp."""
+    k, _ = _padded(problem)
     warps = tile.threads // 32
-    return max(2 * tile.rows * k + tile.stages * 2 * tile.block_kv * (k + v), 4 * warps * tile.rows * (v + 8 + 2))
+    o_row = _columns(problem) + (8 if _is_16_bit(problem) else 16)
+    stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
+    return max(2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2))
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:
-    """Occupancy: resident blocks per SM."""
+    """Return the occupancy in resident blocks per SM."""
     accumulators, scores, q = _live(problem, tile.rows)
     registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
     shared = _shared_bytes(problem, tile) + static_bytes(problem, tile.block_kv)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
 from ..features import DIFFERENTIATED, FEATURES, is_given
 from ..launch import Constant, Launch
 from ..params import Workspace
-from ..problem import DTYPES, Problem
+from ..problem import DTYPES, FP8, Problem
 
 if TYPE_CHECKING:
     from ..mods.derive import Read
 
-ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
-GRID_LIMIT = 65535  # blocks in the second and third dimension of a grid
+GRID_LIMIT = 65535  # maximum blocks in the second and third dimension of a grid
 
 
 def shared_constants(problem: Problem) -> dict[str, Constant]:
-    """The constants of every kernel of tiles. An engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
+    """Return the constants of every tile kernel; an engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     constants: dict[str, Constant] = {
         "element": ELEMENTS[dtype_name(problem.out_dtype)],
+        "kv_element": ELEMENTS[dtype_name(problem.dtype if problem.cache is None else problem.cache.dtype)],
         "real": ELEMENTS[dtype_name(problem.accumulation)],
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -58,6 +59,7 @@ ROW_CONSTANTS = {
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
+        "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",
         "cos_element",
@@ -72,32 +74,32 @@ ROW_CONSTANTS = {
 
 
 def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[str, Constant], ...]:
-    """The constants of a plan that its kernel reads."""
+    """Return those of a plan's constants that a kernel reads."""
     known = ROW_CONSTANTS.get(kernel)
-    # Only delta.cu reads the gradient of lse: the kernels of tiles are the same with and without.
+    # Only delta.cu reads the gradient of lse, so tile kernels with and without it share one cubin.
     return tuple((name, x) for name, x in constants.items() if (name != "DLSE" if known is None else name in known))
 
 
 def sequences(problem: Problem) -> int:
-    """Sequences of a grid. A packed batch has one more: the rows past its last sequence, which belong to none."""
+    """Return the sequences of a grid; a packed batch has one more, for the rows after its last sequence."""
     return problem.batch + (problem.layout == "thd")
 
 
 def nonempty(launches: list[Launch]) -> tuple[Launch, ...]:
-    """The launches that have a block: CUDA refuses an empty grid, such as that of an empty batch."""
+    """Return the launches without those of an empty grid, for example of an empty batch, which CUDA refuses."""
     return tuple(launch for launch in launches if 0 not in launch.grid)
 
 
 def row_workspaces(problem: Problem, q_rows: int, *names: str) -> tuple[Workspace, ...]:
-    """Workspaces with one number per query and head, as lse."""
+    """Return workspaces with one number per query and head, with the shape of lse."""
     shape, strides = rows_of_heads(problem, q_rows)
     return tuple(Workspace(name, shape, problem.accumulation, (*strides, 1)) for name in names)
 
 
 def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-    """Shape and strides of an array with `columns` numbers per row and head.
+    """Return shape and strides of an array with `columns` numbers per row and head.
 
-    The shape is (B, Hq, rows), or (Hq, rows) of a packed batch; the strides are those of (batch, head, row) in numbers.
+    The shape is (B, Hq, rows), or (Hq, rows) for a packed batch; the strides are (batch, head, row) in elements.
     """
     packed = problem.layout == "thd"
     shape = (problem.heads, rows) if packed else (problem.batch, problem.heads, rows)
@@ -105,17 +107,17 @@ def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[
 
 
 def dtype_refusals(problem: Problem) -> list[str]:
-    """Why an engine that takes every dtype but fp8 does not serve a problem."""
+    """Return the reason why an engine without fp8 does not serve a problem's dtype; [] if it does."""
     if problem.dtype.name in DTYPES:
         return []
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-CAPTURED_BLOCKS = 128  # grid of the kernels that loop over captured arrays
+CAPTURED_BLOCKS = 128  # blocks of the kernels that loop over captured arrays
 
 
 def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
-    """The launches with the headers generated from the mods; captured_start and captured_end run around them."""
+    """Return the launches with the headers generated from the mods, between captured_start and captured_end."""
     if not problem.mods:
         return launches
     from ..mods import cuda_code  # imported by the first call that has a mod
@@ -123,8 +125,8 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 
     wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
-    real, direction = ELEMENTS[problem.accumulation.name], problem.derivative != ""
-    constants = (("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction))
+    real, direction, cached = ELEMENTS[problem.accumulation.name], problem.derivative != "", problem.cache is not None
+    constants = (("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction), ("KV_CACHE", cached))
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
         for name in ("start", "end")
@@ -137,9 +139,9 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 
 
 def captured_reads(problem: Problem) -> tuple[Read, ...]:
-    """The reads by score_mod whose gradients a backward computes.
+    """Return the reads by score_mod whose gradients a backward computes.
 
-    If a read is at b, h, q_idx and kv_idx themselves, one block owns each element of the gradient and sums it
+    If the indices of a read are b, h, q_idx and kv_idx themselves, one block sums each element of the gradient
     (`owned_launches`), which is deterministic. Otherwise any score may add to any element (`added_launches`,
     `simt.captured_launches`).
     """
@@ -151,7 +153,7 @@ def captured_reads(problem: Problem) -> tuple[Read, ...]:
 
 
 def fixed_slots(problem: Problem) -> tuple[int, ...]:
-    """The captured arrays whose gradients are summed in fixed point: deterministic, and any score may add to them."""
+    """Return the captured arrays whose gradients any score may add to, but deterministically: in fixed point."""
     if not problem.deterministic or not any(problem.captured_gradient):
         return ()
     from ..mods.derive import added_slots
@@ -160,24 +162,32 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 
 
 def is_part(problem: Problem) -> bool:
-    """Whether a call computes some rows, heads or sequences of a larger one, whose captured arrays it reads."""
+    """Whether a call is a part (rows, heads or sequences) of a larger one, whose captured arrays it reads."""
     return problem.shard or problem.whole_heads != problem.heads or problem.first_batch > 0
 
 
 def loads_by_key(problem: Problem) -> bool:
-    """Whether mods load elements of captured arrays for every key or score, not once per row."""
-    if not problem.mods:
-        return False
-    from ..mods.ir import order, parse
+    """Whether mods load elements of captured arrays per key or score, rather than once per row."""
+    return any(inputs & {"kv", "score"} for inputs in _loaded_by(problem))
 
-    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
-    return any(node.inputs & {"kv", "score"} for node in loads)
+
+def loads_by_score(problem: Problem) -> bool:
+    """Whether mods load elements of captured arrays for every score, not once per row or key."""
+    return any("score" in inputs or ("kv" in inputs and inputs & {"q", "h"}) for inputs in _loaded_by(problem))
+
+
+def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
+    """The inputs of each element that mods load."""
+    if problem.mods:
+        from ..mods.ir import order, parse
+
+        yield from (node.inputs for node in order(parse(problem.mods).roots) if node.op == "load")
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
-    """The launches of backward_bias that sum the gradients of captured arrays, one for each read that is owned.
+    """Return the launches of backward_bias that sum the gradients of captured arrays, one per owned read.
 
-    `tile` is (queries, keys) of a block; `launch` makes the launch of a grid.
+    `tile` is (queries, keys) of a block; `launch` makes the launch for a grid.
     """
     launches = []
     for n, read in enumerate(captured_reads(problem)):
@@ -195,28 +205,44 @@ def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Gr
 
 
 def added_launches(problem: Problem, one: Launch) -> list[Launch]:
-    """The launches of backward_captured, made of `one`; the first finds the scale of deterministic sums."""
+    """Return the launches of backward_captured, copies of `one`; the first finds the scale of fixed-point sums."""
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     return [one._replace(headers=_mod_headers(problem, measure=True)), one] if problem.deterministic else [one]
 
 
+def key_bytes(problem: Problem) -> int:
+    """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
+    if not problem.mods:
+        return 0
+    from ..mods import cuda_code
+
+    return cuda_code.staged_bytes(problem.mods, _longest(problem), is_part(problem))
+
+
+def _longest(problem: Problem) -> int:
+    """A bound of positions, heads and sequences in the code of mods."""
+    from ..mods import cuda_code
+
+    if is_part(problem):
+        return cuda_code.LARGE
+    return max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+
+
 def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     from ..mods import cuda_code
 
-    counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    longest = cuda_code.LARGE if is_part(problem) else max(counts)
     moved = None
     if problem.derivative:
         moved = tuple(f"array{slot}" in problem.tangents for slot in range(len(problem.captured_gradient)))
     return cuda_code.headers(
-        problem.mods, problem.backward, longest, is_part(problem), problem.captured_gradient,
+        problem.mods, problem.backward, _longest(problem), is_part(problem), problem.captured_gradient,
         fixed_slots(problem), moved=moved, **part
     )  # fmt: skip
 
 
 def grid_refusals(problem: Problem) -> list[str]:
-    """Why no grid of (tiles, heads, sequences) holds a problem."""
+    """Return the reasons why a problem exceeds a grid of (tiles, heads, sequences)."""
     return [
         f"{count} {name} are more than the {GRID_LIMIT} blocks of a grid's second and third dimension"
         for name, count in (("heads", problem.heads), ("sequences", sequences(problem)))

@@ -1,4 +1,4 @@
-"""The engine for any GPU and every dtype but fp8: FMA instructions in the accumulation dtype, no tensor cores."""
+"""The engine for any GPU and every dtype but fp8, with FMA instructions in the accumulation dtype."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
 
 LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.cuh
-# Limit of 32-bit accumulator registers per thread, by itemsize of the accumulation dtype; the rest of the 255 holds
-# operands and addresses. The static gate finds no spill up to it (bench/results/static.json); with 128 the fp64
-# backward spills on sm_90a.
+# Maximum 32-bit accumulator registers per thread, by itemsize of the accumulation dtype; the rest of the 255 are for
+# operands and addresses. bench/results/static.json shows no spills up to these limits; with 128 the fp64 backward
+# spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
 # A mainloop step loads two tiles one after the other and waits for each. Blocks of the same SM hide these waits from
@@ -38,7 +38,7 @@ LOAD_SECONDS, LARGEST_STEP = 2 * 600 / 1.5e9, 64
 
 
 class Tile(NamedTuple):
-    """Queries, keys and threads of a block."""
+    """Number of queries, keys and threads of a block."""
 
     block_q: int
     block_kv: int
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Refused are fp8, a grid that is too large, and head dimensions above 256."""
+    """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem) + forward_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
@@ -57,7 +57,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose kernels fit shared memory and registers; each row of threads owns at least one row of the tile."""
+    """Return the tiles whose kernels fit shared memory and registers, with at least one row per row of threads."""
     sizes = (
         Tile(block_q, block_kv, threads)
         for threads in (128, 64)
@@ -74,9 +74,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks times the time of one block: FMAs, and operand loads amortised over the tile's scores.
+    """Return predicted seconds: waves of blocks x time of one block, and once the latency of a block's loads.
 
-    The latency of the loads of one block is added.
+    A block's time is that of its FMAs and of its operand loads, amortised over the scores of a tile.
     """
     dims = problem.head_dim + problem.head_dim_v
     if problem.derivative:
@@ -86,7 +86,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     loads = 4 * dims * (1 / tile.block_q + 1 / tile.block_kv)
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     waves = -(-blocks // device.units)
-    # At least one pair: tiles of a problem without pairs are ranked as those of any other.
+    # Count at least one pair, so that tiles are ranked in the usual order for a problem without any.
     scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     kernels = 2 if problem.backward else 1  # dK and dV; dQ
@@ -94,24 +94,24 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def alike(tile: Tile) -> object:
-    """The queries of a block, the only part of the tile whose effect on the cost depends on the length."""
+    """Return the queries of a block, the only part of a tile whose effect on the cost depends on the length."""
     return tile.block_q
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
-    """The threads of the tile."""
+    """Return the threads per block."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """For a backward delta of every row, and eps if it is a double one; with a KV cache the rotated rows of q."""
+    """Return delta for a backward, also eps for a double backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return row_workspaces(problem, q_rows, "delta", *(("eps",) if problem.derivative else ()))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The forward or JVP; or delta, a kernel each for dK with dV, dQ and dbias, and dsink."""
+    """Return the launch of the forward or JVP, or those of a backward: delta, dK/dV, dQ, dbias and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
     constants: dict[str, Constant] = shared_constants(problem)
@@ -150,7 +150,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
-    """The launch that adds to the gradients of captured arrays which no block owns, for all engines; empty without."""
+    """Return the launch, for all engines, that adds to the gradients of captured arrays which no block owns."""
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))
@@ -158,7 +158,7 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
-    """Bytes of dynamic shared memory per kernel; must match the arrays each kernel declares, padded as in tile.cuh."""
+    """Return the bytes of dynamic shared memory per kernel, which must match its arrays, padded as in simt/tile.cuh."""
     block_q, block_kv, _ = tile
     size = problem.accumulation.itemsize
     chunk = 16 // size
@@ -186,9 +186,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:
-    """32-bit accumulator registers per thread: S (and dP), and its share of O, of dQ, or of dK and dV.
+    """Return the 32-bit accumulator registers per thread: S (and dP), and a share of O, of dQ, or of dK and dV.
 
-    In a direction there are twice as many tiles of scores, and the tangent of O.
+    A JVP or double backward has twice as many score tiles, and the tangent of O.
     """
     rows = tile.threads // LANES
     scores = tile.block_q * tile.block_kv // tile.threads * (2 if problem.derivative else 1)

@@ -1,1 +1,1 @@
-"""User-written score_mod and mask_mod: traced once into expressions, differentiated, and generated as code."""
+"""User-written score_mod and mask_mod: they are traced once into expressions, differentiated and compiled."""

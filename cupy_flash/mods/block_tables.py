@@ -1,6 +1,6 @@
-"""A mask_mod with a table of its blocks, and torch's BlockMask, which holds that table as lists of key blocks.
+"""A mask_mod with a table that classifies its blocks, also made from torch's BlockMask, which lists key blocks.
 
-The table is a captured array, so interval arithmetic reads the classes of tiles from it.
+The table is a captured array of the mask_mod, so that interval arithmetic finds the classes of tiles in it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
-NONE, PARTIAL, ALL = 0, 1, 2  # classes of a block, by how many of its pairs are visible
+NONE, PARTIAL, ALL = 0, 1, 2  # classes of a block: none, some or all of its pairs are visible
 
 
 def is_block_mask(x: Any) -> bool:
-    """Whether x is torch's BlockMask, told without an import of torch."""
+    """Whether x is torch's BlockMask, without importing torch."""
     return type(x).__name__ == "BlockMask" and type(x).__module__.startswith("torch.nn.attention")
 
 
 def converted(mask: Any) -> MaskMod:
-    """The mask_mod of torch's BlockMask: its own in partial blocks, all keys in full blocks, none in others."""
+    """Return a mask_mod for torch's BlockMask: its own in partial blocks, True in full blocks, False in others."""
     import torch
 
     q_len, kv_len = mask.seq_lengths
@@ -37,7 +37,7 @@ def converted(mask: Any) -> MaskMod:
 
 
 def _listed(counts: Any, indices: Any, columns: int) -> Any:
-    """bool (B, H, query blocks, key blocks) of the first `counts` of the listed key blocks of each query block."""
+    """Return bool (B, H, query blocks, key blocks), True for the first `counts` listed key blocks of a query block."""
     import torch
 
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -47,9 +47,9 @@ def _listed(counts: Any, indices: Any, columns: int) -> Any:
 
 
 def masked_by(mask_mod: MaskMod, table: Any, rows: Any, columns: Any) -> MaskMod:
-    """The mask_mod with a table (B, H, query blocks, key blocks) of classes.
+    """Return the mask_mod with a table (B, H, query blocks, key blocks) of classes.
 
-    The blocks of positions are arrays, so that a longer call is refused as for any array that a position indexes.
+    `rows` and `columns` map positions to blocks. They are arrays, so that a call with more positions is refused.
     """
     by_sequence, by_head = (size > 1 for size in table.shape[:2])
 

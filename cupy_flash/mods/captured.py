@@ -1,4 +1,4 @@
-"""Inputs of the mods of a call, as kernels get them: the member `captured` of Params and the tables of extremes."""
+"""Kernel arguments of a call's mods: the member `captured` of Params and the workspaces that it points to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from .ir import parse
 
 
 class Captured:
-    """The arrays and numbers that the mods of a call read, and what their kernels write.
+    """The arrays and numbers that the mods of a call read, and the workspaces and gradients that their kernels write.
 
-    In a direction the arrays are followed by their tangents. `fixed` are the slots of those whose gradients are summed
-    in fixed point.
-
-    `workspaces` are tables of extremes; sums of gradients, in fixed point the largest contribution to each; and, of the
-    arrays that get one, the gradients.
+    In a JVP or double backward the arrays are followed by their tangents. `fixed` are the slots whose gradients are
+    summed in fixed point. `workspaces` are the tables of extremes, the sums of gradients, the largest contribution to
+    each fixed-point sum, and the gradients themselves.
     """
 
     def __init__(self, problem: Problem, operands: Operands, fixed: tuple[int, ...]) -> None:
@@ -46,18 +44,18 @@ class Captured:
 
     @property
     def text(self) -> str:
-        """The declaration of `struct Captured`."""
+        """Return the declaration of `struct Captured`."""
         return captured_struct(self.program, self.wanted, self.fixed)
 
     @property
     def gradients(self) -> tuple[Array | None, ...] | None:
-        """The gradients of the arrays by slot, None where there is none; None without a score_mod."""
+        """Return the gradient of each array by slot, or None for an array without one; None without a score_mod."""
         if self.program.score is None:
             return None
         return tuple(self.workspaces.get(f"gradient{slot}") for slot in range(self.count))
 
     def members(self, address: Callable[[Array], int]) -> tuple[float, ...]:
-        """Its members. Strides take 32 bits: ValueError for an array with a larger one."""
+        """Return the values of the members of `struct Captured`; ValueError for a stride of more than 32 bits."""
         for name, array in self.arrays.items():
             if any(abs(stride) >= 2**31 for stride in array.strides):
                 raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")

@@ -1,15 +1,15 @@
-"""The CUDA text of a Program: `struct Captured`, its arrays and numbers as kernels get them, and `struct Mod`.
+"""Generates the CUDA text of a Program: `struct Captured` with its arrays and numbers, and `struct Mod`.
 
-    Mod mod(p, batch);                         once per sequence
+    Mod mod(p, sequence);                      once per sequence
     Mod::Query q = mod.query(head, i);         once per query and head
-    Mod::Key k = mod.key(j);                   once per key
-    s = mod.score(s, q, k, slope);             for every score; slope is the derivative of the new score by the old
-    s = mod.moved(s, ts, q, k, tangent, slope, curve);    in a direction; curve is the tangent's derivative by s
-    seen = mod.sees(q, k);                     for every score of a cut tile
-    Truth seen = mod.tile(heads, queries, keys);    once per tile: may any be seen, may any be hidden
+    Mod::Key k = mod.key(j);                   once per key; its values (`KeyValues`) may be staged in shared memory
+    s = mod.score(s, q, k, slope);             once per score; slope is d(result)/ds
+    s = mod.moved(s, ts, q, k, tangent, slope, curve);    the same in a JVP; ts is the tangent of s, curve d(tangent)/ds
+    seen = mod.sees(q, k);                     once per score of a cut tile
+    Truth seen = mod.tile(heads, queries, keys);    once per tile: whether any pair may be seen, and any may be hidden
 
-Every value is computed in the earliest of these stages that knows its inputs. Positions past the end of a sequence must
-be replaced by the last by the caller, so that captured arrays are read without a branch.
+A value is computed in the earliest of these stages in which its inputs are known. The caller clamps positions to
+the last one of the sequence, so that captured arrays are read without a branch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
 
 TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
+NUMPY_TYPES = {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}
 NUMBER_TYPES = {INT: "int", LONG: "long long", REAL: "double"}
 STORED = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -35,8 +36,8 @@ STORED = {
     "bfloat16": "bfloat16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
-# Positions, heads and sequences are below it. The text of a longer call has LARGE, which takes more 64-bit arithmetic.
-# Reals hold every integer up to MOST_EXACT, so also the distance of any two rows of tiles of SMALL positions.
+# Positions, heads and sequences are below SMALL; longer calls get a text for LARGE, with more 64-bit arithmetic.
+# fp32 holds every integer up to MOST_EXACT, and so the distance of any two of SMALL positions.
 MOST_EXACT = 2**24
 SMALL, LARGE = MOST_EXACT - 2**10, 2**31
 
@@ -53,13 +54,13 @@ CALLS = {
     "shl": "mod_shl", "shr": "mod_shr",
 }  # fmt: skip
 
-DISTANCE = "distance"  # q - kv or kv - q as a real, an operator of this module alone
+DISTANCE = "distance"  # q - kv or kv - q as a real; only this module has this operator
 
 BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
 
 
 def stage(node: Node) -> str:
-    """The earliest stage that knows the inputs of a node."""
+    """Return the earliest stage in which the inputs of a node are known."""
     of_query, of_key = bool(node.inputs & {"h", "q"}), "kv" in node.inputs
     if node.inputs & {"score", "tscore"} or (of_query and of_key):
         return SCORE
@@ -68,11 +69,11 @@ def stage(node: Node) -> str:
 
 @lru_cache(maxsize=256)
 def captured_struct(program: Program, wanted: tuple[bool, ...] = (), fixed: tuple[int, ...] = ()) -> str:
-    """`struct Captured`, a member of Params: pointers, sizes and strides in elements of the arrays; the numbers.
+    """Return `struct Captured`, a member of Params: pointers, sizes and strides (in elements) of arrays, and numbers.
 
-    An array whose bounds the mask may ask for by chunks has its table in `chunks`; one whose gradient is `wanted` has
-    that in `gradient`, and its sums (`sum_type`) in `sums`. Both are contiguous. `fixed` are slots whose sums are in
-    fixed point, in units that follow from the number in `largest`.
+    `chunks` is the table of extremes of an array that `chunked` names. An array whose gradient is `wanted` has it in
+    `gradient`, and its sums (of `sum_type`) in `sums`, both contiguous. `fixed` are the slots whose sums are in fixed
+    point, with a unit that follows from the number in `largest`.
     """
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
@@ -86,7 +87,7 @@ def captured_struct(program: Program, wanted: tuple[bool, ...] = (), fixed: tupl
         lines += [f"  int size{slot}_{axis};" for axis in range(element.rank)]
         lines += [f"  int stride{slot}_{axis};" for axis in range(element.rank)]
     lines += [f"  {NUMBER_TYPES[kind]} number{index};" for index, kind in enumerate(program.numbers)]
-    # An empty struct would have a byte in C++, and none in NumPy.
+    # An empty struct has size 1 in C++ but 0 in NumPy.
     return "\n".join(["struct Captured {", *(lines or ["  int nothing;"]), "};", ""])
 
 
@@ -96,10 +97,10 @@ def captured_numbers(
     workspaces: Mapping[str, int],
     numbers: Sequence[int | float],
 ) -> tuple[int | float, ...]:
-    """The members of `struct Captured` in their order.
+    """Return the values of the members of `struct Captured`, in order.
 
-    `arrays`: address, shape and strides in elements of each; `workspaces`: the addresses of tables, sums, gradients and
-    largest contributions by the names of their members.
+    `arrays` has the address, shape and strides (in elements) of each array; `workspaces` has the addresses of tables,
+    sums, gradients and largest contributions, by member name.
     """
     members: list[int | float] = []
     for slot, (address, shape, strides) in enumerate(arrays):
@@ -110,9 +111,9 @@ def captured_numbers(
 
 @lru_cache(maxsize=256)
 def chunked(program: Program) -> tuple[int, ...]:
-    """The slots of arrays whose least and greatest elements by chunk the classes of tiles need.
+    """Return the slots of the arrays that need a table of least and greatest elements per chunk, to classify tiles.
 
-    These are the arrays that the mask reads at positions or heads along their last axis.
+    The mask indexes the last axis of these arrays by positions or heads.
     """
     if program.mask is None:
         return ()
@@ -121,9 +122,10 @@ def chunked(program: Program) -> tuple[int, ...]:
 
 
 def sum_type(program: Program, slot: int, fixed: tuple[int, ...]) -> str:
-    """The type of the sums of an array's gradient: real where few scores read an element, those of one query and key.
+    """Return the type of the sums of an array's gradient.
 
-    Else double; or long long, of which additions in any order give the same sum.
+    It is real if only the scores of one query and key read an element; otherwise double, or for `fixed` slots long
+    long, whose sums do not depend on the order.
     """
     if slot in fixed:
         return "long long"
@@ -132,14 +134,14 @@ def sum_type(program: Program, slot: int, fixed: tuple[int, ...]) -> str:
 
 
 def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
-    """(shape, dtype) of the table of a chunked array: (rows, chunks, least and greatest)."""
+    """Return (shape, dtype) of the table of a chunked array; the shape is (rows, chunks, 2), least and greatest."""
     kind = _Value("", _limits(program.arrays[slot].dtype)).type
     dtype = np.dtype(np.int32 if kind == "int" else np.int64)
     return (math.prod(shape[:-1]), -(-shape[-1] // CHUNK), 2), dtype
 
 
 def with_tangents(program: Program) -> Program:
-    """The program whose arrays are followed by their tangents, which `derive.tangent` reads."""
+    """Return the program with the arrays followed by their tangents, which `derive.tangent` reads."""
     return program._replace(arrays=program.arrays * 2)
 
 
@@ -154,14 +156,19 @@ def headers(
     measure: bool = False,
     moved: tuple[bool, ...] | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """The generated headers of a kernel, (name, text), from the text of a Program.
+    """Generate the headers of a kernel from the text of a Program, as (name, text) pairs.
 
-    `longest` is at least the number of sequences, of heads, of queries and of keys. `wanted` chooses, by slot, the
-    captured arrays that get a gradient, and `fixed` has the slots whose sums are in fixed point. `part` says that the
-    call is part of a larger one. With `read`, a number among `gradient_reads`, the slope is the derivative by that
-    read, and `Mod::gradient` is where its sums go.
-    With `measure`, gradients are not added: the largest contributions of a row are found, for their fixed point.
-    `moved` says, in a direction, which captured arrays have a tangent.
+    Args:
+        mods: the text of the Program.
+        backward: whether the kernel computes gradients.
+        longest: an upper bound of the numbers of sequences, heads, queries and keys.
+        part: whether the call is a part of a larger one.
+        wanted: for each slot whether the captured array gets a gradient.
+        read: an index into `gradient_reads`; the slope is then the derivative with respect to that read, and
+            `Mod::gradient` describes where its sums are stored.
+        fixed: the slots whose sums are in fixed point.
+        measure: find the largest contributions per row, for the unit of fixed point, instead of adding gradients.
+        moved: in a JVP, for each slot whether the captured array has a tangent.
     """
     return _headers(mods, backward, SMALL if longest <= SMALL else LARGE, part, wanted, fixed, read, measure, moved)
 
@@ -190,6 +197,13 @@ def _headers(
     return ("captured.cuh", captured_struct(program, wanted, fixed)), ("traced.cuh", text)
 
 
+@lru_cache(maxsize=256)
+def staged_bytes(mods: str, longest: int, part: bool) -> int:
+    """The bytes of a key that a forward in float32 stages in shared memory; 0 if they are not worth it."""
+    writer = _Writer(parse(mods), None, SMALL if longest <= SMALL else LARGE, (), (), None, (), False, part, None)
+    return writer.staged_bytes
+
+
 def mod_struct(
     program: Program,
     by: Derivative | None = None,
@@ -202,15 +216,17 @@ def mod_struct(
     part: bool = False,
     moved: tuple[bool, ...] | None = None,
 ) -> str:
-    """`struct Mod`. `by` is the derivative of program.score; `largest` exceeds all positions.
+    """Return `struct Mod`; `by` is the derivative of program.score, and `largest` exceeds all positions.
 
-    `reads` are those of the `wanted` arrays; `target` is the one by which `by` is the derivative, where it is not by
-    the score. `fixed`, `measure`, `part` and `moved` are as in `headers`; in a direction the program has the tangents.
+    `reads` are those of the `wanted` arrays; `target` is the read with respect to which `by` is the derivative, if it
+    is not the score. `fixed`, `measure`, `part` and `moved` are as in `headers`; in a JVP the program has the tangents.
     """
     writer = _Writer(program, by, largest, wanted, reads, target, fixed, measure, part, moved)
     return "\n".join([*writer.struct(), ""])
 
 
+POSITION = "    int position = SHARD ? {first} + at * p.step : (int)at;"
+OFFSET = "SHARD ? 0 : at.offset"
 ADD_GRADIENTS = "  __device__ void add_gradients({scores}, const Query& q, const Key& k, RowSums& sums) const {{"
 ADD_ROW = (
     "  template <typename Total>",
@@ -219,12 +235,12 @@ ADD_ROW = (
 
 
 class _Moving(NamedTuple):
-    """A score in a direction: its tangent and the derivatives of both."""
+    """The tangent of a score, and the derivatives of both."""
 
     tangent: Node
-    slope: Node  # of the score, by the old score or by `target`
-    curve: Node  # of the tangent
-    by_load: dict[Node, Node]  # derivatives of the tangent by the elements that it reads
+    slope: Node  # the derivative of the score with respect to the old score or to `target`
+    curve: Node  # the same derivative of the tangent
+    by_load: dict[Node, Node]  # {element that the tangent reads: derivative with respect to it}
 
     @staticmethod
     def of(score: Node, moved: tuple[bool, ...], target: Read | None) -> _Moving:
@@ -236,7 +252,7 @@ class _Moving(NamedTuple):
         return _Moving(moving, target.factor, by_load.get(target.element, zero), by_load)
 
     def map(self, function: Callable[[Node], Node]) -> _Moving:
-        """The same with every derivative replaced by function(derivative)."""
+        """Return a copy with every derivative replaced by function(derivative)."""
         by_load = {load: function(factor) for load, factor in self.by_load.items()}
         return _Moving(function(self.tangent), function(self.slope), function(self.curve), by_load)
 
@@ -245,7 +261,7 @@ class _Moving(NamedTuple):
         return [self.tangent, self.slope, self.curve]
 
     def by(self, read: Read) -> Node:
-        """The derivative of the tangent by an element that the score reads."""
+        """Return the derivative of the tangent with respect to an element that the score reads."""
         return self.by_load.get(read.element, self.tangent.graph.const(0.0))
 
 
@@ -273,7 +289,7 @@ class _Writer:
         self.moving = None
         if moved is not None and program.score is not None:
             self.moving = _Moving.of(program.score, moved, target).map(self._in_reals)
-        # (element, derivatives of the score and of its tangent by it) for each read that several blocks may add to
+        # (element, derivatives of the score and of its tangent) for each read to whose gradient several blocks may add
         self.reads = []
         for read in (read for read in reads if not read.is_owned):
             of_tangent = () if self.moving is None else (self.moving.by(read),)
@@ -296,34 +312,29 @@ class _Writer:
             "  const Params& p;",
             "  int batch;",
             "  int q_first = 0, kv_first = 0;  // positions of a shard's first rows",
+            "  QueryPositions positions;",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]
-        for name, head in ((QUERY, " int head;"), (KEY, "")):
-            members = "".join(f" {member};" for member in self._members(name))
-            lines.append(f"  struct {name.title()} {{{head} int position; int offset;{members} }};")
-        lines.append("  __device__ Mod(const Params& params, int b) : p(params), batch(b) {")
-        # The rows past a packed batch's last sequence see nothing, and captured arrays have nothing of theirs.
+        of_query, of_key = ("".join(f" {member};" for member in self._members(name)) for name in (QUERY, KEY))
+        lines += [
+            f"  struct Query {{ int head; int position; int offset;{of_query} }};",
+            f"  struct KeyValues {{{of_key} }};",
+            "  struct Key { int position; int offset; KeyValues x; };",
+            "  const KeyValues* staged_keys;  // KEY_BYTES: values of the keys of a tile, in shared memory",
+        ]
+        lines.append("  __device__ Mod(const Params& params, const Sequence& sequence)")
+        lines.append("      : p(params), batch(sequence.batch), positions(params, sequence) {")
+        # Rows after the last sequence of a packed batch see no key, and captured arrays have no elements for them.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
-        if self.part and self._reads("b"):  # the number of the sequence in the whole
+        if self.part and self._reads("b"):  # the index of the sequence in the whole call
             lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
-        for name, arguments, start in (
-            (QUERY, "int head, Position at", "head, position, offset"),
-            (KEY, "Position at", "position, offset"),
-        ):
-            lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if self.part and name == QUERY and self._reads("h"):
-                lines.append("    head += p.first_head % p.whole_heads;")
-            lines.append("    int position = at, offset = at.offset;")
-            first = "q_first" if name == QUERY else "kv_first"
-            lines.append(f"    if constexpr (SHARD) position = {first} + position * p.step, offset = 0;")
-            lines += self._body(name, self.roots)
-            values = "".join(f", v{self.number[node]}" for node in self._kept(name))
-            lines += [f"    return {{{start}{values}}};", "  }"]
         return [
             *lines,
+            *self._query(),
+            *self._key(),
             *self._score(),
             *self._moved(),
             *self._sees(),
@@ -331,6 +342,33 @@ class _Writer:
             *self._fill_tables(),
             *self._gradients(),
             "};",
+        ]
+
+    def _query(self) -> list[str]:
+        lines = [
+            "  __device__ Query query(int head, Position at) const {",
+            POSITION.format(first="q_first"),
+            "    if constexpr (KV_CACHE) position = positions(position);",
+        ]
+        if self.part and self._reads("h"):
+            lines.append("    head += p.first_head % p.whole_heads;")
+        lines += self._body(QUERY, self.roots)
+        values = "".join(f", v{self.number[node]}" for node in self._kept(QUERY))
+        return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
+
+    def _key(self) -> list[str]:
+        """The functions of a key: its values, and these with its position."""
+        position, values = POSITION.format(first="kv_first"), self._kept(KEY)
+        return [
+            "  __device__ KeyValues key_values(Position at) const {",
+            *([position] if values else []),
+            *self._body(KEY, self.roots),
+            f"    return {{{', '.join(f'v{self.number[node]}' for node in values)}}};",
+            "  }",
+            "  __device__ Key key(Position at) const {",
+            position,
+            f"    return {{position, {OFFSET}, KEY_BYTES > 0 ? staged_keys[at.column] : key_values(at)}};",
+            "  }",
         ]
 
     def _score(self) -> list[str]:
@@ -371,7 +409,7 @@ class _Writer:
         lines.append("    if constexpr (SHARD) {")
         for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
             lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
-        lines.append("    }")
+        lines += ["    }", "    if constexpr (KV_CACHE) queries = positions(queries);"]
         text = _TileText(self.program, self.largest)
         result = Abstraction(text).mask(self.program.mask)
         return [*lines, *text.body(result), "  }"]
@@ -387,7 +425,7 @@ class _Writer:
         return [*lines, "  }"]
 
     def _gradients(self) -> list[str]:
-        """The device functions of captured gradients: per score and row, and those that clear and round the sums."""
+        """Return the device functions of captured gradients: per score, per row, and to clear and to round the sums."""
         lines = self._measurements() if self.measure else self._additions()
         lines.append("  static __device__ void clear_sums(const Params& p, int thread, int threads) {")
         slots = [slot for slot, is_wanted in enumerate(self.wanted) if is_wanted]
@@ -406,7 +444,7 @@ class _Writer:
         return f"FixedPoint(p, p.captured.largest{slot})"
 
     def _measurements(self) -> list[str]:
-        """Code that finds the largest row sum of |contribution| to each slot, the scale of its fixed-point sums."""
+        """Return code that finds the largest row sum of |contribution| to each slot, the scale of fixed point."""
         lines = [f"  struct RowSums {{{''.join(f' real x{slot};' for slot in self.fixed)} }};"]
         lines.append(self._add_gradients())
         lines += self._body(SCORE, [factor for _, factors in self.reads for factor in factors])
@@ -418,7 +456,7 @@ class _Writer:
         return [*lines, "  }"]
 
     def _additions(self) -> list[str]:
-        """The additions to the gradients of captured arrays: of every score, or once per row where no key matters."""
+        """Return code that adds to the gradients of captured arrays, per score, or per row if no index needs kv."""
         by_row = [n for n, (load, _) in enumerate(self.reads) if "kv" not in load.inputs and "score" not in load.inputs]
         places = [node for load, _ in self.reads for node in load.args]
         lines = [f"  struct RowSums {{{''.join(f' real x{n};' for n in by_row)} }};"]
@@ -438,16 +476,16 @@ class _Writer:
         return ADD_GRADIENTS.format(scores=", ".join(f"real {score}" for score in scores))
 
     def _contribution(self, factors: tuple[Node, ...]) -> str:
-        """Return the code of what one score adds to the gradient of an element that it reads."""
+        """Return an expression for the term that one score adds to the gradient of an element that it reads."""
         return " + ".join(f"{ds} * {self._name(d)}" for ds, d in zip(("ds", "dts"), factors, strict=False))
 
     def _gradient(self) -> list[str]:
-        """The function that describes the sums of `target` as the gradient of a bias, broadcast over unread inputs."""
+        """Return the function that describes the sums of `target` as a bias gradient, broadcast over unread inputs."""
         function = "  static __device__ DenseGradient gradient(const Params& p) {"
         if self.target is None:
             return ["  using Sum = real;", function, "    return {};", "  }"]
         slot, axes = self.target.slot, self.target.axes
-        assert axes is not None  # no engine sums another read this way
+        assert axes is not None  # engines sum only owned reads this way
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
         strides = [
             " * ".join(["1ll", *sizes[axes.index(name) + 1 :]]) if name in axes else "0"
@@ -467,7 +505,7 @@ class _Writer:
         return " * ".join(["1ll", *sizes])
 
     def _addition(self, load: Node, product: str) -> str:
-        """The statement that adds a product to the element of the sums that a load reads."""
+        """Return the statement that adds a product to the sums of the element that a load reads."""
         place = "0"
         for axis, index in enumerate(load.args):
             inside = self._clamped(load, axis, index)
@@ -483,7 +521,7 @@ class _Writer:
     # ---- values
 
     def _in_reals(self, root: Node) -> Node:
-        """The real expression with sums of ints in reals, of which one side is then converted once per query or key."""
+        """Return a real expression with sums of ints done in reals, to convert a term once per query or key."""
         renamed: dict[Node, Node] = {}
         for node in order((root,)):
             if node.op == REAL:
@@ -494,7 +532,7 @@ class _Writer:
         return renamed[root]
 
     def _real_sum(self, x: Node) -> Node:
-        """An int or bool as a real. Where all terms are exact in reals, these are converted in place of their sum."""
+        """Return an int or bool as a real; the terms of a sum are converted instead of the sum if all are exact."""
         is_sum = stage(x) == SCORE and x.op in ("abs", "neg", "add", "sub", "mul")
         if not is_sum or not all(self._is_exact(term) for term in (x, *x.args)):
             return x.graph.cast(x, REAL)
@@ -508,17 +546,26 @@ class _Writer:
         return bool(lo >= -MOST_EXACT and hi <= MOST_EXACT)
 
     def _kept(self, name: str) -> list[Node]:
-        """The values of a stage that later ones read."""
+        """Return the values of a stage that later stages read."""
         later = set(self.roots)
         for node in self.nodes:
             later |= {arg for arg in node.args if stage(arg) != stage(node)}
         return [node for node in self.nodes if stage(node) == name and node in later]
 
+    @property
+    def staged_bytes(self) -> int:
+        """sizeof(KeyValues); 0 if cheap arithmetic is all that its values take, which is not worth staging."""
+        kept = self._kept(KEY)
+        if not any(node.op in ("load", "floordiv", "mod") for node in order(kept)):
+            return 0
+        members = [(f"v{n}", NUMPY_TYPES[node.kind]) for n, node in enumerate(kept)]
+        return np.dtype(members, align=True).itemsize
+
     def _members(self, name: str) -> list[str]:
         return [f"{TYPES[node.kind]} v{self.number[node]}" for node in self._kept(name)]
 
     def _body(self, name: str, targets: Sequence[Node], declare: bool = True) -> list[str]:
-        """The values of a stage that `targets` need. Members of Mod itself are assigned, not declared."""
+        """Return code for the values of a stage that `targets` need; members of Mod are assigned, not declared."""
         self.at = name
         kept = set() if declare else set(self._kept(name))
         lines = []
@@ -529,7 +576,7 @@ class _Writer:
         return lines
 
     def _name(self, node: Node) -> str:
-        """A value as the current stage reads it."""
+        """Return the name of a value in the current stage."""
         own, here = stage(node), self.at
         prefix = "" if own in (here, BATCH) else f"{'q' if own == QUERY else 'k'}."
         if node.op == "const":
@@ -542,7 +589,7 @@ class _Writer:
             return f"{prefix}head"
         if node.op in ("q", "kv"):
             return f"{prefix}position"
-        return f"{prefix}v{self.number[node]}"
+        return f"{prefix}{'x.' * (prefix == 'k.')}v{self.number[node]}"
 
     def _expression(self, node: Node) -> str:
         op, kind = node.op, node.kind
@@ -593,7 +640,7 @@ class _Writer:
         return f"(real)to_real({element})" if node.kind == REAL else element
 
     def _clamped(self, load: Node, axis: int, index: Node) -> str:
-        """An index inside its axis. The host compares the extent of an input with the size of the axis it indexes."""
+        """Return an index clamped to its axis; an input needs no clamp, as the host has checked it against the axis."""
         if index.op in ("b", "h", "q", "kv"):
             return self._name(index)
         clamp = "below" if self._lowest(index) >= 0 else "clamped"
@@ -607,7 +654,7 @@ class _Writer:
         return self._lowest(x) >= 0 and self._lowest(y) > 0
 
     def _may_wrap(self, node: Node) -> bool:
-        """Whether an integer operation on its operands may leave its kind, which C++ leaves undefined."""
+        """Whether an integer operation may overflow its kind, which is undefined in C++."""
         operands = [self.bounds.interval(arg) for arg in node.args]
         if not all(self.bounds.domain.fits(operand, node.kind) for operand in operands):
             return True
@@ -636,7 +683,7 @@ def _literal(node: Node) -> str:
 
 
 def _integer(value: int, kind: str) -> str:
-    """A literal of type int or long long; the least of each is no literal in C++."""
+    """Return a literal of type int or long long; in C++ the least value of each needs an expression."""
     suffix, least = ("", -(2**31)) if kind == "int" else ("ll", -(2**63))
     if value == least:
         return f"({value + 1}{suffix} - 1)"
@@ -647,7 +694,7 @@ def _integer(value: int, kind: str) -> str:
 
 
 class _Bounds(TileDomain):
-    """The domain of every call: positions and numbers lie below `largest`, elements have any value of their dtype."""
+    """The domain whose bounds hold in every call: positions are below `largest`, elements anything of their dtype."""
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))
@@ -666,7 +713,7 @@ class _Bounds(TileDomain):
 
 
 def _limits(dtype: str) -> Interval:
-    """The interval of the elements of a bool or integer array."""
+    """Return the interval of all values of a bool or integer dtype."""
     if dtype == "bool":
         return Interval(np.int64(0), np.int64(1))
     limits = np.iinfo(dtype)
@@ -674,14 +721,14 @@ def _limits(dtype: str) -> Interval:
 
 
 class _Value:
-    """A variable of Mod::tile, and what is known of it in any call."""
+    """A variable of Mod::tile, and its bounds in any call."""
 
     def __init__(self, text: str, known: Any) -> None:
         self.text, self.known = text, known
 
     @property
     def type(self) -> str:
-        """The C++ type of its numbers."""
+        """The C++ type of its bounds."""
         return "int" if all(-(2**31) <= int(bound) < 2**31 for bound in self.known) else "long long"
 
 
@@ -690,10 +737,10 @@ class _TileText:
 
     def __init__(self, program: Program, largest: int) -> None:
         self.program, self.bounds = program, _Bounds(program, largest)
-        self.variables: list[tuple[str, str]] = []  # names and definitions
+        self.variables: list[tuple[str, str]] = []  # (name, definition)
 
     def body(self, result: _Value) -> list[str]:
-        """The lines that the result needs, and its return."""
+        """Return the lines that the result needs, and the return statement."""
         needed, lines = _variables(result.text), [f"    return {result.text};"]
         for name, definition in self.variables[::-1]:
             if name in needed:
@@ -751,7 +798,7 @@ class _TileText:
 
 
 def _array_text(program: Program, slot: int) -> tuple[str, str, str, str]:
-    """The text of a captured array of bools or integers: its data, its table, its sizes and strides."""
+    """Return expressions for a captured array of bools or integers: data, table, sizes and strides."""
     dtype, rank = program.arrays[slot]
     kind = _Value("", _limits(dtype)).type
     sizes, strides = (_list(f"p.captured.{name}{slot}_{axis}" for axis in range(rank)) for name in ("size", "stride"))
@@ -768,5 +815,5 @@ def _list(texts: Iterable[str]) -> str:
 
 
 def _variables(text: str) -> set[str]:
-    """The names of variables in a line."""
+    """Return the names of variables in a line."""
     return set(re.findall(r"\bx\d+\b", text))

@@ -1,8 +1,8 @@
 """Derivatives of a score_mod as expressions, by reverse accumulation over its graph.
 
-At kinks the derivative is torch's: min and max share it between equal operands, abs, sign and roundings give 0, clip
-and relu are choices. The derivative of a choice goes to the branch that is taken before anything is multiplied, and 0
-times a factor that may not be finite is 0, so that no NaN comes from a branch that is not taken.
+At kinks the derivative is torch's: min and max split it between equal operands; abs, sign and roundings have derivative
+0; clip and relu are choices. A choice passes its derivative to the branch that is taken, before any multiplication, and
+0 times a factor that may not be finite is 0, so that a branch that is not taken contributes no NaN.
 """
 
 from __future__ import annotations
@@ -14,53 +14,56 @@ from typing import NamedTuple
 
 from .ir import REAL, Graph, Node, order, parse
 
-# These may not be finite where their operands are.
+# Operators that may return infinities or NaN for finite operands.
 UNBOUNDED = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "floordiv")
 
 
 class Derivative(NamedTuple):
-    """Derivatives of one expression; those that are not listed are 0."""
+    """Derivatives of one expression; a derivative that is not listed is 0."""
 
-    slope: Node  # the derivative by the score
-    loads: tuple[tuple[Node, Node], ...]  # (an element that is read from a floating array, the derivative by it)
+    slope: Node  # with respect to the score
+    loads: tuple[tuple[Node, Node], ...]  # (load of a floating element, derivative with respect to it)
 
 
 class Read(NamedTuple):
-    """An element that score_mod reads of an array with a gradient.
+    """An element that score_mod reads from an array with a gradient.
 
     The gradient of the array is the sum of dS * factor over all reads.
     """
 
     slot: int
     element: Node  # the load
-    factor: Node  # the derivative of the new score by the element
-    axes: tuple[str, ...] | None  # the input that indexes each axis; None where no block owns the elements
+    factor: Node  # the derivative of the new score with respect to the element
+    axes: tuple[str, ...] | None  # the input that indexes each axis; None if no block owns the elements
 
     @property
     def is_owned(self) -> bool:
-        """Whether a block owns the elements that its scores read, so that nothing else adds to them."""
+        """Whether a block owns the elements that its scores read, so that no other block adds to their gradient."""
         return self.axes is not None
 
 
 @lru_cache(maxsize=256)
 def gradient_reads(mods: str, captured_gradient: tuple[bool, ...], part: bool = False) -> tuple[Read, ...]:
-    """The reads of the arrays whose gradients are wanted; no block owns elements in part of a call."""
+    """Return the reads of arrays whose gradients are wanted; in a part of a call no block owns elements."""
     score = parse(mods).score if any(captured_gradient) else None
     if score is None:
         return ()
     loads = [(load, factor, _axes(load)) for load, factor in derivative(score).loads if captured_gradient[load.value]]
-    # One read that no block owns makes all reads of an array such, so that its sums have one form.
+    # If no block owns one read of an array, none of its reads is owned, so that its sums have one form.
     added = {load.value for load, _, axes in loads if axes is None or part}
     return tuple(Read(load.value, load, factor, None if load.value in added else axes) for load, factor, axes in loads)
 
 
 def added_slots(reads: tuple[Read, ...]) -> tuple[int, ...]:
-    """The slots whose gradients any score may add to."""
+    """Return the slots to whose gradients any score may add."""
     return tuple(sorted({read.slot for read in reads if not read.is_owned}))
 
 
 def _axes(load: Node) -> tuple[str, ...] | None:
-    """The indices of a read that are distinct inputs, q or kv among them, else None: one block would own all."""
+    """Return the indices of a read if they are distinct inputs with q or kv among them, else None.
+
+    Without q and kv a single block would own all scores of a head.
+    """
     names = tuple(index.op for index in load.args)
     plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
     return names if plain and {"q", "kv"} & set(names) else None
@@ -72,7 +75,7 @@ def may_be_infinite(node: Node) -> bool:
 
 
 def derivative(root: Node) -> Derivative:
-    """The derivative of a real expression by the score and by every real element that it loads."""
+    """Return the derivatives of a real expression with respect to the score and every real element that it loads."""
     nodes = order((root,))
     adjoints = _Adjoints(root.graph, nodes)
     adjoints.add(root, root.graph.const(1.0))
@@ -89,10 +92,10 @@ def derivative(root: Node) -> Derivative:
 
 
 def tangent(root: Node, moved: tuple[bool, ...]) -> Node:
-    """The tangent of a real expression, linear in the input `tscore` and in the tangents of captured arrays.
+    """Return the tangent of a real expression, linear in the input `tscore` and in the tangents of captured arrays.
 
-    `moved` says, by slot, which arrays have a tangent. It is read as slot len(moved) + slot, at the indices of the
-    element. The derivatives of the result are the second derivatives of the expression in this direction.
+    `moved` has for each slot whether the array has a tangent, which is read as slot len(moved) + slot at the same
+    indices. The derivatives of the result are second derivatives of the expression in this direction.
     """
     by = derivative(root)
     adjoints = _Adjoints(root.graph, [])
@@ -105,13 +108,13 @@ def tangent(root: Node, moved: tuple[bool, ...]) -> Node:
 
 
 class _Adjoints:
-    """Derivatives of the root by its nodes, summed over the uses of a node."""
+    """Derivatives of the root with respect to its nodes, summed over the uses of a node."""
 
     def __init__(self, graph: Graph, nodes: list[Node]) -> None:
         self.graph = graph
         self.zero, self.one = graph.const(0.0), graph.const(1.0)
         self.of: dict[Node, Node] = {}
-        self.varying: set[Node] = set()  # the nodes that a derivative passes through
+        self.varying: set[Node] = set()  # nodes that depend on the score or on a load
         for node in nodes:
             is_input = node.op in ("score", "load")
             if node.kind == REAL and (is_input or (node.op in RULES and self.varying.intersection(node.args))):
@@ -123,7 +126,7 @@ class _Adjoints:
             self.of[node] = adjoint if before is None else self.sum(before, adjoint)
 
     def sum(self, x: Node, y: Node) -> Node:
-        """x + y; of the two halves of one choice, the choice."""
+        """Return x + y; two halves of one choice, where(c, x, 0) + where(c, 0, y), become where(c, x, y)."""
         if x.op == y.op == "where" and x.args[0] is y.args[0]:
             (condition, *first), (_, *second) = x.args, y.args
             halves = [
@@ -137,7 +140,7 @@ class _Adjoints:
         return self.graph.make(op, *(arg if isinstance(arg, Node) else self.graph.const(arg) for arg in args))
 
     def times(self, adjoint: Node, factor: Node | float) -> Node:
-        """adjoint * factor, where 0 * factor is 0 whatever the factor is."""
+        """Return adjoint * factor, where 0 * factor is 0 also for an infinite factor or NaN."""
         if not isinstance(factor, Node):
             factor = self.graph.const(float(factor))
         if adjoint is self.zero or factor is self.zero:
@@ -155,7 +158,7 @@ Rule = Callable[[_Adjoints, Node, Node], None]
 
 
 def _elementary(factor: Callable[[_Adjoints, Node, Node], Node | float]) -> Rule:
-    """The rule of a function of one operand x with value y, from its derivative factor(adjoints, x, y)."""
+    """Return the rule for a function y of one operand x, with the derivative factor(adjoints, x, y)."""
 
     def rule(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
         adjoints.add(node.args[0], adjoints.times(adjoint, factor(adjoints, node.args[0], node)))
@@ -195,7 +198,7 @@ def _pow(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
     x, y = node.args
     power = adjoints.make("pow", x, adjoints.make("sub", y, 1.0))
     adjoints.add(x, adjoints.times(adjoint, adjoints.times(y, power)))
-    # x ** y is differentiable by y for x > 0 alone.
+    # x ** y is differentiable with respect to y only for x > 0.
     logarithm = adjoints.make("where", adjoints.make("lt", 0.0, x), adjoints.make("log", x), 0.0)
     adjoints.add(y, adjoints.times(adjoint, adjoints.times(logarithm, node)))
 
@@ -216,7 +219,7 @@ def _where(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
 
 
 def _bell(adjoints: _Adjoints, x: Node) -> Node:
-    """The derivative of erf."""
+    """Return the derivative of erf."""
     return adjoints.make(
         "mul", adjoints.make("exp", adjoints.make("neg", adjoints.make("mul", x, x))), 2 / math.sqrt(math.pi)
     )

@@ -1,4 +1,4 @@
-"""A traced mod in words, for `cupy_flash.explain`."""
+"""Describes a traced mod as text, for `cupy_flash.explain`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from .trace import Mod
 from .visits import TileCounts
 
 
-def explain(mod: Mod) -> str:
-    """The expressions of a mod, the slope of score_mod, and what it captures, a line each."""
+def explain(mod: Mod, *, gradients: bool = True) -> str:
+    """Return lines with the expressions and captured values of a mod; with gradients, also score_mod's derivative."""
     score, mask = mod.program.score, mod.program.mask
     lines = [f"mods       {' and '.join(mod.names)}"]
     if score is not None:
-        lines += [f"score_mod  {expression(score)}", f"slope      {expression(derivative(score).slope)}"]
+        lines.append(f"score_mod  {expression(score)}")
+    if score is not None and gradients:
+        lines.append(f"slope      {expression(derivative(score).slope)}")
     if mask is not None:
         lines.append(f"mask_mod   {expression(mask)}")
-    differentiated = floating_reads(mod.program)
+    differentiated = floating_reads(mod.program) if gradients else set()
     for slot, (element, array) in enumerate(zip(mod.program.arrays, mod.arrays, strict=True)):
         gradient = ", with a gradient" if slot in differentiated else ""
         lines.append(f"{f'array{slot}':<11}{element.dtype} {tuple(array.shape)}{gradient}")
@@ -27,7 +29,7 @@ def explain(mod: Mod) -> str:
 
 
 def explain_tiles(counts: TileCounts | None, block_q: int, block_kv: int) -> str:
-    """The number of tiles of each class, in a line; None: they are classified by the kernels alone."""
+    """Return a line with the number of tiles of each class; `counts` is None if only the kernels classify them."""
     if counts is None:
         return "classes    of tiles are not counted: arrays of the mask are on a GPU, or there are too many tiles"
     total = max(sum(counts), 1)

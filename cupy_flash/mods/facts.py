@@ -1,4 +1,4 @@
-"""The facts of a call's mods: requirements on the arrays that they capture, and which of these get gradients."""
+"""Checks of the arrays that a call's mods capture, and which of these get gradients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def check_captured(
     program: Program,
     counts: tuple[int, int, int, int],
 ) -> None:
-    """The arrays that mods capture: long enough for every b, h, q_idx and kv_idx that is itself an index.
+    """Check that captured arrays are long enough where b, h, q_idx or kv_idx itself is an index.
 
-    `counts` are those of sequences, query heads, queries and keys, in a shard of the whole.
+    `counts` are the numbers of sequences, query heads, queries and keys; for a shard those of the whole call.
     """
     named = (("b", "b", "sequences"), ("h", "h", "query heads"), ("q", "q_idx", "queries"), ("kv", "kv_idx", "keys"))
     extents = {name: (spelled, rows, count) for (name, spelled, rows), count in zip(named, counts, strict=True)}
@@ -35,6 +35,6 @@ def check_captured(
 
 
 def floating_reads(program: Program) -> set[int]:
-    """The slots of the floating arrays that score_mod reads: those that have a gradient."""
+    """Return the slots of the floating arrays that score_mod reads, which have gradients."""
     roots = () if program.score is None else (program.score,)
     return {node.value for node in order(roots) if node.op == "load" and node.kind == REAL}

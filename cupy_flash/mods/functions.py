@@ -1,7 +1,7 @@
-"""The functions that a mod may call, by the names that NumPy, torch and jax give them, as expressions.
+"""The functions that a mod may call, under the names of NumPy, torch and jax, and the expressions that they become.
 
-FUNCTIONS maps one name of each to a function (graph, *operands, **options) -> Node. Operands are nodes, or None where
-the library's function takes None; options are Python values. ALIASES maps the other names to these.
+FUNCTIONS maps one name of each function to (graph, *operands, **options) -> Node. Operands are nodes, or None where the
+library's function takes None; options are Python values. ALIASES maps the other names to these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIASES = {
 
 
 def make(graph: Graph, op: str, *operands: Node | float) -> Node:
-    """`op` of nodes and constants."""
+    """Return the node of `op` applied to nodes and constants."""
     return graph.make(op, *(x if isinstance(x, Node) else graph.const(x) for x in operands))
 
 
@@ -69,7 +69,7 @@ def _rounding(op: str) -> Callable[..., Node]:
 
 
 def _power(graph: Graph, x: Node, y: Node) -> Node:
-    """x ** y; of integers by multiplications, for an exponent that is a constant from 0 to 16, or as a shift of 1."""
+    """Return x ** y; for integers, multiplications for a constant exponent from 0 to 16, or 2 ** y as a shift."""
     if REAL in (x.kind, y.kind):
         return graph.make("pow", x, y)
     if x.op == "const" and x.value == 2:
@@ -83,7 +83,7 @@ def _power(graph: Graph, x: Node, y: Node) -> Node:
 
 
 def divide(graph: Graph, x: Node, y: Node, rounding_mode: str | None = None) -> Node:
-    """x / y; with torch's rounding_mode "floor" x // y, with "trunc" rounded towards 0."""
+    """Return x / y; with torch's rounding_mode "floor" x // y, with "trunc" x / y rounded towards 0."""
     if rounding_mode == "floor":
         return graph.make("floordiv", x, y)
     if rounding_mode == "trunc" and REAL in (x.kind, y.kind):
@@ -95,14 +95,14 @@ def divide(graph: Graph, x: Node, y: Node, rounding_mode: str | None = None) -> 
 
 
 def where(graph: Graph, condition: Node, x: Node | None = None, y: Node | None = None) -> Node:
-    """x where the condition is true, else y."""
+    """Return x where the condition is true, else y."""
     if x is None or y is None:
         raise Untraceable("where takes a condition and two branches")
     return graph.make("where", condition, x, y)
 
 
 def clip(graph: Graph, x: Node, low: Node | None = None, high: Node | None = None, **names: Node | None) -> Node:
-    """x between low and high; of reals a choice, whose derivative at the bounds is that of x, as torch's clamp has."""
+    """Return x clipped to [low, high]; for reals a choice whose derivative at the bounds is 1, as in torch's clamp."""
     low = next((names[name] for name in ("min", "a_min") if names.get(name) is not None), low)
     high = next((names[name] for name in ("max", "a_max") if names.get(name) is not None), high)
     for bound, op in ((low, "max"), (high, "min")):
@@ -117,7 +117,7 @@ def clip(graph: Graph, x: Node, low: Node | None = None, high: Node | None = Non
 
 
 def _extremum_of_numbers(op: str) -> Callable[..., Node]:
-    """fmax and fmin: of a NaN and a number, the number."""
+    """Return fmax or fmin, which return the number for a number and a NaN."""
 
     def function(graph: Graph, x: Node, y: Node) -> Node:
         of_numbers = graph.make("where", isnan(graph, y), x, graph.make(op, x, y))
@@ -127,17 +127,17 @@ def _extremum_of_numbers(op: str) -> Callable[..., Node]:
 
 
 def isnan(graph: Graph, x: Node) -> Node:
-    """Whether x is NaN, which alone differs from itself."""
+    """Return whether x is NaN, as x != x."""
     return graph.make("ne", x, x)
 
 
 def sigmoid(graph: Graph, x: Node) -> Node:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return make(graph, "div", 1.0, make(graph, "add", make(graph, "exp", make(graph, "neg", x)), 1.0))
 
 
 def softplus(graph: Graph, x: Node, beta: Node | None = None, threshold: Node | None = None) -> Node:
-    """log(1 + exp(beta x)) / beta, exact for every x; torch's threshold changes nothing that it would round to."""
+    """Return log(1 + exp(beta x)) / beta, exact for every x, so that torch's threshold has no effect."""
     if beta is not None:
         return make(graph, "div", softplus(graph, make(graph, "mul", x, beta)), beta)
     tail = make(graph, "log1p", make(graph, "exp", make(graph, "neg", make(graph, "abs", x))))
@@ -145,16 +145,16 @@ def softplus(graph: Graph, x: Node, beta: Node | None = None, threshold: Node | 
 
 
 def logaddexp(graph: Graph, x: Node, y: Node) -> Node:
-    """log(exp x + exp y)."""
+    """Return log(exp x + exp y)."""
     distance = make(graph, "abs", make(graph, "sub", x, y))
-    distance = make(graph, "where", make(graph, "eq", x, y), 0.0, distance)  # of equal infinities it is no number
+    distance = make(graph, "where", make(graph, "eq", x, y), 0.0, distance)  # inf - inf is NaN
     return make(
         graph, "add", make(graph, "max", x, y), make(graph, "log1p", make(graph, "exp", make(graph, "neg", distance)))
     )
 
 
 def gelu(graph: Graph, x: Node, approximate: str | bool = "none") -> Node:
-    """torch's gelu; approximate is "none" or "tanh", or jax's True or False."""
+    """Return torch's gelu; approximate is "none" or "tanh", or jax's True or False."""
     half = make(graph, "mul", x, 0.5)
     if approximate in ("tanh", True):
         cube = make(graph, "mul", make(graph, "mul", x, x), x)
@@ -223,7 +223,7 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     "stop_gradient": lambda graph, x: graph.make("stop", x) if x.kind == REAL else x,
 }
 
-# Numbers at these operands stay in the text, where they make cheaper code: divisors, exponents, shifts, bit masks.
+# Operands whose numbers stay in the text, because the code is cheaper: divisors, exponents, shifts, bit masks.
 IN_TEXT: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("div", "floordiv", "mod"), (1,)),
     **dict.fromkeys(("pow", "shl", "shr", "and", "or", "xor"), (0, 1)),
@@ -232,13 +232,13 @@ IN_TEXT: dict[str, tuple[int, ...]] = {
 
 
 def canonical(name: str) -> str:
-    """The key in FUNCTIONS of a library's function; of an unknown one, its name."""
+    """Return the key in FUNCTIONS of a library's function, or the name itself if it is unknown."""
     name = name.strip("_")
     return ALIASES.get(name, name)
 
 
 def conversion(dtype: Any) -> str | None:
-    """The function that converts to a dtype of any library, or None if this is none."""
+    """Return the function that converts to a dtype of any library; None if `dtype` is not one."""
     name = str(getattr(dtype, "__name__", None) or dtype).removeprefix("torch.")
     if name.startswith(("int64", "long", "uint32", "uint64")) or dtype is int:
         return "long"
@@ -250,5 +250,5 @@ def conversion(dtype: Any) -> str | None:
 
 
 def unknown(name: str) -> Untraceable:
-    """The error for a call of a function that is not in FUNCTIONS."""
+    """Return the error for a call of a function that is not in FUNCTIONS."""
     return Untraceable(f"a mod cannot call {name}; it can call {', '.join(sorted(FUNCTIONS))}")

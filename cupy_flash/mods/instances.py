@@ -1,4 +1,4 @@
-"""Mods of many independent calls in one: the calls are laid side by side along the batch or the heads."""
+"""Merges the mods of independent calls into one mod, for calls that are stacked along the batch or the heads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .ir import Element, Graph, Node, Program, order, parse
 
 @functools.lru_cache(maxsize=256)
 def side_by_side(text: str, axis: str, size: int, slots: frozenset[int]) -> str:
-    """The text of a program that treats every `size` sequences or heads as a call of their own.
+    """Return the text of a program in which every `size` sequences or heads are a call of their own.
 
     Args:
-        text: of the program of one call.
-        axis: "b" or "h", the input along which the calls are laid.
+        text: text of the program of one call.
+        axis: "b" or "h", the input along which the calls are stacked.
         size: number of sequences, or heads, of one call.
-        slots: the captured arrays that have a leading axis of calls; the others are shared by all.
+        slots: the captured arrays with a leading axis of calls; the others are shared by all calls.
     """
     program, graph = parse(text), Graph()
     place, length = graph.input(axis), graph.const(size)

@@ -1,12 +1,12 @@
-"""Abstract interpretation of a mask: what an expression may be for the queries and keys of a whole tile.
+"""Abstract interpretation of a mask: bounds of every expression for all queries and keys of a tile.
 
-An integer is an interval [lo, hi], and for bit operations the bits that are known; a bool is a pair, may be true and
-may be false. The rules for each operator are written once, here, over a domain that executes them: arrays with one
-element per tile (tiles.py), or the text of a CUDA function (cuda_code.py). A domain calls functions by name; tiles.py
-and kernels_cu/range.cuh define them alike.
+An integer is an interval [lo, hi], and for bit operations a set of known bits; a bool is a pair (may be true, may be
+false). This module has the rule for each operator, over a domain that executes it: NumPy arrays with one element per
+tile (tiles.py), or the text of a CUDA function (cuda_code.py). A domain calls functions by name, which tiles.py and
+kernels_cu/range.cuh define in the same way.
 
 Sums are linear forms, so that equal terms cancel: q + q - k >= q is k <= q. Every result is sound: an interval holds
-each value that evaluation can give, wrapped integers included; reals, and operators without a rule, may be anything.
+every value that evaluation can give, wrapped integers included; reals, and operators without a rule, are unbounded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from .ir import BOOL, INT, LONG, REAL, Node, order
 
-# A linear form is exact while the sum of the magnitudes of its factors is at most this: int terms are below 2^31 in
-# magnitude, and long terms enter sums only if they are below 2^40 (`guarded`), so no sum leaves 64 bits.
+# A linear form is exact if the magnitudes of its factors sum to at most this: int terms are below 2^31 in magnitude,
+# and long terms enter sums only below 2^40 (`guarded`), so that no sum overflows 64 bits.
 LARGEST_FACTORS = 2**20
 
 BITWISE = ("and", "or", "xor")
@@ -26,25 +26,25 @@ COMPARISONS = {"lt": "less", "le": "less_equal", "eq": "equal", "ne": "equal"}
 
 
 class Domain(Protocol):
-    """A domain in which the rules are executed. Intervals, truths and bits are values of the domain's own."""
+    """A domain in which the rules are executed; it has its own types of intervals, truths and bits."""
 
     def constant(self, value: int) -> Any:
-        """The interval of one number."""
+        """Return the interval of one number."""
 
     def input(self, name: str) -> Any:
-        """The interval of b, h, q or kv."""
+        """Return the interval of b, h, q or kv."""
 
     def argument(self, node: Node) -> Any:
-        """The interval of a run-time number."""
+        """Return the interval of a run-time number."""
 
     def load(self, node: Node, indices: Sequence[Any]) -> Any:
-        """The interval of the elements of a captured bool or integer array, at intervals of clamped indices."""
+        """Return the interval of the elements of a captured bool or integer array, at intervals of clamped indices."""
 
     def call(self, function: str, *operands: Any) -> Any:
-        """The result of a function of tiles.py or range.cuh; numbers among the operands are constants of the rule."""
+        """Return the result of a function of tiles.py or range.cuh; numbers in `operands` are constants of a rule."""
 
     def fits(self, interval: Any, kind: str) -> bool:
-        """Whether an interval is known to hold only values of an integer kind that are exact in sums."""
+        """Whether an interval certainly holds only values of an integer kind that are exact in sums."""
 
 
 class Form(NamedTuple):
@@ -54,7 +54,7 @@ class Form(NamedTuple):
     terms: dict[Node, int]
 
     def plus(self, other: Form, factor: int) -> Form:
-        """This form + factor * other."""
+        """Return this form + factor * other."""
         terms = dict(self.terms)
         for term, count in other.terms.items():
             terms[term] = terms.get(term, 0) + factor * count
@@ -62,7 +62,7 @@ class Form(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether no sum of the bounds of its terms leaves 64 bits."""
+        """Whether no sum of the bounds of the terms overflows 64 bits."""
         return sum(map(abs, self.terms.values())) <= LARGEST_FACTORS and abs(self.constant) < 2**40
 
 
@@ -75,9 +75,9 @@ class Abstraction:
         self._forms: dict[Node, Form] = {}
 
     def mask(self, root: Node) -> Any:
-        """Whether a mask may be true and may be false."""
-        # Operands first, because Python's stack is too short for a long chain of them. The partial sums of a linear
-        # form are skipped: nothing needs their intervals.
+        """Return whether a mask may be true and whether it may be false."""
+        # Evaluate operands first: recursion into a long chain would exceed Python's stack. Partial sums of a linear
+        # form are skipped, because no rule needs their intervals.
         for node in order((root,)):
             if node.kind == BOOL:
                 self.truth(node)
@@ -86,15 +86,15 @@ class Abstraction:
         return self.truth(root)
 
     def truth(self, node: Node) -> Any:
-        """Whether a bool may be true and may be false."""
+        """Return whether a bool may be true and whether it may be false."""
         return self._once("truth", node, self._truth)
 
     def interval(self, node: Node) -> Any:
-        """The least and greatest value of an int or long."""
+        """Return the least and greatest value of an int or long."""
         return self._once("interval", node, self._interval)
 
     def bits(self, node: Node) -> Any:
-        """The known bits of an int or long."""
+        """Return the known bits of an int or long."""
         return self._once("bits", node, self._bits)
 
     def _once(self, what: str, node: Node, evaluate: Any) -> Any:
@@ -125,7 +125,7 @@ class Abstraction:
         return self.call("unknown")
 
     def _comparison(self, op: str, x: Node, y: Node) -> Any:
-        """A comparison of integers. By their difference where they share terms and neither wraps."""
+        """Compare integers; by their difference if they share terms and neither wraps."""
         forms = self._form(x), self._form(y)
         difference = forms[0].plus(forms[1], -1)
         left, right = self.interval(x), self.interval(y)
@@ -177,7 +177,7 @@ class Abstraction:
         return self.call("any_int" if kind == INT else "any_long")
 
     def _narrowed(self, interval: Any, kind: str) -> Any:
-        """The interval of a value that wraps to its kind: anything where it may wrap."""
+        """Return the interval of a value of a kind, which is unbounded if the value may wrap."""
         if kind == LONG or self.domain.fits(interval, kind):
             return interval
         return self.call("wrapped", interval)
@@ -185,14 +185,14 @@ class Abstraction:
     # ---- sums
 
     def _form(self, node: Node) -> Form:
-        """The linear form of an integer, which equals its value modulo 2^32 of an int, 2^64 of a long."""
+        """Return the linear form of an integer, equal to its value modulo 2^32 for an int, 2^64 for a long."""
         if node not in self._forms:
             form = self._expand(node)
             self._forms[node] = form if form is not None and form.is_exact else Form(0, {node: 1})
         return self._forms[node]
 
     def _is_term(self, node: Node) -> bool:
-        """Whether no rule makes a sum of an integer."""
+        """Whether an integer is a single term, not a sum."""
         return self._form(node).terms == {node: 1}
 
     def _expand(self, node: Node) -> Form | None:
@@ -216,11 +216,11 @@ class Abstraction:
         return None
 
     def _stays(self, node: Node, form: Form) -> bool:
-        """Whether the linear form of a node equals its value: its sum fits the kind and does not wrap."""
+        """Whether the linear form of a node equals its value, because the sum fits the kind and does not wrap."""
         return node.op == "const" or self._is_term(node) or self.domain.fits(self._sum(form, node.kind), node.kind)
 
     def _sum(self, form: Form, kind: str) -> Any:
-        """The interval of a linear form, not wrapped; of longs that are too large for it, anything."""
+        """Return the interval of a linear form without wrapping; unbounded for longs that are too large."""
         terms = [self.interval(term) for term in form.terms]
         scaled = [
             term if factor == 1 else self.call("scale", term, factor)
@@ -255,10 +255,10 @@ class Abstraction:
 
 
 def _is_bitwise(node: Node) -> bool:
-    """Whether more of a value is known by its bits than by its interval."""
+    """Whether the known bits of a value say more than its interval."""
     return node.op in (*BITWISE, "shr", "shl", "mod") or (node.op == LONG and _is_bitwise(node.args[0]))
 
 
 def _is_shift(count: Node, kind: str) -> bool:
-    """Whether a count of bits to shift by is a constant that every backend shifts alike."""
+    """Whether a shift count is a constant for which all backends shift in the same way."""
     return count.op == "const" and 0 <= count.value < (31 if kind == INT else 63)

@@ -1,10 +1,10 @@
-"""Expressions of a mod: an acyclic graph of immutable nodes, hash-consed and simplified while it is built.
+"""Expressions of a mod: an acyclic graph of immutable nodes, simplified and hash-consed as it is built.
 
 A node has an operator, operands and a kind. Kinds widen in the order bool < int < long < real: int is 32 bits, long 64,
 real the accumulation dtype of the call. Integers wrap; x // 0 and x % 0 are 0; // and % round down as in Python.
 
     score b h q kv                                   inputs: the score (real), and int indices
-    tscore                                           the score's tangent, an input of derivatives alone
+    tscore                                           the score's tangent, an input only of derivatives
     const=value, argument=n                          numbers: in the text, or given at run time
     load=slot i j ...                                an element of a captured array; indices are clamped
     add sub mul floordiv mod pow min max neg abs sign    of the widest kind of the operands, at least int; pow is real
@@ -14,7 +14,7 @@ real the accumulation dtype of the call. Integers wrap; x // 0 and x % 0 are 0; 
     and or xor not                                   of bools, or bitwise
     shl shr                                          of the left operand's kind; shr keeps the sign
     where c x y                                      of the wider kind of x and y
-    int long real                                    conversions: int and long truncate. A bool is made by ne 0
+    int long real                                    conversions; int and long truncate, and ne 0 converts to bool
     stop                                             the operand, with derivative 0
 
 Simplification preserves every value except the sign of a zero, which no softmax sees; it never reorders float sums.
@@ -39,7 +39,7 @@ REAL_FUNCTIONS = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", 
 ROUNDINGS = ("floor", "ceil", "trunc", "round")
 INT32 = range(-(2**31), 2**31)
 
-# How a captured array of each dtype is read.
+# {dtype of a captured array: kind of its elements}
 LOADED = {
     "bool": BOOL,
     **dict.fromkeys(("int8", "int16", "int32", "uint8", "uint16"), INT),
@@ -49,11 +49,11 @@ LOADED = {
 
 
 class Untraceable(TypeError):
-    """A mod does what cannot be traced; the message says what to write instead."""
+    """The error of a mod that cannot be traced; the message says what to write instead."""
 
 
 class TooLarge(Untraceable, ValueError):
-    """A mod reads too many arrays or takes too many operations."""
+    """The error of a mod that reads too many arrays or has too many operations."""
 
 
 class Node:
@@ -66,7 +66,7 @@ class Node:
     value: Any  # of const: a bool, int or float; of argument: its index; of load: its slot
     kind: str
     graph: Graph
-    inputs: frozenset[str]  # those of INPUTS that the value depends on
+    inputs: frozenset[str]  # the members of INPUTS on which the value depends
 
     def __repr__(self) -> str:
         return expression(self)
@@ -100,8 +100,8 @@ class Graph:
         self.nodes: dict[Any, Node] = {}
 
     def node(self, op: str, kind: str, args: tuple[Node, ...] = (), value: Any = None) -> Node:
-        """The node as given, neither widened nor simplified; for `make` and `parse`."""
-        # By their text, -0.0 differs from 0.0, 1 from True, and a NaN equals itself.
+        """Return the node as given, neither widened nor simplified; for `make` and `parse`."""
+        # The key has a value's text, by which -0.0 differs from 0.0, 1 from True, and a NaN equals itself.
         key = (op, kind, tuple(map(id, args)), None if value is None else repr(value))
         node = self.nodes.get(key)
         if node is None:
@@ -113,24 +113,24 @@ class Graph:
         return node
 
     def input(self, name: str) -> Node:
-        """One of INPUTS."""
+        """Return the node of a member of INPUTS."""
         return self.node(name, INPUTS[name])
 
     def const(self, value: Any, kind: str | None = None) -> Node:
-        """A number of the text, of the narrowest kind that holds it unless one is given."""
+        """Return a constant, by default of the narrowest kind that holds it."""
         kind = kind or kind_of(value)
         return self.node("const", kind, value={BOOL: bool, REAL: float}.get(kind, int)(value))
 
     def argument(self, index: int, kind: str) -> Node:
-        """A number that is given at run time, as element `index` of Program.numbers."""
+        """Return a number that is given at run time, element `index` of Program.numbers."""
         return self.node("argument", kind, value=index)
 
     def load(self, slot: int, indices: Iterable[Node], kind: str) -> Node:
-        """The element of captured array `slot` at int or long indices, one for each dimension."""
+        """Return the element of captured array `slot` at int or long indices, one for each dimension."""
         return self.node("load", kind, tuple(indices), slot)
 
     def make(self, op: str, *args: Node) -> Node:
-        """`op` of the operands, as simple as the rules below make it."""
+        """Return `op` of the operands, simplified by the rules below."""
         if op in KINDS:
             return self.cast(args[0], op)
         args, kind = self._widened(op, args)
@@ -143,7 +143,7 @@ class Graph:
         return self.node(op, kind, args) if simpler is None else simpler
 
     def cast(self, x: Node, kind: str) -> Node:
-        """x converted to another kind."""
+        """Return x converted to another kind."""
         if x.kind == kind:
             return x
         if kind == BOOL:
@@ -155,7 +155,7 @@ class Graph:
         return self.node(kind, kind, (x,))
 
     def _widened(self, op: str, args: tuple[Node, ...]) -> tuple[tuple[Node, ...], str]:
-        """The operands converted to the kind that `op` computes in, and the kind of its result."""
+        """Return the operands converted to the kind in which `op` computes, and the kind of its result."""
         if op == "where":
             condition, *branches = args
             kind = widest(branches)
@@ -171,7 +171,7 @@ class Graph:
         return tuple(self.cast(arg, kind) for arg in args), BOOL if op in COMPARISONS else kind
 
     def _folded(self, op: str, kind: str, args: tuple[Node, ...]) -> Node | None:
-        """The constant that `op` of constants is; None where Python's value is not the kind's."""
+        """Return the constant result of `op` for constants; None if Python's result may differ from the kind's."""
         try:
             value = FOLD[op](*(arg.value for arg in args))
         except (ArithmeticError, ValueError):
@@ -180,7 +180,7 @@ class Graph:
 
 
 def kind_of(value: Any) -> str:
-    """The narrowest kind of a Python or NumPy number."""
+    """Return the narrowest kind that holds a Python or NumPy number."""
     if isinstance(value, (bool, np.bool_)):
         return BOOL
     if isinstance(value, (int, np.integer)):
@@ -189,7 +189,7 @@ def kind_of(value: Any) -> str:
 
 
 def widest(nodes: Iterable[Node], least: str = BOOL) -> str:
-    """The widest kind of the nodes, at least `least`."""
+    """Return the widest kind of the nodes, at least `least`."""
     return max((least, *(node.kind for node in nodes)), key=WIDTH.__getitem__)
 
 
@@ -198,7 +198,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ simplification
-# A rule gets the graph, the kind of the result and the widened operands; it returns a simpler node, or None.
+# A rule takes the graph, the kind of the result and the widened operands, and returns a simpler node or None.
 
 
 def _is(node: Node, value: float) -> bool:
@@ -282,7 +282,7 @@ def _abs(graph: Graph, kind: str, x: Node) -> Node | None:
 
 
 def _comparison(of_equals: bool) -> Callable[..., Node | None]:
-    """The rule of a comparison that is `of_equals` for equal operands."""
+    """Return the rule of a comparison whose result for equal operands is `of_equals`."""
 
     def rule(graph: Graph, kind: str, x: Node, y: Node) -> Node | None:
         return graph.const(of_equals) if x is y and x.kind != REAL else None  # a NaN differs from itself
@@ -341,16 +341,16 @@ RULES: dict[str, Callable[..., Node | None]] = {
 
 
 class Element(NamedTuple):
-    """A captured array as the text knows it."""
+    """The dtype and rank of a captured array, which the text contains."""
 
     dtype: str  # a key of LOADED
     rank: int
 
 
 class Program(NamedTuple):
-    """A traced score_mod, mask_mod, or both, over one graph, and what they read.
+    """A traced score_mod, mask_mod, or both, over one graph, with the arrays and numbers that they read.
 
-    Its text is all that a kernel is generated from: it holds no contents and shapes of arrays and no run-time numbers.
+    Kernels are generated from its text alone, which has no contents or shapes of arrays and no run-time numbers.
     """
 
     score: Node | None  # real
@@ -365,7 +365,7 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The canonical text: a line for arrays, one for numbers, one for each node, then the roots."""
+        """The canonical text: a line for arrays, a line for numbers, a line for each node, then the roots."""
         nodes = order(self.roots)
         line_of = {node: line for line, node in enumerate(nodes)}
         lines = [" ".join(("arrays", *(f"{element.dtype}:{element.rank}" for element in self.arrays)))]
@@ -385,7 +385,7 @@ class Program(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parse(text: str) -> Program:
-    """The program of a canonical text; the last 256 are kept, so that calls and caches by program share their nodes."""
+    """Return the program of a canonical text; the last 256 are cached, so that equal programs share their nodes."""
     arrays_line, numbers_line, *lines = text.split("\n")
     arrays = tuple(Element(dtype, int(rank)) for dtype, rank in (a.split(":") for a in arrays_line.split()[1:]))
     graph, nodes = Graph(), list[Node]()
@@ -406,9 +406,9 @@ UNARY = frozenset(("neg", "abs", "sign", "not", "stop", "exp", "exp2", "expm1", 
 
 
 def checked(text: str) -> Program:
-    """The program of a text from elsewhere; ValueError unless a trace could have made it.
+    """Return the program of an untrusted text; ValueError unless a trace could have made it.
 
-    Every node is made anew: a trace has simplified it already, so that another node shows that it is none of a trace.
+    Every node is built again by `make`: the nodes of a trace are simplified already, so they do not change.
     """
     try:
         program = parse(text)
@@ -428,7 +428,7 @@ def checked(text: str) -> Program:
 
 
 def _made_anew(graph: Graph, node: Node, args: tuple[Node, ...], program: Program) -> Node:
-    """The node in another graph, as a trace makes it."""
+    """Return a copy of the node in another graph, built as a trace builds it."""
     if node.op in INPUTS and node.op != "tscore":
         return graph.input(node.op)
     if node.op == "const":
@@ -453,7 +453,7 @@ def _value(op: str, kind: str, text: str) -> Any:
 
 
 def order(roots: Iterable[Node]) -> list[Node]:
-    """The nodes that the roots need, operands first, each once."""
+    """Return the nodes that the roots need, each once, operands first."""
     ordered: dict[Node, None] = {}
     stack = list(roots)[::-1]
     while stack:
@@ -470,11 +470,11 @@ INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**", "lt": "<", "le": "<=",
     "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
-LONGEST_EXPRESSION = 400  # characters; a shared node is written at every use
+LONGEST_EXPRESSION = 400  # characters; a shared node is repeated at every use
 
 
 def expression(node: Node) -> str:
-    """The expression in one line, as a reader writes it; what is longer than LONGEST_EXPRESSION ends in dots."""
+    """Return the expression as one line of Python, cut to LONGEST_EXPRESSION characters."""
     written: dict[Node, str] = {}
     for one in order((node,)):
         operands = [written[arg] for arg in one.args]

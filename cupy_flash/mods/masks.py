@@ -1,4 +1,4 @@
-"""Combinations of mask_mods."""
+"""Logical combinations of mask_mods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 def noop_mask(b: object, h: object, q_idx: object, kv_idx: object) -> bool:
-    """The mask_mod that hides nothing.
+    """Return True: the mask_mod that hides no key.
 
     Args:
         b: index of the sequence.
@@ -23,7 +23,7 @@ def noop_mask(b: object, h: object, q_idx: object, kv_idx: object) -> bool:
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask_mod that is true where all are: every key, for none of them.
+    """Return the mask_mod that is True where all `mask_mods` are True; without any, everywhere.
 
     Args:
         *mask_mods: functions of (b, h, q_idx, kv_idx), True = attend.
@@ -46,7 +46,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask_mod that is true where any is: no key, for none of them.
+    """Return the mask_mod that is True where any of `mask_mods` is True; without any, nowhere.
 
     Args:
         *mask_mods: functions of (b, h, q_idx, kv_idx), True = attend.
@@ -59,7 +59,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """The mask_mod that is true where another is false.
+    """Return the mask_mod that is True where another is False.
 
     Args:
         mask_mod: a function of (b, h, q_idx, kv_idx), True = attend.

@@ -1,7 +1,7 @@
-"""A mod as NumPy functions of a tile, generated from its text.
+"""Generates NumPy functions of a tile from the text of a mod.
 
-Queries are a column (rows, 1) of int32, keys a row (1, columns), b and h int32 numbers: what depends on queries alone,
-or on keys alone, is computed in one dimension by broadcasting. Reals are of the dtype of the scores.
+Queries are an int32 column (rows, 1), keys a row (1, columns), b and h int32 numbers, so that by broadcasting a value
+that depends only on queries, or only on keys, is computed in one dimension. Reals have the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Function = Callable[..., tuple[Any, ...]]
 
 
 def erf(x: Any) -> Any:
-    """The error function, in the dtype of x."""
+    """Return the error function of x, in its dtype."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
 
 
 def function_of(roots: tuple[Node, ...]) -> Function:
-    """The generated function that computes the roots."""
+    """Return the generated function that computes the roots."""
     lines, names = ["def mod(score, b, h, q, kv, arrays, numbers, real, tscore=None):"], dict[Node, str]()
     for node in order(roots):
         if node.op in INPUTS:
@@ -78,13 +78,13 @@ def _expression(node: Node, args: list[str]) -> str:
 
 
 def _index(index: Node, name: str, extent: str) -> str:
-    """The index clamped to its dimension; an input of the mod is inside it (requirements.py)."""
+    """Return the index clamped to its dimension; inputs need no clamp, because mods/facts.py has checked them."""
     return name if index.op in INPUTS else f"np.minimum(np.maximum({name}, 0), {extent} - 1)"
 
 
 @lru_cache(maxsize=256)
 def score_function(text: str) -> Function:
-    """The modified score, a tuple of one."""
+    """Return the Function of score_mod, whose result is a tuple with the modified score."""
     program = parse(text)
     assert program.score is not None
     return function_of((program.score,))
@@ -92,7 +92,7 @@ def score_function(text: str) -> Function:
 
 @lru_cache(maxsize=256)
 def mask_function(text: str) -> Function:
-    """The truth of mask_mod, a tuple of one that broadcasts to the tile."""
+    """Return the Function of mask_mod, whose result is a tuple with a mask that broadcasts to the tile."""
     program = parse(text)
     assert program.mask is not None
     return function_of((program.mask,))
@@ -113,11 +113,11 @@ class Slope:
         self._function = function_of(tuple(roots))
 
     def indexed_by(self, name: str) -> bool:
-        """Whether every element that gets a gradient is of one sequence ("b"), or of one head ("h")."""
+        """Whether every element with a gradient belongs to one sequence (name "b") or to one head ("h")."""
         return all(any(index.op == name for index in load.args) for load in self._loads)
 
     def evaluate(self, *inputs: Any) -> tuple[Any, Any, list[tuple[int, Any, tuple[Any, ...]]]]:
-        """(score, slope, [(slot, derivative by the element, its indices before clamping)]) of a Function's inputs."""
+        """Return (score, slope, [(slot, derivative with respect to the element, its unclamped indices)])."""
         score, slope, *others = self._function(*inputs)
         reads, start = [], 0
         for load in self._loads:
@@ -129,12 +129,12 @@ class Slope:
 
 @lru_cache(maxsize=256)
 def slope_of(text: str, wanted: tuple[bool, ...]) -> Slope:
-    """The derivatives of a mod; `wanted` chooses, by slot, the captured arrays that get a gradient."""
+    """Return the derivatives of a mod; `wanted` has for each slot whether the captured array gets a gradient."""
     return Slope(text, wanted)
 
 
 class SecondRead(NamedTuple):
-    """An element of a captured array that a score reads, with the derivatives of the score and of its tangent by it."""
+    """An element that a score reads, and the derivatives of the score and of its tangent with respect to it."""
 
     slot: int
     of_score: Any
@@ -145,7 +145,7 @@ class SecondRead(NamedTuple):
 class Direction:
     """The modified score, its tangent, and the derivatives of both, on a tile.
 
-    The arrays of its inputs are the captured ones, followed by their tangents.
+    The arrays among its inputs are the captured arrays, followed by their tangents.
     """
 
     def __init__(self, text: str, moved: tuple[bool, ...], wanted: tuple[bool, ...]) -> None:
@@ -163,12 +163,12 @@ class Direction:
         self._second = function_of(tuple(roots))
 
     def tangent(self, *inputs: Any) -> tuple[Any, Any]:
-        """(score, tangent) of a Function's inputs."""
+        """Return (score, tangent) for a Function's inputs."""
         score, moving = self._tangent(*inputs)
         return score, moving
 
     def second(self, *inputs: Any) -> tuple[Any, Any, Any, Any, list[SecondRead]]:
-        """(score, tangent, slope, the tangent's derivative by the score, the elements read) of a Function's inputs."""
+        """Return (score, tangent, slope, d tangent / d score, the elements that are read) for a Function's inputs."""
         score, moving, slope, curve, *others = self._second(*inputs)
         reads, start = [], 0
         for load in self._loads:
@@ -181,5 +181,5 @@ class Direction:
 
 @lru_cache(maxsize=256)
 def direction_of(text: str, moved: tuple[bool, ...], wanted: tuple[bool, ...]) -> Direction:
-    """The tangent of a mod and its derivatives, by slot: the arrays with a tangent, and those that get a gradient."""
+    """Return the Direction of a mod; `moved` and `wanted` have for each slot whether it has a tangent, a gradient."""
     return Direction(text, moved, wanted)

@@ -1,4 +1,4 @@
-"""Stand-ins for objects, classes and modules that a mod captures."""
+"""Proxies for objects, classes and modules that a mod captures."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .values import BINARY, Captured, Delegate, Number, Traced, call
 
 
 class Held(Delegate):
-    """An object, class or module that a mod captures.
+    """A proxy for an object, class or module that a mod captures.
 
-    Its attributes become stand-ins when they are read, and its own operators (`__lt__`, `__float__`, ...) are followed.
-    Without an instance dictionary, so that vars() reads that of the object.
+    Attributes are replaced by stand-ins when they are read, and the object's own operators (`__lt__`, `__float__`, ...)
+    are traced. The class has no instance dictionary, so that vars() reads the object's.
     """
 
     __slots__ = ("_held", "_set")
 
     def __init__(self, rebuilder: Any, owner: Any, local: str) -> None:
         object.__setattr__(self, "_held", (rebuilder, owner, local))
-        object.__setattr__(self, "_set", {})  # attributes that the mod sets, for the rest of its only call
+        object.__setattr__(self, "_set", {})  # attributes that the mod sets, until the end of the trace
 
     @property  # type: ignore[misc]  # mypy takes __class__ for a read-only attribute of object
-    def __class__(self) -> type:  # so that isinstance(x, its class) holds
+    def __class__(self) -> type:  # for isinstance(x, <class of the object>)
         return type(original(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class Held(Delegate):
             return own[name]
         try:
             value = getattr(owner, name)
-        except AttributeError:  # hasattr or a default: nothing would notice that a later call has the attribute
+        except AttributeError:  # hasattr or a default: no condition can check whether a later call has the attribute
             rebuilder.sources.reproducible = False
             raise
         plain = name.isidentifier() and not keyword.iskeyword(name)
@@ -59,13 +59,13 @@ class Held(Delegate):
         return str(self._state(str))
 
     def _state(self, function: Callable[[Any], Any]) -> Any:
-        """function(the object), which may depend on anything in it: every call is traced."""
+        """Return function(object); its result may depend on any state, so every call must be traced."""
         rebuilder, owner, _ = object.__getattribute__(self, "_held")
         rebuilder.sources.reproducible = False
         return function(owner)
 
     def _defines(self, name: str) -> bool:
-        """Whether the object's class has the special method, other than as `object` has it."""
+        """Whether the object's class defines the special method, rather than inheriting it from `object`."""
         return getattr(type(original(self)), name, None) is not getattr(object, name, None)
 
     def _require(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Held(Delegate):
         return self._items()
 
     def _items(self) -> Iterator[Any]:
-        """The items 0, 1, 2, ... up to an IndexError, as Python's iteration without __iter__."""
+        """Yield the items 0, 1, 2, ... until an IndexError, as Python iterates without __iter__."""
         index = 0
         while True:
             try:
@@ -119,7 +119,7 @@ class Held(Delegate):
         return int(self.__getattr__("__len__")())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The object's result, computed with stand-ins; a class makes an instance with them."""
+        """Call the object with stand-ins; for a class, make an instance with them."""
         rebuilder, owner, _ = object.__getattribute__(self, "_held")
         if isinstance(owner, type):
             rebuilder.sources.reproducible = False
@@ -129,7 +129,7 @@ class Held(Delegate):
 
 
 def _followed(name: str, result: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """The special method of Held that follows the object's; `result` converts what Python takes one type of."""
+    """Return the special method of Held that traces the object's; `result` converts to the type Python requires."""
 
     def method(self: Held, *args: Any) -> Any:
         if args and not self._defines(name) and isinstance(args[0], Held):
@@ -153,7 +153,7 @@ _install_operators()
 
 
 def original(x: Any) -> Any:
-    """The captured value that a stand-in replaces; anything else as it is."""
+    """Return the captured value that a stand-in replaces, and anything else as it is."""
     if type(x) is Number:
         return x.value
     if type(x) is Captured:

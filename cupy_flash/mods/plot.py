@@ -1,4 +1,4 @@
-"""Draw a mask_mod with the classes of its tiles; needs matplotlib."""
+"""Plots a mask_mod with the classes of its tiles; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .numpy_code import mask_function
 from .tiles import EMPTY, FULL, TileClasses
 from .trace import mod_of
 
-SKIPPED, HIDDEN, SEEN, UNMASKED = range(4)  # a pair in an empty tile; in a cut one, hidden or seen; in a full tile
+SKIPPED, HIDDEN, SEEN, UNMASKED = range(4)  # a pair in an empty tile; hidden or seen in a cut tile; in a full tile
 COLORS = ("#ffffff", "#f3d9c9", "#c65f2e", "#2e5f8a")
 LABELS = ("tile skipped", "hidden in a cut tile", "seen in a cut tile", "seen in a full tile")
 
@@ -19,9 +19,9 @@ LABELS = ("tile skipped", "hidden in a cut tile", "seen in a cut tile", "seen in
 def picture(
     mask_mod: Any, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0, block_q: int = 128, block_kv: int = 128
 ) -> np.ndarray[Any, Any]:
-    """SKIPPED, HIDDEN, SEEN or UNMASKED of every pair, uint8 (q_len, kv_len)."""
+    """Return SKIPPED, HIDDEN, SEEN or UNMASKED for every pair, uint8 (q_len, kv_len)."""
     mod = mod_of(None, mask_mod)
-    if mod.program.mask is None:  # it is simplified to True
+    if mod.program.mask is None:  # the mask is simplified to True
         return np.full((q_len, kv_len), UNMASKED, np.uint8)
     arrays = [as_array(array, f"array{slot}").numpy() for slot, array in enumerate(mod.arrays)]
     i, j = np.arange(q_len, dtype=np.int32)[:, None], np.arange(kv_len, dtype=np.int32)[None, :]

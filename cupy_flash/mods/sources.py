@@ -1,8 +1,8 @@
-"""How a later call reaches what a trace has read, and the conditions under which its trace would be the same.
+"""Guards of a trace: expressions that fetch captured values in a later call, and conditions for reusing the trace.
 
 Both are Python expressions over the call's functions `f0` (score_mod) and `f1` (mask_mod), for example
-`f0.__closure__[1].cell_contents`. They become one generated function, which returns the arrays and numbers of a call,
-or None if the call needs a trace of its own. Generated code does this in a microsecond or two.
+`f0.__closure__[1].cell_contents`. They are compiled to one function, which returns the arrays and numbers of a call in
+one or two microseconds, or None if the call must be traced.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Collect = Callable[[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
 
 
 class Sources:
-    """The expressions and conditions of one trace, in the order in which it met them."""
+    """The expressions and conditions of one trace, in the order in which the trace needed them."""
 
     def __init__(self) -> None:
-        self.reproducible = True  # False: the trace read something that no expression reaches
-        self._steps: list[tuple[str, str]] = []  # (local, its expression), or ("", a condition)
+        self.reproducible = True  # False if the trace read a value that no expression reaches
+        self._steps: list[tuple[str, str]] = []  # (local, expression), or ("", condition)
         self._locals: dict[str, str] = {}  # expression -> name of the local
         self._constants: dict[str, Any] = {}
         self._conditions: set[str] = set()
 
     def reach(self, expression: str) -> str:
-        """A local that holds the value of the expression."""
+        """Return a local variable that holds the value of the expression."""
         local = self._locals.get(expression)
         if local is None:
             local = self._locals[expression] = f"v{len(self._locals)}"
@@ -35,7 +35,7 @@ class Sources:
         return local
 
     def constant(self, value: Any) -> str:
-        """An expression of a value that the trace holds."""
+        """Return an expression for a value that the trace holds."""
         if type(value) is int or (type(value) is float and math.isfinite(value)):
             return f"({value!r})"
         name = next((name for name, other in self._constants.items() if other is value), None)
@@ -45,13 +45,13 @@ class Sources:
         return name
 
     def require(self, condition: str) -> None:
-        """A later call has this trace only if the condition holds."""
+        """Reuse this trace in a later call only if the condition holds."""
         if condition not in self._conditions:
             self._conditions.add(condition)
             self._steps.append(("", condition))
 
     def collect(self, arrays: list[str], numbers: list[str]) -> Collect:
-        """The function (score_mod, mask_mod) -> (arrays, numbers), or None for a call that needs another trace."""
+        """Return the function (score_mod, mask_mod) -> (arrays, numbers), or None for a call that must be traced."""
         results = [f"({''.join(f'{item}, ' for item in items)})" for items in (arrays, numbers)]
         needed = self._needed([condition for local, condition in self._steps if not local] + results)
         lines = ["def collect(f0, f1):", "    try:"]
@@ -67,7 +67,7 @@ class Sources:
         return collect
 
     def _needed(self, expressions: list[str]) -> set[str]:
-        """The locals that expressions use, directly or through other locals."""
+        """Return the locals that expressions use, directly or through other locals."""
         definitions = dict(self._steps)
         needed: set[str] = set()
         while expressions:

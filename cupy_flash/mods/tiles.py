@@ -1,8 +1,9 @@
-"""The classes of tiles under a mask, proved by interval arithmetic without a look at their scores.
+"""Classifies the tiles of a mask by interval arithmetic, without evaluating it for every score.
 
-A tile is EMPTY if no query of it sees a key of it, FULL if each sees all; CUT is what neither is proved of, and only
-costs time. All tiles of a call are classified at once: an interval is two arrays with one element per tile. The
-functions by which intervals.py evaluates an expression are defined here and, alike, in kernels_cu/range.cuh.
+A tile is EMPTY if none of its queries sees any of its keys, FULL if each sees all, and CUT if neither can be proved; a
+CUT tile is masked, which is always correct. All tiles of a call are classified at once: an interval is two arrays with
+one element per tile. The functions that intervals.py calls are defined here and, with the same results, in
+kernels_cu/range.cuh.
 """
 
 from __future__ import annotations
@@ -18,108 +19,108 @@ from .ir import INT, REAL, Node, order
 
 EMPTY, CUT, FULL = 0, 1, 2
 
-Numbers = Any  # an array or NumPy scalar: int64, or bool of truths
+Numbers = Any  # an array or NumPy scalar: int64, or bool in a Truth
 
 INT_MIN, INT_MAX = np.int64(-(2**31)), np.int64(2**31 - 1)
 LONG_MIN, LONG_MAX = np.int64(-(2**63)), np.int64(2**63 - 1)
-NEAR = np.int64(2**40)  # 64-bit integers below it in magnitude are exact in sums
+NEAR = np.int64(2**40)  # longs with a smaller magnitude are exact in sums
 
-CHUNK = 64  # elements of a captured array whose least and greatest are known
-MOST_CHUNKS = 64  # more of them are not looked through
-MOST_ELEMENTS = 16  # at most as many are read one by one
+CHUNK = 64  # elements of a captured array per entry of its table of extremes
+MOST_CHUNKS = 64  # maximum number of chunks that a query of the table reads
+MOST_ELEMENTS = 16  # maximum number of elements that are read one by one
 
 
 class Interval(NamedTuple):
-    """Integers lo <= x <= hi; both bounds int64, of a shape that broadcasts to that of the tiles."""
+    """The integers lo <= x <= hi; both bounds are int64 and broadcast to the shape of the tiles."""
 
     lo: Numbers
     hi: Numbers
 
 
 class Truth(NamedTuple):
-    """A bool that may be true, and may be false: one of both holds, or both."""
+    """Whether a bool may be true and whether it may be false; at least one of both holds."""
 
     may: Numbers
     may_not: Numbers
 
 
 class KnownBits(NamedTuple):
-    """The bits of an integer, extended by its sign to 64: the known ones, 0 elsewhere, and which are unknown."""
+    """The bits of a sign-extended 64-bit integer: the known ones, with 0 elsewhere, and a mask of the unknown ones."""
 
     known: Numbers
     unknown: Numbers
 
 
-# ------------------------------------------------------------------------------------------------ twins of range.cuh
+# ------------------------------------------------------------------------------ functions that range.cuh has as well
 
 
 def always() -> Truth:
-    """The truth that holds."""
+    """Return the Truth of True."""
     return Truth(np.True_, np.False_)
 
 
 def never() -> Truth:
-    """The truth that does not hold."""
+    """Return the Truth of False."""
     return Truth(np.False_, np.True_)
 
 
 def unknown() -> Truth:
-    """The truth value of which nothing is known."""
+    """Return the Truth of an unknown bool."""
     return Truth(np.True_, np.True_)
 
 
 def any_int() -> Interval:
-    """Every int."""
+    """Return the interval of all ints."""
     return Interval(INT_MIN, INT_MAX)
 
 
 def any_long() -> Interval:
-    """Every long."""
+    """Return the interval of all longs."""
     return Interval(LONG_MIN, LONG_MAX)
 
 
 def add(x: Interval, y: Interval) -> Interval:
-    """x + y, not wrapped."""
+    """Return x + y without wrapping."""
     return Interval(x.lo + y.lo, x.hi + y.hi)
 
 
 def scale(x: Interval, factor: int) -> Interval:
-    """x * factor, not wrapped."""
+    """Return x * factor without wrapping."""
     ends = x.lo * np.int64(factor), x.hi * np.int64(factor)
     return Interval(*ends) if factor >= 0 else Interval(*ends[::-1])
 
 
 def guarded(total: Interval, *terms: Interval) -> Interval:
-    """A sum, if its terms are too small for it to wrap; else anything."""
+    """Return `total` if its terms are too small for it to wrap, else the interval of all longs."""
     exact = reduce(np.logical_and, [(term.lo > -NEAR) & (term.hi < NEAR) for term in terms])
     return _where(exact, total, any_long())
 
 
 def wrapped(x: Interval) -> Interval:
-    """An int from its unwrapped value."""
+    """Return an int interval from that of its unwrapped value."""
     return _where((x.lo >= INT_MIN) & (x.hi <= INT_MAX), x, any_int())
 
 
 def multiply(x: Interval, y: Interval) -> Interval:
-    """x * y of ints, not wrapped; of longs beyond 32 bits anything."""
+    """Return x * y of ints without wrapping; the interval of all longs if an operand exceeds 32 bits."""
     ends = x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi
     small = np.minimum(x.lo, y.lo) >= INT_MIN
-    small = small & (np.maximum(x.hi, y.hi) <= INT_MAX)  # no product leaves 64 bits
+    small = small & (np.maximum(x.hi, y.hi) <= INT_MAX)  # no product overflows 64 bits
     return _where(small, Interval(reduce(np.minimum, ends), reduce(np.maximum, ends)), any_long())
 
 
 def smallest(x: Interval, y: Interval) -> Interval:
-    """min(x, y)."""
+    """Return min(x, y)."""
     return Interval(np.minimum(x.lo, y.lo), np.minimum(x.hi, y.hi))
 
 
 def largest(x: Interval, y: Interval) -> Interval:
-    """max(x, y)."""
+    """Return max(x, y)."""
     return Interval(np.maximum(x.lo, y.lo), np.maximum(x.hi, y.hi))
 
 
 def magnitude(x: Interval) -> Interval:
-    """|x|; that of the least long is itself, so what may be it may be anything."""
+    """Return |x|; the interval of all longs if x may be the least long, whose magnitude wraps."""
     inside = (x.lo <= 0) & (x.hi >= 0)
     ends = np.abs(x.lo), np.abs(x.hi)
     lo = np.where(inside, 0, np.minimum(*ends))
@@ -127,68 +128,68 @@ def magnitude(x: Interval) -> Interval:
 
 
 def floor_divide(x: Interval, y: Interval) -> Interval:
-    """x // y rounded down; anything unless y > 0."""
+    """Return x // y rounded down; the interval of all longs unless y > 0."""
     least, most = np.maximum(y.lo, 1), np.maximum(y.hi, 1)
     quotient = Interval(np.minimum(x.lo // least, x.lo // most), np.maximum(x.hi // least, x.hi // most))
     return _where(y.lo > 0, quotient, any_long())
 
 
 def modulo(x: Interval, y: Interval) -> Interval:
-    """x % y, not negative; anything unless y > 0."""
+    """Return x % y, which is not negative; the interval of all longs unless y > 0."""
     most = np.maximum(y.hi, 1)
     quotient = x.lo // most
-    exact = (y.lo == y.hi) & (x.hi // most == quotient)  # then the rest is x less a constant
+    exact = (y.lo == y.hi) & (x.hi // most == quotient)  # then the remainder is x minus a constant
     rest = _where(exact, Interval(x.lo - quotient * most, x.hi - quotient * most), Interval(np.int64(0), most - 1))
     return _where(y.lo > 0, rest, any_long())
 
 
 def shift_right(x: Interval, count: int) -> Interval:
-    """x >> count."""
+    """Return x >> count."""
     return Interval(x.lo >> count, x.hi >> count)
 
 
 def less(x: Interval, y: Interval) -> Truth:
-    """x < y."""
+    """Return x < y."""
     return Truth(x.lo < y.hi, x.hi >= y.lo)
 
 
 def less_equal(x: Interval, y: Interval) -> Truth:
-    """x <= y."""
+    """Return x <= y."""
     return Truth(x.lo <= y.hi, x.hi > y.lo)
 
 
 def equal(x: Interval, y: Interval) -> Truth:
-    """x == y."""
+    """Return x == y."""
     return Truth((x.lo <= y.hi) & (y.lo <= x.hi), (x.lo != x.hi) | (y.lo != y.hi) | (x.lo != y.lo))
 
 
 def nonzero(x: Interval) -> Truth:
-    """x != 0."""
+    """Return x != 0."""
     return Truth((x.lo != 0) | (x.hi != 0), (x.lo <= 0) & (x.hi >= 0))
 
 
 def negate(x: Truth) -> Truth:
-    """not x."""
+    """Return not x."""
     return Truth(x.may_not, x.may)
 
 
 def both(x: Truth, y: Truth) -> Truth:
-    """x and y."""
+    """Return x and y."""
     return Truth(x.may & y.may, x.may_not | y.may_not)
 
 
 def either(x: Truth, y: Truth) -> Truth:
-    """x or y."""
+    """Return x or y."""
     return Truth(x.may | y.may, x.may_not & y.may_not)
 
 
 def same(x: Truth, y: Truth) -> Truth:
-    """x == y of truths."""
+    """Return x == y of Truths."""
     return Truth((x.may & y.may) | (x.may_not & y.may_not), (x.may & y.may_not) | (x.may_not & y.may))
 
 
 def choose(condition: Truth, x: Any, y: Any) -> Any:
-    """where(condition, x, y) of two truths or two intervals."""
+    """Return where(condition, x, y) for two Truths or two intervals."""
     if isinstance(x, Truth):
         may = (condition.may & x.may) | (condition.may_not & y.may)
         return Truth(may, (condition.may & x.may_not) | (condition.may_not & y.may_not))
@@ -197,7 +198,7 @@ def choose(condition: Truth, x: Any, y: Any) -> Any:
 
 
 def bits_of_interval(x: Interval) -> KnownBits:
-    """Known are the bits above the highest in which the bounds differ."""
+    """Return the known bits of an interval: those above the highest bit in which its bounds differ."""
     differ = x.lo ^ x.hi
     for shift in (1, 2, 4, 8, 16, 32):
         differ = differ | (differ >> shift)
@@ -205,45 +206,45 @@ def bits_of_interval(x: Interval) -> KnownBits:
 
 
 def interval_of_bits(x: KnownBits) -> Interval:
-    """The sign counts down, the other bits up."""
+    """Return the interval of known bits: an unknown sign bit lowers lo, the other unknown bits raise hi."""
     return Interval(x.known | (x.unknown & LONG_MIN), x.known | (x.unknown & LONG_MAX))
 
 
 def bits_and(x: KnownBits, y: KnownBits) -> KnownBits:
-    """x & y."""
+    """Return x & y."""
     known = x.known & y.known
     return KnownBits(known, (x.known | x.unknown) & (y.known | y.unknown) & ~known)
 
 
 def bits_or(x: KnownBits, y: KnownBits) -> KnownBits:
-    """x | y."""
+    """Return x | y."""
     known = x.known | y.known
     return KnownBits(known, (x.unknown | y.unknown) & ~known)
 
 
 def bits_xor(x: KnownBits, y: KnownBits) -> KnownBits:
-    """x ^ y."""
+    """Return x ^ y."""
     unknown = x.unknown | y.unknown
     return KnownBits((x.known ^ y.known) & ~unknown, unknown)
 
 
 def bits_not(x: KnownBits) -> KnownBits:
-    """~x."""
+    """Return ~x."""
     return KnownBits(~x.known & ~x.unknown, x.unknown)
 
 
 def bits_shift_left(x: KnownBits, count: int) -> KnownBits:
-    """x << count, of which no bit leaves the number."""
+    """Return x << count, which must not shift out any bit."""
     return KnownBits(x.known << count, x.unknown << count)
 
 
 def bits_shift_right(x: KnownBits, count: int) -> KnownBits:
-    """x >> count."""
+    """Return x >> count."""
     return KnownBits(x.known >> count, x.unknown >> count)
 
 
 def agree(equal: Truth, x: KnownBits, y: KnownBits) -> Truth:
-    """Whether integers are equal, of which also bits are known."""
+    """Return x == y of integers, given `equal` of their intervals and their known bits."""
     return Truth(equal.may & ((x.known ^ y.known) & ~(x.unknown | y.unknown) == 0), equal.may_not)
 
 
@@ -271,13 +272,13 @@ class Extremes:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         limits = np.iinfo(array.dtype) if array.dtype != np.bool_ else None
-        # The bounds that hold for any box. An array without elements is read by no score.
+        # Bounds for every box. An array without elements is never read, so that its bounds do not matter.
         self.limits = Interval(*map(np.int64, (limits.min, limits.max) if limits else (0, 1)))
         self._chunks: Interval | None = None
 
     @property
     def chunks(self) -> Interval:
-        """Bounds of CHUNK elements in a row of the last axis, (rows, chunks)."""
+        """Bounds of each CHUNK consecutive elements of the last axis, (rows, chunks)."""
         if self._chunks is None:
             rows = self.array.reshape(-1, self.array.shape[-1]).astype(np.int64)
             starts = np.arange(0, rows.shape[1], CHUNK)
@@ -285,7 +286,7 @@ class Extremes:
         return self._chunks
 
     def over(self, indices: Sequence[Interval]) -> Interval:
-        """Bounds of the elements whose every index lies in its interval, clamped to the array as in evaluation."""
+        """Return bounds of the elements with every index in its interval, clamped to the array as in evaluation."""
         if not self.array.size:
             return self.limits
         boxes = [
@@ -302,7 +303,7 @@ class Extremes:
         return _where(few, self._over_elements(boxes, int(elements.max())), found) if np.any(few) else found
 
     def _over_elements(self, boxes: Sequence[Interval], most: int) -> Interval:
-        """Bounds of the first `most` elements, one after the other; a smaller box repeats its last."""
+        """Return bounds of the first `most` elements, read one by one; a smaller box repeats its last element."""
         lo, hi = LONG_MAX, LONG_MIN
         for n in range(min(most, MOST_ELEMENTS)):
             rest, place = np.int64(n), []
@@ -315,7 +316,7 @@ class Extremes:
         return Interval(lo, hi)
 
     def _over_chunks(self, boxes: Sequence[Interval]) -> Interval:
-        """Bounds of the chunks that a stretch of one row meets; of any element where there are more rows or chunks."""
+        """Return bounds of the chunks that a range of one row overlaps; of all elements for more rows or chunks."""
         *leading, last = boxes
         row, one_row = np.int64(0), np.True_
         for box, size in zip(leading, self.array.shape, strict=False):
@@ -336,13 +337,13 @@ class TileClasses:
     """Classifies the tiles of one call under its mask_mod."""
 
     def __init__(self, mask: Node, arrays: Sequence[np.ndarray], numbers: Sequence[int | float] = ()) -> None:
-        """`arrays` and `numbers` are those of the Program, by slot and index."""
+        """Prepare the mask of a Program; `arrays` and `numbers` are the captured ones, by slot and index."""
         self.mask, self.numbers = mask, numbers
         read = {node.value for node in order((mask,)) if node.op == "load" and node.kind != REAL}
         self.extremes = {slot: Extremes(arrays[slot]) for slot in read}
 
     def of(self, batch: int, head: int, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> np.ndarray:
-        """EMPTY, CUT or FULL for tiles of queries and keys, each from first to last, both included.
+        """Return EMPTY, CUT or FULL for tiles of queries and keys, each given by its first and last position.
 
         The result is uint8, of the shape to which these four bounds broadcast.
         """
@@ -357,7 +358,7 @@ class TileClasses:
 
 
 class TileDomain:
-    """The domain of intervals.py with an array element per tile."""
+    """The domain of intervals.py with one array element per tile."""
 
     def __init__(
         self, inputs: dict[str, Interval], numbers: Sequence[int | float], extremes: dict[int, Extremes]
@@ -365,23 +366,23 @@ class TileDomain:
         self.inputs, self.numbers, self.extremes = inputs, numbers, extremes
 
     def constant(self, value: int) -> Interval:
-        """The interval of one number."""
+        """Return the interval of one number."""
         return Interval(np.int64(value), np.int64(value))
 
     def input(self, name: str) -> Interval:
-        """The interval of b, h, q or kv."""
+        """Return the interval of b, h, q or kv."""
         return self.inputs[name]
 
     def argument(self, node: Node) -> Interval:
-        """The interval of a run-time number."""
+        """Return the interval of a run-time number."""
         return self.constant(int(self.numbers[node.value]))
 
     def load(self, node: Node, indices: Sequence[Interval]) -> Interval:
-        """The bounds of the elements that indices of these intervals read."""
+        """Return bounds of the elements at indices in these intervals."""
         return self.extremes[node.value].over(indices)
 
     def call(self, function: str, *operands: Any) -> Any:
-        """The result of a function of this module."""
+        """Return the result of a function of this module."""
         return FUNCTIONS[function](*operands)
 
     def fits(self, interval: Interval, kind: str) -> bool:

@@ -1,11 +1,11 @@
-"""Trace a score_mod and a mask_mod: call each once with stand-ins for the score and its indices, and keep the result.
+"""Traces a score_mod and a mask_mod: calls each once, with stand-ins for the score and its indices.
 
-Arrays of NumPy, CuPy and jax have no hook for `array[traced]`. So a function is rebuilt with stand-ins in its closure,
-globals and defaults, in place of arrays, numbers, and the functions and objects that lead to them.
+Arrays of NumPy, CuPy and jax have no hook for `array[traced]`. A function is therefore rebuilt with stand-ins in its
+closure, globals and defaults, in place of arrays, numbers, and the functions and objects that hold them.
 
-A trace is kept for as long as it holds: a later call of the same code takes it over if what the code captures is of the
-same types, dtypes and ranks, and the numbers that entered the text are the same (sources.py). Contents and shapes of
-arrays and all other numbers are collected in every call.
+Traces are cached. A later call of the same code reuses a trace if the captured values have the same types, dtypes and
+ranks, and the numbers in the text are the same (sources.py). Contents and shapes of arrays and all other numbers are
+collected in every call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .values import Number, Trace, Traced, Value, call, element_of, is_array, li
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
 MOST_NODES = 4096
-DEEPEST = 12  # containers within containers
+DEEPEST = 12  # maximum nesting of containers
 LARGEST_CONTAINER = 1024
 MOST_TRACES = 256
 
-# NumPy's and torch's functions accept stand-ins by protocol; those of jax and CuPy are wrapped.
+# NumPy and torch have a protocol by which their functions accept stand-ins; functions of jax and CuPy are wrapped.
 PROTOCOL = ("numpy", "torch")
 WRAPPED = ("jax", "jaxlib", "cupy", "cupyx")
 HERE = str(Path(__file__).parent)
@@ -45,28 +45,28 @@ CONSTANTS = (str, bytes, bool, complex, np.generic, np.dtype, range, enum.Enum, 
 
 
 class Mod:
-    """A score_mod and a mask_mod, traced: `program`, and the `arrays` and `numbers` that it reads.
+    """A traced score_mod, mask_mod or both: `program`, and the `arrays` and `numbers` that it reads.
 
-    Give it as score_mod= or mask_mod= in place of the functions that it was made of. It keeps the arrays and numbers
-    that the functions had captured when it was made; contents of the arrays are read in every call.
+    Pass it as score_mod= or mask_mod= instead of the functions. It keeps the arrays and numbers that the functions had
+    captured when they were traced; contents of the arrays are read in every call.
 
     Args:
         score_mod: a function (score, b, h, q_idx, kv_idx) -> score.
         mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend.
 
     Raises:
-        TypeError: a function does what cannot be traced; the message has the user's line and what to write instead.
-        ValueError: it reads more than 32 arrays, or takes more than 4096 operations.
+        TypeError: a function cannot be traced; the message has the user's line and what to write instead.
+        ValueError: it reads more than 32 arrays, or has more than 4096 operations.
     """
 
     __slots__ = ("arrays", "encoded", "names", "numbers", "program", "text")
 
     program: Program
-    text: str  # text of the program
+    text: str  # the text of the program
     encoded: str  # the text and a line of numbers, which `decoded` reads
     arrays: tuple[Any, ...]
     numbers: tuple[Any, ...]
-    names: tuple[str, ...]  # of the functions, for explain()
+    names: tuple[str, ...]  # names of the functions, for explain()
 
     def __init__(self, score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None) -> None:
         if score_mod is None and mask_mod is None:
@@ -76,10 +76,10 @@ class Mod:
             setattr(self, name, getattr(mod, name))
 
     def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
-        """The same mod with other arrays.
+        """Return the same mod with other arrays.
 
         Args:
-            arrays: of the same dtypes and ranks, in the same order.
+            arrays: arrays with the same dtypes and ranks, in the same order.
         """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
@@ -102,7 +102,7 @@ def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbe
 
 
 def decoded(encoded: str, arrays: Any) -> Mod:
-    """The Mod of `Mod.encoded` over arrays."""
+    """Return the Mod of `Mod.encoded` with arrays."""
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, (), tuple(arrays), numbers)
 
@@ -116,7 +116,7 @@ def _decoded(encoded: str) -> tuple[Program, str, tuple[int | float, ...]]:
 
 
 def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
-    """The Mod of a call's options: of one or two functions, or a Mod itself."""
+    """Return the Mod of a call's options, which are one or two functions, or a Mod."""
     mods = [given for given in (score_mod, mask_mod) if isinstance(given, Mod)]
     if not mods:
         return traced(score_mod, converted(mask_mod) if is_block_mask(mask_mod) else mask_mod)
@@ -126,9 +126,9 @@ def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
 
 
 class _Kept(NamedTuple):
-    """A trace that later calls may take over."""
+    """A trace that later calls may reuse."""
 
-    codes: tuple[Any, ...]  # alive, so that their ids stay theirs
+    codes: tuple[Any, ...]  # referenced, so that their ids are not reused
     collect: Collect
     program: Program
     text: str
@@ -140,7 +140,7 @@ _keeping = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    """Replace the lock in a forked child, where the thread that may have held it does not exist."""
     global _keeping
     _keeping = threading.Lock()
 
@@ -150,7 +150,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def traced(score_mod: Any, mask_mod: Any) -> Mod:
-    """The Mod of the functions, from a kept trace if one holds for them; either may be None."""
+    """Return the Mod of the functions, from a cached trace if its conditions hold; either function may be None."""
     codes = (_code_of(score_mod), _code_of(mask_mod))
     key = (id(codes[0]), id(codes[1]))
     for kept in _kept.get(key, ()):
@@ -182,7 +182,7 @@ def _keep(key: tuple[int, int], kept: _Kept) -> None:
 
 
 def _code_of(function: Any) -> Any:
-    """The code object or class that all calls of one function, method, partial or callable share."""
+    """Return the code object or class that is the same in all calls of one function, method, partial or callable."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -196,7 +196,7 @@ def _name_of(function: Any) -> str:
 
 
 def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> Node:
-    """The node that the function returns: real of a score_mod, bool of a mask_mod."""
+    """Return the node that the function returns, real for a score_mod, bool for a mask_mod."""
     option = "score_mod" if inputs is SCORE_INPUTS else "mask_mod"
     try:
         if not callable(function):
@@ -220,10 +220,10 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
 
 
 def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
-    """Untraceable if the function cannot be called with the inputs by position."""
+    """Raise Untraceable if the function cannot be called with the inputs by position."""
     try:
         parameters = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin's, or hidden by its class: the call itself raises
+    except (TypeError, ValueError):  # no signature (a builtin, or hidden by a class): the call itself raises
         return
     try:
         parameters.bind(*inputs)
@@ -236,7 +236,7 @@ def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
 
 
 def _user_line(error: BaseException, function: Any) -> str:
-    """The last line of the user's code that the error came through, else the line that defines the function."""
+    """Return the last line of the user's code in the error's traceback, else the line that defines the function."""
     code = _code_of(function)
     place = (code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
     step = error.__traceback__
@@ -251,9 +251,9 @@ def _user_line(error: BaseException, function: Any) -> str:
 
 
 def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Program, list[int], list[int]]:
-    """The program over a graph that holds nothing else, with its slots and arguments in the order of their use.
+    """Return the program over a graph of its own, with slots and arguments in the order of their use.
 
-    A choice of -inf at the root of a score_mod hides keys, so it becomes a mask, which lets whole tiles be skipped.
+    where(c, -inf, s) at the root of a score_mod hides keys, so it becomes a mask, which lets whole tiles be skipped.
     """
     graph = trace.graph
     while score is not None and score.op == "where" and any(_is_minus_infinity(branch) for branch in score.args[1:]):
@@ -294,16 +294,16 @@ def _library(module: Any) -> str:
 
 
 class _Rebuilder:
-    """Replaces what functions capture by stand-ins, and records where it was."""
+    """Replaces the captured values of functions by stand-ins, and records the expressions that reach them."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.sources = trace, trace.sources
         self._rebuilt: dict[
             int, tuple[Any, Any, str]
-        ] = {}  # id -> (the original, which stays alive, its stand-in, local)
+        ] = {}  # id -> (the original, referenced so that its id is not reused, stand-in, local)
 
     def rebuild(self, x: Any, source: str, depth: int = 0) -> Any:
-        """x with stand-ins for all that leads to arrays and numbers; `source` is the expression that reaches x."""
+        """Return x with stand-ins for arrays, numbers and whatever holds them; `source` is an expression for x."""
         if type(x) in (int, float):
             return Number(self.trace, x, self.sources.reach(source))
         if isinstance(x, CONSTANTS):
@@ -356,7 +356,7 @@ class _Rebuilder:
             wrapped = _library(getattr(x, "__module__", None)) in WRAPPED and not isinstance(x, type)
             return _accepting_stand_ins(x) if wrapped and callable(x) else x
         if not hasattr(x, "__dict__") and not hasattr(type(x), "__slots__"):
-            self.sources.reproducible = False  # a set, an iterator, ...: its state cannot be compared
+            self.sources.reproducible = False  # a set, an iterator, ...: no condition can compare its state
             return x
         self._require_type(x, local)
         return Held(self, x, local)
@@ -365,14 +365,14 @@ class _Rebuilder:
         return repr(key) if type(key) is str else self.sources.constant(key)
 
     def _is_opaque(self, x: Any) -> bool:
-        """Whether x is a library's, holds no state of the user's, and need only be the same object in a later call."""
+        """Whether x is a library's and has no state of the user's, so that a later call only needs the same object."""
         if isinstance(x, types.ModuleType):
             library = _library(x.__name__)
             return library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names
         if isinstance(x, (type, types.BuiltinFunctionType, np.ufunc)):
             return not isinstance(x, type) or _library(x.__module__) in (*PROTOCOL, *WRAPPED, *sys.stdlib_module_names)
         owner = _library(type(x).__module__)
-        return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # a torch module holds parameters
+        return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # torch modules hold parameters
 
     def _require_type(self, x: Any, local: str) -> None:
         self.sources.require(f"type({local}) is {self.sources.constant(type(x))}")
@@ -382,7 +382,7 @@ class _Rebuilder:
             raise Untraceable(f"it captures a {type(x).__name__} of {len(x)} items: make it an array")
 
     def _function(self, function: types.FunctionType, local: str, depth: int) -> Any:
-        """The function over a closure, globals and defaults of stand-ins."""
+        """Return the function with stand-ins in its closure, globals and defaults."""
         library = _library(function.__module__)
         of_library = library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names - {"__main__"}
         if of_library and not function.__closure__:
@@ -393,7 +393,7 @@ class _Rebuilder:
         names = () if of_library else _global_names(function.__code__)
         replaced = dict(function.__globals__)
         rebuilt = types.FunctionType(function.__code__, replaced, function.__name__, None, cells or None)
-        self._rebuilt[id(function)] = (function, rebuilt, local)  # before its closure, which may hold the function
+        self._rebuilt[id(function)] = (function, rebuilt, local)  # first: the closure may hold the function
         for n, (cell, captured) in enumerate(zip(cells, function.__closure__ or (), strict=True)):
             try:
                 content = captured.cell_contents
@@ -401,7 +401,7 @@ class _Rebuilder:
                 self.sources.reproducible = False
                 continue
             source = f"{local}.__closure__[{n}].cell_contents"
-            if function.__code__.co_freevars[n] == "__class__":  # which super() reads, and takes no stand-in for
+            if function.__code__.co_freevars[n] == "__class__":  # super() reads this cell and accepts no stand-in
                 self.sources.require(f"{source} is {self.sources.constant(content)}")
                 cell.cell_contents = content
             else:
@@ -419,20 +419,20 @@ class _Rebuilder:
         return rebuilt
 
     def _isinstance(self, x: Any, kinds: Any) -> bool:
-        """Python's isinstance, of what stand-ins stand for."""
+        """Return isinstance(x, kinds) for the originals of stand-ins."""
         kinds = tuple(map(original, kinds)) if isinstance(kinds, tuple) else original(kinds)
         return isinstance(original(x), kinds)
 
     def _type(self, x: Any, *definition: Any) -> Any:
-        """Python's type, of what stand-ins stand for; of a class that the mod also captures, the class's stand-in."""
+        """Return type(x) for the original of a stand-in; if the mod captures that class too, the class's stand-in."""
         kind = type(original(x), *definition)
         return self._rebuilt[id(kind)][1] if id(kind) in self._rebuilt else kind
 
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function and the functions inside it read."""
-    import dis  # takes milliseconds, once for a function
+    """Return the globals that a function and the functions inside it read."""
+    import dis  # the import takes milliseconds
 
     names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
@@ -442,7 +442,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Namespace:
-    """A module of jax or CuPy that accepts stand-ins."""
+    """A proxy for a module of jax or CuPy whose functions accept stand-ins."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -455,7 +455,7 @@ class _Namespace:
 
 
 def _accepting_stand_ins(function: Any) -> Any:
-    """A function of jax or CuPy, recorded where it meets stand-ins."""
+    """Return a function of jax or CuPy that is recorded when an argument is a stand-in."""
     name = getattr(function, "__name__", "")
 
     @functools.wraps(function, updated=())

@@ -1,4 +1,4 @@
-"""Stand-ins that a mod computes with while it is traced, for numbers, captured arrays and captured numbers.
+"""Stand-ins with which a mod computes while it is traced, for scores, indices, captured arrays and captured numbers.
 
 They record operators and the functions of NumPy, torch and jax as nodes, by each library's protocol.
 """
@@ -18,9 +18,9 @@ from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
 from .sources import Sources
 
-LONGEST_ROW = 1024  # elements of a captured row that is computed element by element
+LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
 MOST_ARRAYS = 32
-SMALL = (-1, 0, 1, 2)  # these numbers stay in the text, where they simplify
+SMALL = (-1, 0, 1, 2)  # numbers that stay in the text, where expressions with them are simplified
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -28,20 +28,20 @@ REVERSED = {f"r{name}": name for name in (*BINARY, "div")}
 
 
 class Trace:
-    """The record of one trace: the graph, the captured arrays, the run-time numbers, and where they came from."""
+    """The record of one trace: the graph, the captured arrays, the run-time numbers, and their sources."""
 
     def __init__(self) -> None:
         self.graph = Graph()
         self.sources = Sources()
         self.arrays: list[Any] = []
         self.array_sources: list[str] = []
-        self.captured: list[Captured] = []  # one stand-in for each array, so that `is` of two names holds
+        self.captured: list[Captured] = []  # one stand-in per array, so that `is` works for two names of it
         self.numbers: list[Any] = []
         self.number_sources: list[str] = []
         self.kinds: list[str] = []
 
     def capture(self, array: Any, source: str | None = None) -> Captured:
-        """The stand-in of an array; without a source it was made inside the mod, and every call is traced."""
+        """Return the stand-in of an array; one without a source was made by the mod itself, so every call is traced."""
         if source is None:
             self.sources.reproducible = False
         slot = next((slot for slot, other in enumerate(self.arrays) if other is array), None)
@@ -70,7 +70,7 @@ class Trace:
         self.sources.require(f"len({name}.shape) == {element.rank}")
 
     def number(self, value: Any, source: str | None = None, in_text: bool = False) -> Node:
-        """A Python number as a constant of the text or as a run-time argument."""
+        """Return the node of a Python number, a constant of the text or a run-time argument."""
         kind = kind_of(value)
         if kind == LONG and not -(2**63) <= value < 2**63:
             raise Untraceable(f"{value} does not fit 64 bits")
@@ -95,7 +95,7 @@ class Trace:
 
     def _require_value(self, value: Any, source: str) -> None:
         constant = self.sources.constant(value)
-        # 1 == 1.0 == True, but their kinds differ. A NaN equals nothing, so a later call is traced again.
+        # The type is compared too, because 1 == 1.0 == True. NaN != NaN, so a later call is traced again.
         self.sources.require(f"type({source}) is {self.sources.constant(type(value))} and {source} == {constant}")
 
     def _kind_condition(self, source: str, kind: str) -> str:
@@ -107,7 +107,7 @@ class Trace:
 
 
 def element_of(array: Any) -> Element:
-    """The dtype's name and the rank of a captured array; a dtype that no mod reads is an error."""
+    """Return the dtype and rank of a captured array; Untraceable for a dtype that mods cannot read."""
     name = str(array.dtype).removeprefix("torch.")
     if name not in LOADED:
         raise Untraceable(f"a captured array cannot be {name}: a mod reads {', '.join(LOADED)}")
@@ -131,17 +131,17 @@ AS_IT_IS = (
 
 
 class Delegate:
-    """A stand-in of an object of the user's, which is asked for an operator first."""
+    """The base of stand-ins for the user's objects, whose own operators take precedence."""
 
     __slots__ = ()
 
 
 class UnknownMethod(Untraceable, AttributeError):
-    """Untraceable, and what hasattr() expects."""
+    """The error for an unknown method: Untraceable, and an AttributeError for hasattr()."""
 
 
 class Traced:
-    """A stand-in for a value during a trace. Operators and methods are calls by name."""
+    """A stand-in for a value during a trace, whose operators and methods are calls by name."""
 
     described = "a traced number"
     __array_priority__ = 1e6
@@ -251,7 +251,7 @@ _install_operators()
 
 
 class Value(Traced):
-    """One number of a score: a node."""
+    """A traced number: a node of the graph."""
 
     shape: ClassVar[tuple[int, ...]] = ()
     ndim = 0
@@ -269,20 +269,20 @@ class Value(Traced):
 
     @property
     def dtype(self) -> Any:
-        """The NumPy dtype of the kind."""
+        """The NumPy dtype of the value's kind."""
         return {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
 
     @property
     def device(self) -> None:
-        """None: a value is on no device before it is compiled."""
+        """None: a traced value is on no device."""
         return None
 
     def dim(self) -> int:
-        """0, as torch's of a scalar."""
+        """Return 0, as torch does for a scalar."""
         return 0
 
     def size(self) -> tuple[int, ...]:
-        """(), as torch's of a scalar."""
+        """Return (), as torch does for a scalar."""
         return ()
 
     def __getitem__(self, index: Any) -> Value:
@@ -293,21 +293,21 @@ class Value(Traced):
 
 
 class Number(Traced):
-    """A Python number that a mod captures. Where it meets traced numbers it becomes a run-time argument.
+    """A Python number that a mod captures; in an operation with traced numbers it becomes a run-time argument.
 
-    Arithmetic of such numbers is done by Python, now and in every later call. Whatever asks for the value itself (an
-    `if`, range(), a library) ties the trace to the answer.
+    Python does arithmetic among such numbers, now and in every later call. If something needs the value itself (an
+    `if`, range(), a library), the trace holds only for that value.
     """
 
     def __init__(self, trace: Trace, value: Any, source: str) -> None:
         self.trace, self.value, self.source = trace, value, source
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that isinstance(x, int) holds
+    def __class__(self) -> type:  # for isinstance(x, int)
         return type(self.value)
 
     def fixed(self) -> Any:
-        """The value; from now on the trace holds for this value alone."""
+        """Return the value, and restrict the trace to it."""
         self.trace._require_value(self.value, self.source)
         return self.value
 
@@ -351,7 +351,7 @@ class Number(Traced):
 
 
 def _arithmetic_of_numbers() -> None:
-    """Operators among captured and literal numbers are Python's; their sources are the same expressions."""
+    """Define the operators of Number: Python computes the value, and the source is the same expression."""
     symbols = dict(
         add="+", sub="-", mul="*", truediv="/", floordiv="//", mod="%", pow="**", lshift="<<", rshift=">>",
         lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=",
@@ -388,31 +388,31 @@ _arithmetic_of_numbers()
 
 
 def is_number(x: Any) -> bool:
-    """Whether x is one number that is the same for all scores."""
+    """Whether x is a Python number, or the stand-in of a captured one."""
     return type(x) is Number or (
         not isinstance(x, Traced) and isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating))
     )
 
 
 def value_of(number: Any) -> Any:
-    """A number without the source that it was traced with."""
+    """Return the value of a number without its source."""
     return number.value if type(number) is Number else number
 
 
 def source_of(trace: Trace, number: Any) -> str:
-    """The expression that reaches a number in a later call."""
+    """Return the expression that fetches a number in a later call."""
     return number.source if type(number) is Number else trace.sources.constant(number)
 
 
 class Row(Traced):
-    """Several numbers, such as a row of a captured array; an operation is applied to each."""
+    """Several numbers, such as a row of a captured array, to each of which operations are applied."""
 
     def __init__(self, trace: Trace, items: list[Value]) -> None:
         self.trace, self.items = trace, items
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """One dimension."""
+        """(number of elements,)."""
         return (len(self.items),)
 
     def __len__(self) -> int:
@@ -429,7 +429,7 @@ class Row(Traced):
 
 
 class Captured(Traced):
-    """An array that a mod reads, with the indices that it has got so far."""
+    """A captured array with the indices applied so far."""
 
     described = "a captured array"
 
@@ -443,7 +443,7 @@ class Captured(Traced):
 
     @property
     def shape(self) -> tuple[Number, ...]:
-        """The remaining dimensions; a mod may compute with them."""
+        """The dimensions that have no index yet, as numbers with which a mod may compute."""
         return tuple(self._extent(axis) for axis in range(len(self.indices), len(self.array.shape)))
 
     def _extent(self, axis: int) -> Number:
@@ -452,7 +452,7 @@ class Captured(Traced):
 
     @property
     def ndim(self) -> int:
-        """The number of remaining dimensions."""
+        """The number of dimensions that have no index yet."""
         return len(self.array.shape) - len(self.indices)
 
     @property
@@ -466,15 +466,15 @@ class Captured(Traced):
         return getattr(self.array, "device", None)
 
     def dim(self) -> int:
-        """As torch's: `ndim`."""
+        """Return `ndim`, as torch."""
         return self.ndim
 
     def size(self, axis: int | None = None) -> Any:
-        """As torch's: the shape, or one of its dimensions."""
+        """Return the shape or one of its dimensions, as torch."""
         return self.shape if axis is None else self.shape[axis]
 
     def numel(self) -> Any:
-        """As torch's: the number of elements."""
+        """Return the number of elements, as torch."""
         return functools.reduce(operator.mul, self.shape, 1)
 
     def __len__(self) -> int:
@@ -509,14 +509,14 @@ class Captured(Traced):
         return node
 
     def finished(self) -> Any:
-        """The element that is read once every dimension has an index; until then this."""
+        """Return the element if every dimension has an index, else self."""
         if self.ndim:
             return self
         kind = LOADED[element_of(self.array).dtype]
         return Value(self.trace, self.trace.graph.load(self.slot, self.indices, kind))
 
     def numbers(self) -> Value | Row:
-        """The number or the row of numbers that is left."""
+        """Return the number or the row of numbers that remains; Untraceable for more dimensions."""
         if self.ndim == 0:
             return self.finished()
         left = tuple(self.array.shape)[len(self.indices) :]
@@ -526,12 +526,12 @@ class Captured(Traced):
 
 
 def _known(number: Any) -> tuple[Any, str | None]:
-    """The value and source of a Python number."""
+    """Return the value and the source of a Python number."""
     return (number.value, number.source) if type(number) is Number else (number, None)
 
 
 def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
-    """A value that a mod may compute with, as a number or a row of numbers."""
+    """Convert a value with which a mod may compute to a number or a row of numbers."""
     if isinstance(x, Captured):
         return x.numbers()
     if is_number(x):
@@ -544,7 +544,7 @@ def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
 
 
 def node_of(trace: Trace, x: Any) -> Node:
-    """One number as a node."""
+    """Return the node of a single number."""
     value = lift(trace, x)
     if isinstance(value, Row):
         raise Untraceable(
@@ -554,7 +554,7 @@ def node_of(trace: Trace, x: Any) -> Node:
 
 
 def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, original: Any = None) -> Any:
-    """Apply the function that libraries call `name`; `original` is the library's, for numbers alone."""
+    """Apply the function that libraries call `name`; `original` is the library's own, for Python numbers only."""
     kwargs = kwargs or {}
     if name.endswith("_") and not name.endswith("__"):
         raise Untraceable(f"{name} works in place: a mod returns a new number")
@@ -581,7 +581,7 @@ def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
 
 
 IGNORED = ("dtype", "casting", "order", "subok", "inplace", "memory_format")
-OPTIONS = ("approximate", "rounding_mode")  # Python values of functions.py
+OPTIONS = ("approximate", "rounding_mode")  # keyword arguments that functions.py takes as Python values
 
 
 def _elementwise(
@@ -600,7 +600,7 @@ def _elementwise(
             return Value(trace, function(trace.graph, *nodes, **{key: _nth(x, n) for key, x in named.items()}))
         except Untraceable:
             raise
-        except TypeError as error:  # operands that the function does not have
+        except TypeError as error:  # the function has no such operand
             raise Untraceable(f"{name}: {error}") from None
 
     return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)
@@ -628,7 +628,7 @@ def _flat(items: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _same(trace: Trace, x: Any, *args: Any, **kwargs: Any) -> Value | Row:
-    """A change of shape, which one number does not have."""
+    """Return x: a function that changes only the shape has no effect on one number."""
     return lift(trace, x)
 
 
@@ -643,7 +643,7 @@ def _constant(value: int) -> Callable[..., Value | Row]:
 
 
 def _filled(position: int) -> Callable[..., Value | Row]:
-    """full_like, new_tensor and new_full: the argument at the position."""
+    """Return the function for full_like, new_tensor and new_full, whose result is the argument at `position`."""
 
     def filled(trace: Trace, x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Value | Row:
         value = kwargs["fill_value"] if "fill_value" in kwargs else args[position]
@@ -653,7 +653,7 @@ def _filled(position: int) -> Callable[..., Value | Row]:
 
 
 def _to(trace: Trace, x: Any, *targets: Any, **kwargs: Any) -> Any:
-    """A conversion to the first dtype among the targets; devices and flags change nothing."""
+    """Convert to the first dtype among the targets; devices and flags have no effect."""
     for target in (*targets, *kwargs.values()):
         name = conversion(target) or conversion(getattr(target, "dtype", None))
         if name is not None:

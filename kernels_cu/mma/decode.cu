@@ -3,16 +3,18 @@
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
 // the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
 #include "../split_kv.cuh"
-#include "gemm.cuh"
+#include "../descales.cuh"
+#include "../walk.cuh"
+#include "cache_gemm.cuh"
 #include "load.cuh"
 
+using Gemm = CacheGemm<kv_element>;
 constexpr int WARPS = THREADS / WARP;
 constexpr int M = BLOCK_Q / 16;
 constexpr int N = BLOCK_KV / WARPS / 8;
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
-constexpr int O_ROW = PART_COLUMNS + 8;  // floats: the rows of two fragments lie in different banks
+constexpr int K_BYTES = BLOCK_KV * Gemm::K::ROW;
+constexpr int V_BYTES = BLOCK_KV * Gemm::V::ROW;
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
 
 // The part of a unit that one block computes in one mainloop: a range of keys for the rows of one tile.
@@ -25,8 +27,25 @@ struct Part {
   bool whole;  // the part has all keys of the unit: nothing to merge
   int place;   // index of the partial result in the workspace; unused if `whole`
 
+  __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
+  __device__ Range queries(const Params& p) const {
+    return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
+  }
   __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
+};
+
+// The key tiles of a part, first to last. Hidden tiles add zeros, so skipping them changes no bit.
+struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
+  __device__ PartTiles(const Params& p, const Part& part)
+      : Walk(unmasked_keys(p, part), part.keys,
+             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {
+    skip_hidden();
+  }
+  __device__ static Range unmasked_keys(const Params& p, const Part& part) {
+    Range queries = part.queries(p), keys = part.band.sees_all(queries.begin, queries.end);
+    return {keys.begin, min(keys.end, part.keys.end)};
+  }
 };
 
 // Addresses of the rows of a tile of Q under GQA packing.
@@ -46,33 +65,36 @@ struct PackedRows {
 
 // Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED>
-__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, int kv_start) {
+__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, float scale, int kv_start) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
-      Score score(p, part.sequence, head);
+      Score score(p, part.sequence, head, part.band.mod);
+      score.scale = scale;
       Range keys = part.band.keys(i);
+      int query = part.band.query(i);
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
-          if constexpr (DENSE_MASK)
-            seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, part.band.query(i), j);
+          if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, query, j);
+          int key = MASKED && MODS ? part.band.key(j) : j;
+          if constexpr (MASKED && MASK_MOD) seen &= part.band.mod_sees(head, query, key);
           float derivative;
-          float s = MODIFIED ? score.apply(S[m][n][e], i, j, derivative) : S[m][n][e];
+          float s = MODIFIED ? score.apply(S[m][n][e], query, key, derivative) : S[m][n][e];
           S[m][n][e] = seen ? s : -infinity();
         }
     }
 }
 
-// Lazy rescaling per row, not per warp: a row's reference depends on its own scores alone, so that the other rows of
-// the tile change no bit of its result.
-__device__ void update_rows(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
-                            const float (&S)[M][N][4], float scale_log2) {
+// Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
+// tile do not change the bits of its result.
+__device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
+                            float scale_log2) {
   float factors[M][2];
   bool any = false;
 #pragma unroll
@@ -94,7 +116,9 @@ __device__ void update_rows(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2
 
 // Merges the results of the warps, in the order of the warps, and stores the result of the part.
 __device__ void store_part(const Params& p, const Part& part, const float* O_smem,
-                           const float (*softmax_smem)[BLOCK_Q][2], float scale_log2) {
+                           const float (*softmax_smem)[BLOCK_Q][2]) {
+  Descales descales = part.descales(p);
+  float scale = descales.scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   constexpr int CHUNKS = PART_COLUMNS / 4;
   for (int n = threadIdx.x; n < BLOCK_Q * CHUNKS; n += THREADS) {
     int row = n / CHUNKS, column = 4 * (n % CHUNKS), i = part.query(p, row), head = part.head(p, row);
@@ -113,12 +137,12 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
       other.update(softmax_smem[warp][row][0], scale_log2);
       float weight = other.m == -infinity() ? 0 : ex2_approx(other.reference - softmax.reference);
       softmax.l += weight * softmax_smem[warp][row][1];
-      float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * O_ROW + column);
+      float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW + column);
       O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;
     }
-    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
+    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor;
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;
     if (!part.whole) {
       long long at = (long long)part.place * BLOCK_Q + row;
       if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
@@ -138,7 +162,7 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
 
 // Stores O, row max and row sum of this warp where store_part reads them.
 __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Softmax2 (&softmax)[M][2],
-                           const float (&O)[M][fragments_of(HEAD_DIM_V)][4]) {
+                           const float (&O)[M][Gemm::FRAGMENTS][4]) {
   int warp = threadIdx.x / WARP;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -147,10 +171,7 @@ __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Sof
       int row = row_of(m, 2 * half);
       float l = row_sum(softmax[m][half].l);
       if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
-      unsigned int to = smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW);
-#pragma unroll
-      for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n)
-        st_shared_v2(to + 4 * column_of(n, 0), O[m][n][2 * half], O[m][n][2 * half + 1]);
+      Gemm::store_row(smem_address(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW), O[m], half);
     }
 }
 
@@ -159,76 +180,76 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
   unsigned int Q_smem = smem_address(smem);
   int warp = threadIdx.x / WARP;
-  float scale_log2 = log2_scale_of(p);
-  auto K_lane = Tile<HEAD_DIM>::lane_of_B(), Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
-  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+  float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
+  auto K_lane = Gemm::K::lane_of_B();
+  auto V_lane = Gemm::V::lane_of_X();
   KvLoads loads(p, part.sequence, part.kv_head, pages_smem);
   Pipeline<STAGES, K_BYTES + V_BYTES> slots(Q_smem + Q_BYTES);
-  auto load = [&](int start) {
-    if (start < part.keys.end) loads.load(slots.next(), start, part.keys);
+  PartTiles tiles(p, part);
+  auto loaded = tiles;  // the tile to load next
+  auto load = [&] {
+    if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
+    loaded.next();
     slots.commit();
   };
-  int first = part.keys.begin / BLOCK_KV * BLOCK_KV;
-  Range unmasked = part.band.sees_all(part.query(p, 0), min(part.query(p, BLOCK_Q - 1) + 1, part.sequence.q_len));
-  unmasked.end = min(unmasked.end, part.keys.end);
 
   __syncthreads();  // all warps have finished with the shared memory of the previous part
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
-  for (int start = first; start < first + (STAGES - 1) * BLOCK_KV; start += BLOCK_KV) {
-    loads.pages.look_up(start, part.keys);
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    loads.pages.look_up(loaded.start, part.keys);
     loads.pages.store();
     if constexpr (PAGED) __syncthreads();
-    load(start);
+    load();
   }
-  int ahead = first + (STAGES - 1) * BLOCK_KV;  // the tile to load next
-  loads.pages.look_up(ahead, part.keys);
+  loads.pages.look_up(loaded.start, part.keys);
   loads.pages.store();
   cp_async_wait_group<STAGES - 1>();  // Q has arrived
   __syncthreads();
+  Gemm::arrange_Q(Q_smem);
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
   if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
 
   Softmax2 softmax[M][2];
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
-  float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
-  for (int start = first; start < part.keys.end; start += BLOCK_KV) {
+  float O_rmem[M][Gemm::FRAGMENTS][4] = {};
+  for (; tiles.valid(); tiles.next()) {
     if constexpr (STAGES == 1) {
       __syncthreads();
-      load(ahead);
+      load();
     }
     unsigned int tile = slots.wait();
-    if constexpr (STAGES > 1) load(ahead);
-    ahead += BLOCK_KV;
-    loads.pages.look_up(ahead, part.keys);
-    unsigned int K_smem = tile + 16 * warp * Tile<HEAD_DIM>::ROW;
-    unsigned int V_smem = tile + K_BYTES + 16 * warp * Tile<HEAD_DIM_V>::ROW;
+    if constexpr (STAGES > 1) load();
+    loads.pages.look_up(loaded.start, part.keys);
+    unsigned int K_smem = tile + 16 * warp * Gemm::K::ROW;
+    unsigned int V_smem = tile + K_BYTES + 16 * warp * Gemm::V::ROW;
     float S_rmem[M][N][4];
     if constexpr (Q_IN_REGISTERS)
-      scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
+      Gemm::scores(S_rmem, Q_rmem, K_smem, K_lane);
     else
-      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-    if (start < unmasked.begin || start + BLOCK_KV > unmasked.end)
-      modify_rows<true>(S_rmem, p, part, start + 16 * warp);
+      Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+    if (tiles.masked())
+      modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
-      modify_rows<false>(S_rmem, p, part, start + 16 * warp);
+      modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
     exponentiate(S_rmem, softmax, scale_log2);
     unsigned int P_rmem[M][N / 2][4];
     round_fragments(P_rmem, S_rmem);
-    accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
+    Gemm::accumulate(O_rmem, P_rmem, V_smem, V_lane);
     loads.pages.store();
   }
 
   cp_async_wait_group<0>();
   __syncthreads();
   float* O_smem = (float*)smem;
-  auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * O_ROW);
+  auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * Gemm::O_ROW);
   store_warp(O_smem, softmax_smem, softmax, O_rmem);
   __syncthreads();
-  store_part(p, part, O_smem, softmax_smem, scale_log2);
+  store_part(p, part, O_smem, softmax_smem);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Params p) {
@@ -271,8 +292,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
                 part_of(place, blockIdx.x, begin == 0)};
       // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
       // add zeros, so this changes no bit.
-      part.keys.begin = max(keys.begin, band.kv_begin(part.query(p, 0)));
-      part.keys.end = min(keys.end, band.kv_end(min(part.query(p, BLOCK_Q - 1) + 1, sequence.q_len)));
+      Range queries = part.queries(p);
+      part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
+      part.keys.end = min(keys.end, band.kv_end(queries.end));
       if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
       attend(p, part, (unsigned char*)shared, pages_smem);
       place += count;

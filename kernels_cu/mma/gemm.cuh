@@ -7,8 +7,8 @@
 #pragma once
 #include "tile.cuh"
 
-// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum, unless it CONTINUES one.
-template <int M, int N, int DIM, bool CONTINUES = false>
+// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum.
+template <int M, int N, int DIM>
 __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
                             const typename Tile<DIM>::Lane& b_lane, int k) {
   unsigned int b[4];
@@ -21,7 +21,7 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
       for (int right = 0; right < 2; ++right) {
         // Constant zeros cost neither a register nor an instruction.
         const float zeros[4] = {};
-        if (!CONTINUES && k == 0)
+        if (k == 0)
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
         else
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
@@ -29,8 +29,8 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
   }
 }
 
-// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses; C += A B^T if it CONTINUES a sum.
-template <int M, int N, int DIM, bool CONTINUES = false>
+// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses.
+template <int M, int N, int DIM>
 __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
                        unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
   unsigned int a[M][4];
@@ -38,7 +38,7 @@ __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename 
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
     for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
-    add_product<M, N, DIM, CONTINUES>(C, a, B_smem, b_lane, k);
+    add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
   }
 }
 

@@ -9,13 +9,15 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Loads a chunk of an unaligned row number by number, synchronously.
-template <int DIM>
-__device__ void load_numbers_of_chunk(unsigned int to, const element* row, int chunk, bool valid) {
+// Loads a chunk of an unaligned row element by element, synchronously.
+template <int DIM, typename T>
+__device__ void load_numbers_of_chunk(unsigned int to, const T* row, int chunk, bool valid) {
+  constexpr int COUNT = 16 / sizeof(T), EACH = COUNT / 4;  // numbers of a chunk and of a word
   unsigned int words[4] = {};
 #pragma unroll
-  for (int n = 0; n < 8; ++n)
-    if (valid && 8 * chunk + n < DIM) words[n / 2] |= (unsigned int)row[8 * chunk + n].bits << 16 * (n % 2);
+  for (int n = 0; n < COUNT; ++n)
+    if (valid && COUNT * chunk + n < DIM)
+      words[n / EACH] |= (unsigned int)row[COUNT * chunk + n].bits << 32 / EACH * (n % EACH);
   st_shared_v4(to, words);
 }
 
@@ -27,9 +29,10 @@ __device__ constexpr int power_of_two_from(int n) {
 
 // Loads tiles of ROWS rows of a tensor into shared memory. If every thread has the same share of every tile (REGULAR),
 // its addresses are computed once; then LANES threads share a row, some of which are idle if a row has fewer chunks.
-template <int ROWS, int DIM>
+template <int ROWS, int DIM, typename Number = element>
 struct Loader {
-  using T = Tile<DIM>;
+  using T = TileOf<DIM, Number>;
+  static constexpr int COUNT = 16 / sizeof(Number);  // numbers of a chunk
   static constexpr int LANES = power_of_two_from(T::CHUNKS);
   static constexpr int STEP = THREADS / LANES;  // rows that all threads load at once
   static constexpr bool REGULAR = STEP > 0 && STEP % 8 == 0 && ROWS % STEP == 0;
@@ -40,7 +43,7 @@ struct Loader {
 
   __device__ Loader(long long stride) {
     int row = threadIdx.x / LANES;
-    from = row * stride + (bytes(chunk()) ? 8 * chunk() : 0);
+    from = row * stride + (bytes(chunk()) ? COUNT * chunk() : 0);
     to = T::at(row, chunk());
   }
   __device__ Loader kept() const {
@@ -51,13 +54,16 @@ struct Loader {
   __device__ static int chunk() { return threadIdx.x % LANES; }
   __device__ static bool idle() { return LANES > T::CHUNKS && chunk() >= T::CHUNKS; }
   // Valid bytes of a chunk: 16 except at the end of a row.
-  __device__ static int bytes(int chunk) { return DIM == padded(DIM) ? 16 : min(max(2 * DIM - 16 * chunk, 0), 16); }
+  __device__ static int bytes(int chunk) {
+    constexpr int ROW = DIM * sizeof(Number);
+    return ROW == T::ROW ? 16 : min(max(ROW - 16 * chunk, 0), 16);
+  }
 
   // Loads a tile. Rows for which read(position) is false become zeros, and their memory is not accessed; `whole`: it is
   // true for all rows.
   template <typename Rows, typename Read>
   __device__ void load(unsigned int tile, const Rows& rows, bool whole, Read read) const {
-    if (rows.aligned < 8) {
+    if (rows.aligned < COUNT) {
 #pragma unroll 1
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
@@ -65,7 +71,7 @@ struct Loader {
       }
     } else if constexpr (REGULAR && Rows::EQUIDISTANT) {
       if (idle()) return;
-      const element* next = rows(0) + from;
+      const Number* next = rows(0) + from;
       if (whole) {
 #pragma unroll
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride)
@@ -78,10 +84,11 @@ struct Loader {
         }
       }
     } else {
+#pragma unroll 2
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(rows.first + row) ? bytes(chunk) : 0;
-        cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + 8 * chunk : rows.data, size);
+        cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + COUNT * chunk : rows.data, size);
       }
     }
   }
@@ -136,30 +143,31 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers of a workspace with one number per row, such as lse2; `numbers` is that of row `first`. Rows for
+// Loads COUNT numbers or records of an array with one per row, such as lse2; `numbers` is that of row `first`. Rows for
 // which read(row) is false become zeros.
-template <int COUNT, typename Read>
-__device__ void load_numbers(unsigned int to, const float* numbers, int first, Read read) {
+template <int COUNT, typename Number, typename Read>
+__device__ void load_numbers(unsigned int to, const Number* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");
   int n = threadIdx.x;
   if (n >= COUNT) return;
   bool valid = read(first + n);
-  cp_async<4>(to + 4 * n, numbers + (valid ? n : 0), valid ? 4 : 0);
+  constexpr int SIZE = sizeof(Number);
+  cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
 // Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].
 struct KvLoads {
   const Sequence& sequence;
-  KeyRows<element> K;
-  KeyRows<element> V;
-  Loader<BLOCK_KV, HEAD_DIM> K_loader;
-  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
+  KeyRows<kv_element> K;
+  KeyRows<kv_element> V;
+  Loader<BLOCK_KV, HEAD_DIM, kv_element> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V, kv_element> V_loader;
   TilePages pages;
 
   __device__ KvLoads(const Params& p, const Sequence& sequence, int kv_head, int (&pages_smem)[2][BLOCK_KV])
       : sequence(sequence),
-        K(sequence.key_rows<element>(p.k, kv_head)),
-        V(sequence.key_rows<element>(p.v, kv_head)),
+        K(sequence.key_rows<kv_element>(p.k, kv_head)),
+        V(sequence.key_rows<kv_element>(p.v, kv_head)),
         K_loader(K.stride),
         V_loader(V.stride),
         pages{sequence, pages_smem} {}
@@ -173,6 +181,6 @@ struct KvLoads {
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
     K_loader.load(slot, K.tile(start, pages.stored()), readable);
-    V_loader.load(slot + BLOCK_KV * Tile<HEAD_DIM>::ROW, V.tile(start, pages.stored()), readable);
+    V_loader.load(slot + BLOCK_KV * TileOf<HEAD_DIM, kv_element>::ROW, V.tile(start, pages.stored()), readable);
   }
 };

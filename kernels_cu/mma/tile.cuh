@@ -67,6 +67,11 @@ struct Tile {
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
+// Type of a tile with rows of DIM elements. An e4m3 row has as many bytes as DIM / 2 16-bit elements, rounded up to
+// pairs of chunks.
+template <int DIM, typename Number>
+using TileOf = Tile<sizeof(Number) == 1 ? round_up(DIM, 32) / 2 : DIM>;
+
 // Fragments of DIM columns that one warp accumulates: 16-column blocks are dealt round-robin to the column warps.
 __device__ constexpr int fragments_of(int dim) {
   return padded(dim) / 8 / COLUMN_WARPS;

@@ -1,35 +1,15 @@
 // Operations of the wgmma engine on e4m3, in place of those of tile.cuh on 16-bit numbers:
 //
-//   Descales          scales of Q, K and V
 //   scores_fp8        C = A B^T     64 rows of tile A by the rows of tile B
 //   round_to_fp8      P, rounded, as A fragments of the next wgmma
 //   PartialSums       C += P X      P in fragments, tile X of V^T
 #pragma once
+#include "../descales.cuh"
 #include "tile.cuh"
 #include "vt.cuh"
 
 constexpr int QK_PANEL = 128;  // columns of a panel of Q or K
 constexpr int VT_PANEL = 64;   // columns, and bytes of a row, of a panel of V^T
-
-struct Descales {
-  float qk;
-  float v;
-
-  __device__ Descales(const Params& p, int b, int kv_head)
-      : qk(of(p, p.q_descale, b, kv_head) * of(p, p.k_descale, b, kv_head)), v(of(p, p.v_descale, b, kv_head)) {}
-
-  // The rows past a packed batch's last sequence have no descale.
-  __device__ static float of(const Params& p, const Operand& x, int b, int kv_head) {
-    return x.data && b < p.batch ? ((const float*)x.data)[b * x.batch + kv_head * x.head] : 1.0f;
-  }
-
-  // Scale of the bare q.k. Clamped because the softmax divides by it: at 2^-100 all scores are equal, as at 0.
-  __device__ float scale(const Params& p) const {
-    float x = (float)p.scale * qk;
-    if (!SCALE_IN_EXPONENT) return x;
-    return x < 0x1p-100f ? 0x1p-100f : x > 0x1p100f ? 0x1p100f : x;
-  }
-};
 
 // Issues C = A B^T for the 64 rows at A_smem of a tile of A_ROWS rows, and the 8 N rows of tile B.
 template <int A_ROWS, int DIM, int N>
@@ -43,8 +23,8 @@ __device__ void scores_fp8(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   wgmma_commit_group();
 }
 
-// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment: it takes
-// those of two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
+// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment, so it
+// combines two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
 template <int N>
 __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1][N][4]) {
 #pragma unroll
@@ -60,8 +40,8 @@ __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1]
 // C += P X^T for P in fragments of 32 K columns and tile X of V^T, with as many rows as C has columns.
 //
 // wgmma accumulates e4m3 products with 14 bits of precision, which a sum over many tiles would lose: the sum over one
-// tile is computed apart, for PART fragments of columns at a time, and added to C in fp32. A part is in flight between
-// issue() and add().
+// tile is computed separately, for PART fragments of columns at a time, and added to C in fp32. A part is in flight
+// between issue() and add().
 template <int N>
 struct PartialSums {
   static constexpr int PART = SUM_COLUMNS / 8;

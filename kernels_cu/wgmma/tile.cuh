@@ -20,11 +20,12 @@ constexpr int COMMON_BARRIER = 1;               // named barrier of all consumer
 constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
 
 // Under a mask_mod the producer alone classifies tiles, and passes each to the consumers in a record: its start, which
-// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. Classification needs all
-// lanes of the producer's warp; one of them issues the loads.
+// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. One lane issues the loads.
 constexpr int END = -1, CUT = 1;
+// True if all lanes of the producer warp work: they classify tiles, or stage the values that mods compute per key.
+constexpr bool PRODUCER_WARP = MASK_MOD || KEY_BYTES > 0;
 __device__ inline bool issues_loads() {
-  return !MASK_MOD || lane_id() == 0;
+  return !PRODUCER_WARP || lane_id() == 0;
 }
 
 __device__ constexpr int panels_of(int dim) {

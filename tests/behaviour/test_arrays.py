@@ -1,4 +1,4 @@
-"""as_array and empty for every framework: no copy, no import of a framework, a reason for each refusal."""
+"""as_array and empty for every framework: they copy nothing, import no framework, and refuse with a reason."""
 
 import ctypes
 import importlib.util
@@ -49,7 +49,7 @@ class CudaArrayInterface:
 
 
 def in_subprocess(code, **environment):
-    """Run code in a fresh process: it may abort, and no module is imported yet."""
+    """Run code in a fresh process, in which no module is imported yet and which may abort."""
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
@@ -64,7 +64,7 @@ def values(dtype, shape=(2, 3)):
 
 
 def makes(framework, dtype):
-    return framework != "jax" or dtype.name not in ("float64", "int64")  # 64 bits in jax need a global switch
+    return framework != "jax" or dtype.name not in ("float64", "int64")  # 64-bit dtypes in jax need a global switch
 
 
 SERVED = [
@@ -154,7 +154,7 @@ def test_lazy_negation_of_a_tensor_with_gradient():
 
 
 class PlainSubclass(torch.Tensor):
-    """A tensor subclass with its own storage, as many libraries have."""
+    """A tensor subclass with its own storage, as many libraries define one."""
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_readonly_dlpack_stays_readonly():
     x.flags.writeable = False
     assert not as_array(Producer(x), "q").numpy().flags.writeable
     with pytest.raises(TypeError, match="q .*readonly array"):
-        as_array(OldProducer(x), "q")  # NumPy: an unversioned capsule has no read-only flag
+        as_array(OldProducer(x), "q")  # NumPy ignores the read-only flag, which an unversioned capsule lacks
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=["float32", "bfloat16", "fp8"])
@@ -238,7 +238,7 @@ def test_the_view_keeps_the_memory_alive(framework):
     expected = values(np.float32, (100, 100))
     view = as_array(MAKERS[framework](expected.copy()), "q").numpy()
     for _ in range(20):
-        MAKERS[framework](np.zeros_like(expected))  # would take ownership of the memory
+        MAKERS[framework](np.zeros_like(expected))  # would take ownership of the memory of `x`
     assert (view == expected).all()
 
 
@@ -316,7 +316,7 @@ def test_refusals_name_the_argument_and_the_reason(case):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # NumPy and torch warn when such arrays are made
+@pytest.mark.filterwarnings("ignore")  # NumPy and torch warn when such arrays are created
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -346,7 +346,7 @@ def test_jax_tracers_are_refused(transform):
 
 
 def test_jax_on_several_devices():
-    """A sharded array is refused; a result goes to the device of its input."""
+    """as_array refuses a sharded array; `empty` allocates on the device of its argument."""
     ran = in_subprocess(
         "import jax, numpy as np\n"
         "from cupy_flash.arrays import as_array, empty\n"
@@ -375,7 +375,7 @@ def test_jax_on_several_devices():
 def test_requests_version_1_and_no_stream_on_the_cpu():
     producer = Producer(np.ones(3))
     as_array(producer, "q")
-    assert producer.asked == {"stream": None, "max_version": (1, 0)}
+    assert producer.requested == {"stream": None, "max_version": (1, 0)}
 
 
 def set_fields(**fields):
@@ -422,7 +422,7 @@ def test_the_producers_memory_is_returned_exactly_once(make):
     before = sys.getrefcount(x)
     producer = make(x)
     view = as_array(producer, "q").numpy()
-    producer.array = None  # only the capsule holds x now
+    producer.array = None  # the capsule holds the last reference to x
     assert sys.getrefcount(x) == before + 1
     assert view.tolist() == [1.0, 1.0, 1.0]
     del view
@@ -448,7 +448,9 @@ def test_dlpack_on_cuda(device_type):
     producer = Producer(x, device=(device_type, 1))
     array = as_array(producer, "q")
     assert (array.pointer, array.device, array.framework) == (x.ctypes.data, "cuda:1", "dlpack")
-    assert producer.asked["stream"] == made_on(array) == 1  # the legacy default stream: 0 is forbidden by DLPack
+    assert (
+        producer.requested["stream"] == made_on(array) == 1
+    )  # stream 1 is the legacy default stream; DLPack forbids 0
     with pytest.raises(TypeError, match="cuda:1 has no view in host memory"):
         array.numpy()
 
@@ -467,11 +469,11 @@ def test_cuda_array_interface():
     assert as_array(CudaArrayInterface(shape=(0, 3), data=(0, False)), "q").shape == (0, 3)
     with pytest.raises(TypeError, match="no view in host memory"):
         array.numpy()
-    assert as_array(CudaArrayInterface(strides=[2, -4]), "q").strides == array.strides  # lists, too
+    assert as_array(CudaArrayInterface(strides=[2, -4]), "q").strides == array.strides  # lists are accepted as well
 
 
 class FakeCupyArray:
-    """The attributes of cupy.ndarray that are read; CuPy cannot make one without a GPU."""
+    """The attributes of cupy.ndarray that as_array reads; CuPy itself cannot create an array without a GPU."""
 
     data = SimpleNamespace(ptr=4096)
     shape, strides, dtype = (2, 3), (2, -4), np.dtype(np.float16)
@@ -510,7 +512,7 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
     assert (output.shape, output.strides, output.dtype, output.device) == ((3, 2), (2, 1), dtype, "cpu")
     output.numpy()[...] = values(dtype, (3, 2))
     result = output.result()
-    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # DLPack has no allocation function
+    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # DLPack cannot allocate
     assert type(result) is kind
     assert result.tolist() == values(dtype, (3, 2)).tolist()
     assert as_array(result, "out").dtype == dtype
@@ -518,8 +520,8 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_a_copy_of_what_is_contiguous_starts_elsewhere(make):
-    """A contiguous view may start at an address that is not aligned for TMA: the copy is aligned."""
+def test_a_copy_of_a_contiguous_view_is_aligned(make):
+    """A contiguous view may start at an address that is not aligned for TMA; its copy is aligned."""
     x = as_array(make([0.0, 1.0, 2.0, 3.0, 4.0])[1:], "dout")
     copy = contiguous(x)
     assert x.pointer % 16 != 0 and copy.pointer % 16 == 0
@@ -540,7 +542,7 @@ def test_outputs_for_a_parameter_are_plain_tensors():
 
 
 class CopyingProducer(NamespaceProducer):
-    """Exports a copy, so that writes never reach the producer's array."""
+    """Exports a copy of its array, so that what is written to it is lost."""
 
     def __array_namespace__(self):
         return SimpleNamespace(empty=lambda shape, **_: CopyingProducer(torch.empty(shape)))

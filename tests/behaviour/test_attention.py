@@ -1,4 +1,4 @@
-"""Forward: every option and all pairs of options against the formula, and invariants of every option."""
+"""The forward on every backend: each option and all pairs of options against the formula, and invariants."""
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +60,7 @@ def test_all_pairs_of_options(case, backend):
 @pytest.mark.parametrize(("block_q", "block_kv"), [(16, 16), (7, 5), (64, 8), (1, 61), (32, 64)])
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TILED.items()])
 def test_any_tiles(case, block_q, block_kv):
-    """The size of the plan's tiles changes nothing but rounding."""
+    """Other tiles than the planned one change results only by rounding."""
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv), only=FORWARD)
 
 
@@ -87,7 +87,7 @@ def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
     ],
 )
 def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
-    """Each visited tile contains a visible pair, and each visible pair is in exactly one visited tile."""
+    """Each visited tile contains a visible pair, and each visible pair lies in exactly one visited tile."""
     visited = []
     monkeypatch.setattr(cpu.Call, "hide", lambda call, S, band, tile: visited.append((band, tile)))
     plan, operands = posed(case, block_q=16, block_kv=16, threads=1)
@@ -106,7 +106,7 @@ def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
 
 
 def test_keys_outside_every_window_are_never_read(backend):
-    """60 leading keys of NaN that no query sees change nothing: the window is aligned to the end."""
+    """The first 60 keys lie outside every query's window, which is aligned to the end: NaN in them changes nothing."""
     case = Case(q_len=20, kv_len=40, window=(19, 0))
     q, k, v, options, *_ = case.call()
     k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (k, v))
@@ -117,8 +117,8 @@ def test_keys_outside_every_window_are_never_read(backend):
 # Values
 
 
-def test_rows_that_see_nothing_are_exact(backend):
-    """out is +0, lse is -inf, or the sink."""
+def test_rows_that_see_no_key_are_exact(backend):
+    """out is +0; lse is -inf, or the sink if there is one."""
     q, k, v = normal(1, 9, 2, 8), normal(1, 4, 2, 8), normal(1, 4, 2, 8)
     out, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     assert (out[:, :5] == 0).all() and np.isneginf(lse[..., :5]).all()
@@ -135,8 +135,8 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend):
     check(case, result._replace(dsink=None))
 
 
-def test_nan_reaches_only_what_it_must(backend):
-    """NaN in a query makes its row of out NaN, NaN in a value its column, in that head only."""
+def test_nan_reaches_only_its_row_and_column(backend):
+    """NaN in a query makes its row of out NaN, NaN in a value its column; other heads do not change."""
     q, k, v = normal(1, 6, 2, 8), normal(1, 7, 2, 8), normal(1, 7, 2, 8)
     q[0, 3, 1, 2] = np.nan
     v[0, 2, 0, 5] = np.nan
@@ -158,7 +158,7 @@ def test_one_key_returns_its_value(layout, backend):
     np.testing.assert_array_equal(out, np.broadcast_to(v, out.shape))
 
 
-# The bounded path of the CPU engine against the online one
+# The softmax of the CPU engine with a bound on the scores, compared with the online softmax
 
 SINKS = (20.01, -20.01, 19.99, -19.99)
 
@@ -168,7 +168,7 @@ SINKS = (20.01, -20.01, 19.99, -19.99)
 )
 @pytest.mark.parametrize("score", [0.0, 5.0, 19.99, 20.01, 25.0, 80.0])
 def test_bounded_and_online_softmax(features, score, monkeypatch):
-    """|q| |k| just below and above BOUND, scores and sinks of both signs; then with the bounded path disabled."""
+    """|q| |k| is just below or above BOUND, with scores and sinks of both signs; then the bounded path is disabled."""
     taken = set()
 
     class Recorded(cpu.Softmax):
@@ -216,7 +216,7 @@ THREADED |= {
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in THREADED.items()])
 def test_bitwise_independent_of_threads(case):
-    """Forward and backward, gradients of a bias shared by batch and heads too."""
+    """Forward and backward; a bias shared by the batch and the heads has a gradient that several threads add to."""
     one = run_planned(case, block_q=16, block_kv=16, threads=1)
     for threads in (2, 3, 7):
         several = run_planned(case, block_q=16, block_kv=16, threads=threads)
@@ -225,7 +225,7 @@ def test_bitwise_independent_of_threads(case):
 
 @pytest.mark.parametrize("length", [300, 700])
 def test_bitwise_independent_of_the_threads_of_blas(length):
-    """BLAS has all its threads, or one if another call runs: the results are bitwise equal."""
+    """BLAS uses all its threads, or one if another call runs at the same time: results are bitwise equal."""
     case = Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
     expected = run(case)
     for threads in (1, 2, 4, 16):
@@ -237,7 +237,7 @@ def test_bitwise_independent_of_the_threads_of_blas(length):
 
 
 def test_bitwise_equal_over_ten_runs():
-    """On the CPU's threads; test_kernels.py does the same for kernels, in any order of blocks and warps."""
+    """Runs on several CPU threads; test_kernels.py checks the kernels in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)
     first = run(case)
     for _ in range(9):
@@ -245,7 +245,7 @@ def test_bitwise_equal_over_ten_runs():
 
 
 def test_tiles_and_threads_draw_the_same_dropout():
-    """If v is the identity, out is P: its zeros are where the bits drop a probability."""
+    """If v is the identity, out is P, which is 0 exactly where dropout.py drops a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, kv_heads=4, dropout=0.5, batch=2)
     q, k, v, options, *_ = case.call()
     v[...] = np.eye(40)[:, None]
@@ -257,7 +257,9 @@ def test_tiles_and_threads_draw_the_same_dropout():
 
 
 def test_seeds(backend):
-    """An int and an int64 array of the same bits agree; None draws a new seed from NumPy's generator in each call."""
+    """An int and an int64 array with the same bits are the same seed; None draws a seed from NumPy's global
+    generator.
+    """
     q, k, v, *_ = Case().call()
 
     def dropped(seed):
@@ -268,13 +270,13 @@ def test_seeds(backend):
     np.testing.assert_array_equal(dropped(7), dropped(np.int32(7)))
     assert (dropped(7) != dropped(8)).any()
     assert (dropped(None) != dropped(None)).any()
-    np.random.seed(3)  # noqa: NPY002 - NumPy's global generator is the one that the API promises to draw from
+    np.random.seed(3)  # noqa: NPY002 - the API promises to draw from NumPy's global generator
     first = dropped(None)
     np.random.seed(3)  # noqa: NPY002 - the same
     np.testing.assert_array_equal(dropped(None), first)
 
 
-# Threads of the caller, BLAS, errors
+# Calls from several threads, limits on the threads of BLAS, errors in a task
 
 
 def blas_limits():
@@ -295,7 +297,7 @@ def test_calls_from_many_threads():
 
 
 def test_blas_limit_nests_and_overlaps():
-    """Two users may enter and leave in any order: the limit holds until the last one leaves, and is then restored."""
+    """Two calls may enter and leave in any order: the limit is lifted when the second one leaves."""
     limit, before = workers._single_threaded_blas, blas_limits()
     first, second = workers._User(), workers._User()
     limit.enter(first)
@@ -306,14 +308,15 @@ def test_blas_limit_nests_and_overlaps():
     limit.leave(first)
     assert blas_limits() == before
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        for enter, leave in ((one, other), (other, one)):  # the first to enter is the first to leave
+        for enter, leave in ((one, other), (other, one)):  # the one that enters first leaves first
             enter.submit(limit.enter, first).result()
             leave.submit(limit.enter, second).result()
             enter.submit(limit.leave, first).result()
             assert set(blas_limits()) <= {1}
             leave.submit(limit.leave, second).result()
             assert blas_limits() == before
-    with threadpool_limits(3, user_api="blas"), ThreadPoolExecutor(1) as other:  # the caller's limit, on any thread
+    # a limit set by the caller is restored, whichever thread leaves
+    with threadpool_limits(3, user_api="blas"), ThreadPoolExecutor(1) as other:
         limit.enter(first)
         assert set(blas_limits()) <= {1}
         limit.leave(first)
@@ -344,7 +347,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
 
 
 def peak_beyond_results(step, *arrays, **options):
-    """Peak bytes allocated, without those of the result."""
+    """Peak number of allocated bytes minus those of the results."""
     tracemalloc.start()
     result = step(*arrays, **options)
     held, peak = tracemalloc.get_traced_memory()
@@ -354,7 +357,7 @@ def peak_beyond_results(step, *arrays, **options):
 
 
 def test_memory_is_linear():
-    """Twice the length takes at most twice the memory, forward and backward, and never a matrix of scores."""
+    """Twice the length takes at most twice the memory, forward and backward, and always less than a score matrix."""
     peaks = {}
     for length in (4096, 8192):
         q, k, v, dout = (normal(1, length, 1, 8, seed=seed) for seed in range(4))
@@ -388,7 +391,7 @@ STRIDED = {
 
 @by_backend("change, dtype", cpu=STRIDED, simulator={name: row for name, row in STRIDED.items() if row[1] != "float16"})
 def test_strides(change, dtype, backend):
-    """Results depend on the values, not on strides or on a read-only flag."""
+    """Results depend on values alone, not on strides or on a read-only flag."""
     case = Case(q_len=6, kv_len=7, causal=True, dtype=dtype, head_dim=6, head_dim_v=5)
     q, k, v, options, dout, dlse, _ = case.call()
     call = Call(change(q), change(k), change(v), options, change(dout), dlse)
@@ -396,7 +399,7 @@ def test_strides(change, dtype, backend):
 
 
 def test_stride_zero(backend):
-    """Broadcast arrays, with elements that share memory, give the results of their copies."""
+    """Broadcast arrays, whose elements share memory, give the same results as their copies."""
     case = Case(q_len=6, kv_len=7, bias="bhqk", mask="bhqk", sink=True)
     q, k, v, options, dout, dlse, _ = case.call()
 
@@ -430,7 +433,7 @@ def test_results_are_new_arrays(backend):
 # Frameworks
 
 
-# The stand-in with a namespace allocates only float32.
+# NamespaceProducer allocates float32 only.
 FRAMEWORKS = [(framework, name) for framework in ("jax", "dlpack", "old_dlpack") for name in ("float32", "bfloat16")]
 FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
 
@@ -439,10 +442,12 @@ FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
     "framework, name",
     cpu={"-".join(row): row for row in FRAMEWORKS},
     simulator={"jax-float32": ("jax", "float32"), "dlpack-bfloat16": ("dlpack", "bfloat16")},
-    cuda={},  # these stand-ins have CPU arrays only; tests/gpu has some on a GPU
+    cuda={},  # these stand-ins hold CPU arrays; tests/gpu tests arrays on a GPU
 )
 def test_frameworks(framework, name, backend):
-    """Arrays of another library give NumPy's results, forward and backward, as arrays of that library or of NumPy."""
+    """Arrays of another library give the same results as NumPy arrays, returned as arrays of that library or of
+    NumPy.
+    """
     case = Case(q_len=6, kv_len=7, dtype=name, causal=True, bias="1hqk", sink=True, kv_lengths=(5, 7))
     expected = run_public(case, backend)
     q, k, v, options, dout, dlse, _ = case.call()

@@ -1,4 +1,4 @@
-"""Gradients: every option and all pairs of options against the formula, any tiles, hidden inputs, exact zeros."""
+"""The backward on every backend: each option and all pairs of options against the formula, and invariants."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_all_pairs_of_options(case, backend):
 @pytest.mark.parametrize(("block_q", "block_kv"), [(16, 16), (7, 5), (8, 64), (70, 1), (64, 32)])
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TILED.items()])
 def test_any_tiles(case, block_q, block_kv):
-    """The size of the plan's tiles changes nothing but rounding."""
+    """Other tiles than the planned one change results only by rounding."""
     check(case, run_planned(case, block_q=block_q, block_kv=block_kv), only=GRADIENTS)
 
 
@@ -55,12 +55,12 @@ def test_any_tiles(case, block_q, block_kv):
     exhaustive=["long"],
 )
 def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
-    """Rounding errors do not accumulate over the tiles of long sequences."""
+    """Rounding errors do not accumulate over the tiles of a long sequence."""
     check(Case(q_len=q_len, kv_len=kv_len, batch=1, heads=2, causal=True), backend=backend, only=GRADIENTS)
 
 
 def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
-    """Each visited tile contains a visible pair, and each visible pair is in exactly one visited tile."""
+    """Each visited tile contains a visible pair, and each visible pair lies in exactly one visited tile."""
     visited = []
     recompute = cpu._QueryRows.recompute
 
@@ -97,8 +97,8 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
         pytest.param(Case(kv_len=0), id="no-keys"),
     ],
 )
-def test_rows_that_see_nothing_pass_no_gradient(case, backend):
-    """Even if dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
+def test_rows_that_see_no_key_have_no_gradient(case, backend):
+    """Their gradients are 0 although dout and dlse are NaN there, as for a loss that contains lse = -inf."""
     call, result = case.call(), run(case, backend)
     dout, dlse = call.dout.copy(), call.dlse.copy()
     empty = np.isneginf(result.lse)
@@ -117,7 +117,7 @@ def test_keys_that_no_query_sees_have_no_gradient(backend):
 
 
 def gradients(call, backend, dout=None, dlse=None):
-    """Gradients of a call with the given dout and dlse."""
+    """Gradients of a call with this dout and dlse."""
     out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
     dout = np.zeros_like(out) if dout is None else dout
     return cupy_flash.attention_backward(
@@ -126,7 +126,7 @@ def gradients(call, backend, dout=None, dlse=None):
 
 
 def test_gradient_only_through_lse(backend):
-    """The gradient of sum(lse) is P for the scores, 0 for v, and the sink's own probability for the sink."""
+    """The gradient of sum(lse) is P for the scores, 0 for v, and the sink's probability for the sink."""
     case = Case(sink=True, bias="bhqk", causal=True, q_len=29)
     call = case.call()
     zeros, ones = np.zeros_like(call.dout), np.ones_like(call.dlse)
@@ -138,25 +138,26 @@ def test_gradient_only_through_lse(backend):
 
 
 def test_no_gradient_in_no_gradient_out(backend):
-    """dlse None is the same as 0, and zero dout and dlse give zero gradients."""
+    """dlse=None is equivalent to zeros, and zero dout and dlse give zero gradients."""
     case = Case(sink=True, bias="1hqk")
     call = case.call()
     without, zero = gradients(call, backend), gradients(call, backend, dlse=np.zeros_like(call.dlse))
-    for a, b in zip(without[:-1], zero[:-1], strict=True):  # there are no mods
+    # the last gradient, of captured arrays, is None without mods
+    for a, b in zip(without[:-1], zero[:-1], strict=True):
         assert (a == 0).all() and (b == 0).all()
 
 
 def test_gradients_are_linear_in_dout(backend):
-    """Twice dout and dlse give bitwise twice every gradient, because powers of two are exact."""
+    """Doubling dout and dlse doubles every gradient bitwise, because powers of two are exact."""
     call = Case(sink=True, bias="1hqk", causal=True, dropout=0.2).call()
     once = gradients(call, backend, call.dout, call.dlse)
     twice = gradients(call, backend, 2 * call.dout, 2 * call.dlse)
-    for a, b in zip(once[:-1], twice[:-1], strict=True):  # there are no mods
+    for a, b in zip(once[:-1], twice[:-1], strict=True):  # the last gradient, of captured arrays, is None without mods
         np.testing.assert_array_equal(2 * a, b)
 
 
 def test_stride_zero_dout(backend):
-    """out.sum().backward() passes dout as one element with strides of 0."""
+    """out.sum().backward() passes dout as a single element with strides of 0."""
     case = Case(causal=True, sink=True)
     call = case.call()
     one = np.ones((), np.float32)
@@ -165,7 +166,7 @@ def test_stride_zero_dout(backend):
 
 
 def test_results(backend):
-    """New contiguous arrays in the shape and dtype of the inputs; None for absent inputs; inputs are unchanged."""
+    """Gradients are new contiguous arrays in the shape and dtype of the inputs, or None for absent inputs."""
     case = Case(dtype="bfloat16", bias="1hqk", bias_dtype="float32", sink=True, kv_lengths=(3, 20))
     call = case.call()
     read_only = Call(*(x.copy() if isinstance(x, np.ndarray) else x for x in call))
@@ -188,7 +189,7 @@ def test_results(backend):
 
 
 def test_vjp(backend):
-    """attention_vjp gives the results of the two functions, also with a seed that it drew."""
+    """attention_vjp equals attention followed by attention_backward, also with a seed that it draws itself."""
     case = Case(causal=True, bias="1hqk", sink=True, dropout=0.3)
     q, k, v, options, dout, dlse, _ = case.call()
     expected = run_public(case, backend)
@@ -205,7 +206,7 @@ def test_vjp(backend):
 
 
 def test_vjp_keeps_the_seed_it_drew(backend):
-    """If v is the identity, out shows which probabilities were kept, and dv shows the same ones."""
+    """If v is the identity, out and dv both show which probabilities were kept."""
     case = replace(Case(), q_len=16, kv_len=16, kv_heads=4, head_dim_v=16)
     q, k, v, *_ = case.call()
     v[...] = np.eye(16)[:, None]

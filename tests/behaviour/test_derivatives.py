@@ -1,4 +1,6 @@
-"""Forward mode and second order: every option against the formula, any tiles, any direction, planted bugs, errors."""
+"""JVPs and double backwards of the CPU engine: every option against the formula, tiles, directions, planted bugs,
+errors.
+"""
 
 import tracemalloc
 from dataclasses import replace
@@ -49,7 +51,7 @@ DEFAULT_TILED = ("plain", "softcap", "sink", "dropout", "lengths-causal", "mask"
 @pytest.mark.parametrize("size", in_tiers(TILES, ["7x5"]))
 @pytest.mark.parametrize("case", in_tiers(TILED, DEFAULT_TILED))
 def test_any_tiles(case, size):
-    """The size of the plan's tiles changes nothing but rounding."""
+    """Other tiles than the planned one change results only by rounding."""
     check(case, run_planned(case, block_q=size[0], block_kv=size[1]))
 
 
@@ -58,12 +60,12 @@ EVERYTHING = Case(q_len=41, kv_len=37, causal=True, softcap=2.0, bias="1hqk", si
 
 @pytest.mark.parametrize("moving", [(), *[(name,) for name in ALL], ("tq", "tk"), ("tk", "tv", "tsink")], ids=str)
 def test_any_direction(moving):
-    """An absent tangent gives the results of a tangent of zeros."""
+    """A tangent of None gives the same results as a tangent of zeros."""
     check(EVERYTHING, moving=moving)
 
 
 def test_absent_tangents_take_no_products(monkeypatch):
-    """Products of Q, K, V and their tangents per tile: 6 in all directions, 5 without tk, 3 with tv, 2 without."""
+    """Matrix products per tile: 6 with all tangents, 5 without tk, 3 with tv only, 2 without any."""
     counts = []
     call = Case(q_len=8, kv_len=8, batch=1, heads=1, kv_heads=1).call()
 
@@ -87,7 +89,7 @@ def test_bitwise_equal_for_any_number_of_threads():
         assert a.tobytes() == b.tobytes(), name
 
 
-# Every bug is in the tile pass of one function: (function, the right text, a wrong one).
+# (function that processes a tile, original text, planted text)
 BUGS = {
     "mu-not-subtracted": ("_follow_mean", "tS -= mean.astype(tS.dtype)[:, None]", "pass"),
     "T-does-not-follow-mu": ("_follow_mean", "T -= (mean - mu).astype(T.dtype)[:, None] * O", "pass"),
@@ -110,7 +112,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     planted = {"__name__": module.__name__, "__package__": module.__package__, "__file__": module.__file__}
     exec(compile(text.replace(right, wrong), module.__file__, "exec"), planted)
     monkeypatch.setattr(module, name, planted[name])
-    if name == "_Direction":  # the function that makes it
+    if name == "_Direction":  # _Direction is a class: replace the function that creates it
         monkeypatch.setattr(module, "jvp", planted["jvp"])
         monkeypatch.setattr(module, "double_backward", planted["double_backward"])
     with pytest.raises(AssertionError):
@@ -118,7 +120,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
 
 
 def test_memory_is_linear_in_the_length():
-    """Twice the length takes about twice the memory; a matrix of scores alone would take four times as much."""
+    """Twice the length takes about twice the memory, whereas a score matrix would take four times as much."""
 
     def peak(length):
         case = Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1, head_dim=4, head_dim_v=4)
@@ -194,7 +196,7 @@ def test_tangents_of_captured_arrays_are_checked():
         cupy_flash.attention_jvp(**given, score_mod=mod, tcaptured=(slopes, ids))
 
 
-def test_engines_that_do_not_serve_it_say_so():
+def test_engines_without_derivatives_refuse_with_a_reason():
     given = arrays()
     with pytest.raises(UnsupportedError) as error:
         cupy_flash.attention_jvp(**given, tq=given["q"], backend="simulator:sm_90a", engine="wgmma")

@@ -1,4 +1,4 @@
-"""Dropout bits: the published Philox vectors, the documented counters element by element, and independence of tiles."""
+"""Dropout masks: published Philox vectors, the documented counters element by element, independence of tiles."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def scalar_philox(counter, seed):
 
 
 def scalar_half(seed, head_index, i, j):
-    """The 16 random bits of one element, straight from the definition in dropout.py."""
+    """The 16 random bits of one element by the definition in the docstring of dropout.py."""
     words = scalar_philox((i // 16, j // 16, head_index, 4 * (i % 8) + (j % 8) // 2), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return halves[4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2]
@@ -119,7 +119,7 @@ def test_kept_fraction_within_five_sigma(p):
     ],
 )
 def test_neighbours_are_independent(other):
-    """The number of agreements of two independent fair coins is binomial with probability 1/2."""
+    """Two independent fair coins agree with probability 1/2."""
     first = dropout.keep_mask(42, 5, 0, 512, 0, 512, 0.5)
     q, kv = other["q"], other["kv"]
     second = dropout.keep_mask(other["seed"], other["head_index"], q, q + 512, kv, kv + 512, 0.5)

@@ -1,4 +1,4 @@
-"""Bad calls raise one error with every reason, shapes and dtypes; nothing is computed or written."""
+"""Invalid calls raise one error with every reason, all shapes and dtypes, before anything is computed or written."""
 
 import sys
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def int32(*values):
 
 
 def good_arguments(function):
-    """Keyword arguments of a correct call of a public function."""
+    """Keyword arguments of a valid call of a public function."""
     dense = dict(q=zeros(2, 3, 4, 8), k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 6))
     packed = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
     packed |= dict(cu_seqlens_q=int32(0, 4, 6), cu_seqlens_k=int32(0, 0, 9), max_seqlen_q=4, max_seqlen_k=9)
@@ -39,7 +39,7 @@ def good_arguments(function):
 
 
 class CudaArray:
-    """An array that claims to be on a GPU. Any attempt to read it on the host fails."""
+    """An array that claims to be on a GPU; reading it on the host raises an error."""
 
     def __init__(self, shape, typestr="<f4"):
         self.__cuda_array_interface__ = {
@@ -54,7 +54,7 @@ INTERFACE = dict(shape=(2, 3, 4, 8), typestr="<f4", data=(1 << 40, False), versi
 
 
 class Interface:
-    """An array with only these keys in its array interface."""
+    """An array whose array interface has only these keys."""
 
     def __init__(self, **keys):
         self.__cuda_array_interface__ = keys
@@ -89,7 +89,7 @@ class Raising:
 
 @pytest.fixture(autouse=True)
 def without_cupy(monkeypatch):
-    """Hide CuPy: once imported it queries the driver about every pointer, and those of CudaArray are invalid."""
+    """Hide CuPy: once imported, CuPy asks the driver about every pointer, and those of CudaArray are invalid."""
     monkeypatch.setitem(sys.modules, "cupy", None)
 
 
@@ -321,7 +321,7 @@ BAD_CALLS = [
     bad("merge-types", MERGE, TypeError, "of one type", out_b=torch.zeros(2, 3, 4, 6)),
     bad("merge-layout", MERGE, ValueError, "layout must be", layout="thd"),
     bad("merge-none", MERGE, TypeError, "lse_b (builtins.NoneType)", lse_b=None),
-    # several reasons at once; TypeError if any is about a type
+    # several reasons at once; the error is a TypeError if any reason concerns a type
     bad(
         "all-reasons", BACKWARD, ValueError, "6 requirements are not met", "window", "scale", "softcap", "dropout",
         "layout", "dout must have the shape", "given", "q     float32 (2, 3, 4, 8) (numpy on cpu)",
@@ -376,16 +376,17 @@ def test_the_calls_are_good_without_the_change(function):
         ("seed", np.timedelta64(3), TypeError, "seed must be None, an int or"),
         ("seed", nested_tensor_from_jagged(torch.ones(1), torch.tensor([0, 1])), TypeError, "no memory of its own"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # pytest's reads attributes
+    # pytest's own ids read attributes of the value, which raises an error here
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_bad_options_of_a_call_of_torch(option, value, error, message):
-    """Options that torch's operator cannot carry raise the same error as with any other library."""
+    """Options that torch's operator cannot represent raise the same error as in other libraries."""
     q, k, v = (torch.from_numpy(x) for x in good_arguments("attention").values())
     with pytest.raises(error, match=rf"^attention: (.|\n)*{message}"):
         cupy_flash.attention(q, k, v, **{option: value})
 
 
-def test_as_many_bad_calls_as_promised():
+def test_there_are_at_least_45_bad_calls():
     assert len(BAD_CALLS) >= 45
     assert len({row.id for row in BAD_CALLS}) == len(BAD_CALLS)
 
@@ -409,7 +410,7 @@ def test_jax_requires_a_seed():
     assert cupy_flash.attention(q, k, v, dropout=0.5, seed=1).shape == (2, 3, 4, 6)
 
 
-# Legal problems that no engine of this version supports
+# Valid problems that no engine supports
 
 
 def fp8_arguments():
@@ -464,7 +465,7 @@ def test_unsupported(function, arguments, words):
 
 
 def cupy_without_gpu(ndarray):
-    """A stand-in for CuPy on a machine without a GPU."""
+    """CuPy's behaviour on a machine without a GPU."""
 
     def no_device(index):
         raise RuntimeError(f"cudaErrorInvalidDevice: {index}")
@@ -476,7 +477,7 @@ def cupy_without_gpu(ndarray):
 @pytest.mark.parametrize("function", ["attention", "attention_vjp", "explain"])
 @pytest.mark.parametrize("backend", [None, "cuda"], ids=str)
 def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
-    """Without CuPy or without that GPU: one error with the reason, not one of CuPy's own."""
+    """Without CuPy, or without the requested GPU, the error states the reason and is not one of CuPy's."""
     arguments = good_arguments(function) | cuda_arguments() | dict(backend=backend)
     with pytest.raises(
         UnsupportedError,
@@ -490,7 +491,7 @@ def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
 
 
 def test_cuda_arrays_are_never_copied_to_the_host():
-    """Also with every array option, for a backward, and for a packed batch: its cu_seqlens are not read."""
+    """Array options, a backward and a packed batch are checked too, whose cu_seqlens must not be read."""
     options = dict(
         bias=CudaArray((3, 5)), mask=CudaArray((3, 5), "|b1"), sink=CudaArray((4,)), alibi_slopes=CudaArray((4,))
     )
@@ -509,7 +510,7 @@ def test_cuda_arrays_are_never_copied_to_the_host():
 
 
 def test_cupy_arrays_are_never_copied_to_the_host(monkeypatch):
-    """Uses a stand-in, because CuPy makes no array without a GPU."""
+    """A stand-in replaces CuPy arrays, because CuPy creates none without a GPU."""
 
     class NDArray(CudaArray):
         def __init__(self, x):
@@ -545,7 +546,7 @@ def test_the_environment_names_a_backend(monkeypatch):
 
 @pytest.mark.parametrize("value", [True, np.True_, np.bool_(False)], ids=["true", "numpy-true", "numpy-false"])
 def test_numpy_scalars_are_accepted(value):
-    """NumPy's scalars are accepted wherever Python's are."""
+    """NumPy scalars are accepted wherever Python scalars are."""
     arguments = good_arguments("attention") | dict(causal=value, return_lse=value, deterministic=value)
     arguments |= dict(
         window=np.array([1, -1]),
@@ -558,10 +559,10 @@ def test_numpy_scalars_are_accepted(value):
     assert isinstance(out, tuple) == bool(value)
 
 
-@pytest.mark.parametrize("of", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
-def test_bottom_right_means_true(of):
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+def test_causal_bottom_right_equals_true(make):
     random = np.random.default_rng(0)
-    q, k, v = (of(random.normal(size=x.shape).astype(x.dtype)) for x in good_arguments("attention").values())
+    q, k, v = (make(random.normal(size=x.shape).astype(x.dtype)) for x in good_arguments("attention").values())
     expected, top_left = (np.asarray(cupy_flash.attention(q, k, v, causal=word)) for word in (True, "top_left"))
     assert np.array_equal(cupy_flash.attention(q, k, v, causal="bottom_right"), expected)
     assert not np.array_equal(top_left, expected)

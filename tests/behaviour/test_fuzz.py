@@ -1,4 +1,4 @@
-"""Shapes, strides, dtypes and options at random, forward and backward, against the formula in float64."""
+"""Random shapes, strides, dtypes and options, forward and backward, against the formula in float64."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# np.empty is patched once for all examples on purpose.
+# The fixture patches np.empty once for all examples, which is intended.
 SHARED_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -24,7 +24,7 @@ def broadcast_shapes(draw):
 
 @st.composite
 def cases(draw):
-    """Integers times powers of two make q.k exact in any order, so rows of one key cannot be exact by chance."""
+    """Inputs are integers times powers of two, so that q.k is exact in any order of summation."""
     kv_heads, packed = draw(st.integers(1, 3)), draw(st.booleans())
     batch, q_len, kv_len = draw(st.integers(0, 3)), draw(st.integers(0, 40)), draw(st.integers(0, 40))
     side = maybe(st.integers(-1, 45))
@@ -64,7 +64,7 @@ def cases(draw):
 
 @st.composite
 def strided(draw, x):
-    """The values of x with other strides: axes permuted, reversed, with gaps that hold NaN."""
+    """The values of x with random strides: axes permuted or reversed, and gaps that hold NaN."""
     order = draw(st.permutations(range(x.ndim)))
     steps = [draw(st.sampled_from((1, -1, 2, -2))) for _ in order]
     memory = np.full([x.shape[axis] * abs(step) for axis, step in zip(order, steps, strict=True)], np.nan, x.dtype)
@@ -75,7 +75,7 @@ def strided(draw, x):
 
 @st.composite
 def calls(draw):
-    """A case and its arrays with random strides, 0 among them."""
+    """A case and its arrays with random strides, some of them 0."""
     case = draw(cases())
     q, k, v, options, dout, dlse, packed = case.call()
     arrays = []
@@ -89,11 +89,11 @@ def calls(draw):
     return case, Call(q, k, v, options, dout, dlse, packed)
 
 
-def hold(case, call, result):
-    """The rule of tolerance.py, with the error of the low-precision run taken over several cases.
+def check_with_several_runs(case, call, result):
+    """Compare by the rule of tolerance.py, with the largest error of several low-precision runs.
 
-    The run of one case may be exact by chance in an array of one element. So its error is the largest of this case and
-    of five cases that differ only in their random numbers.
+    In a small array one low-precision run may be exact by chance, so the error is also taken from five cases that
+    differ only in their random numbers.
     """
     exact, low = compute_references(case, call)
     errors = [errors_of(exact, low)]
@@ -106,7 +106,7 @@ def hold(case, call, result):
 
 
 def errors_of(exact, low):
-    """The largest finite error of each array."""
+    """The largest finite error of each result."""
 
     def largest(x, y):
         finite = np.isfinite(x)
@@ -119,17 +119,18 @@ def errors_of(exact, low):
 @given(calls())
 def test_strides_and_options(call):
     case, call = call
-    hold(case, call, run(case, "cpu", call))
+    check_with_several_runs(case, call, run(case, "cpu", call))
 
 
-@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)  # each example compiles its own kernels
+# fewer examples, because each one compiles its own kernels
+@settings(SHARED_FIXTURE, max_examples=settings().max_examples // 16)
 @given(calls())
 def test_strides_and_options_on_the_simulator(call):
     case, call = call
-    hold(case, call, run(case, "simulator", call))
+    check_with_several_runs(case, call, run(case, "simulator", call))
 
 
 @SHARED_FIXTURE
 @given(cases(), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
 def test_tiles_and_threads(case, block_q, block_kv, threads):
-    hold(case, case.call(), run_planned(case, block_q=block_q, block_kv=block_kv, threads=threads))
+    check_with_several_runs(case, case.call(), run_planned(case, block_q=block_q, block_kv=block_kv, threads=threads))

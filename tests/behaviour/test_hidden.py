@@ -1,5 +1,7 @@
-"""NaN and infinity that masks hide, on the engines of the GPU: in K they reach no row, and by products of matrices
-nothing outside the tiles that a kernel visits (docs/limits.md)."""
+"""NaN and infinity in keys that masks hide, on the GPU engines (docs/limits.md).
+
+In K they reach no row. In V they reach rows only through the matrix products of tiles that a kernel visits.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -17,20 +19,20 @@ FORWARD, BACKWARD, FP8 = (
     wgmma.backward.Tile(64, 128, stages=2, dq_in_bulk=False),
     wgmma.forward_fp8.Tile(128, 64, stages=2, sum_columns=64),
 )
-# One per head; the last head is clean.
+# Each head has one of these values in one array; the last head has none and is the reference.
 POISONS = (("k", np.nan), ("k", np.inf), ("v", np.nan), ("q", np.nan), ("dout", np.nan))
 HEADS, CLEAN = len(POISONS) + 1, -1
 
 
 def visited(band, tile):
-    """Mask (entry, 1, query, key) of all tiles that contain a pair of the band."""
+    """Mask (entry, 1, query, key) of all tiles that contain a visible pair of the band."""
     q_len, kv_len = band.shape[-2:]
     tiles = np.arange(q_len)[:, None] // tile[0] * kv_len + np.arange(kv_len) // tile[1]
     return np.stack([np.isin(tiles, tiles[entry]) for entry in band[:, 0]])[:, None]
 
 
 def differs(x):
-    """Mask of the elements that are not equal to those of the clean head; NaN equals NaN."""
+    """Mask of the elements that differ from those of the clean head, where NaN equals NaN."""
     return (x != x[:, CLEAN:]) & ~(np.isnan(x) & np.isnan(x[:, CLEAN:]))
 
 
@@ -45,9 +47,10 @@ def differs(x):
     ids=["simt", "mma", "wgmma", "fp8"],
 )
 def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv_len, head_dim, poisoned_memory):
-    """A window and lengths hide keys; in the second entry of the batch a mask and a bias of -inf also hide them from
-    some rows, in the third from all rows. Heads differ only in the poisoned array; the last head is the reference."""
-    of_forward = FP8 if dtype == "float8_e4m3fn" else FORWARD
+    """A window and lengths hide keys; mask and bias also hide them from some rows of the second batch entry, and from
+    all rows of the third. Heads differ only in the poisoned array.
+    """
+    forward_tile = FP8 if dtype == "float8_e4m3fn" else FORWARD
     rng = np.random.default_rng(0)
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
 
@@ -56,11 +59,11 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
 
     arrays = dict(zip(("q", "k", "v", "dout"), map(same_in_all_heads, (q_len, kv_len, kv_len, q_len)), strict=True))
     query, keys = q_len - 10, [kv_len - 12, kv_len - 9]
-    of_keys = np.zeros((HEADS, 1, kv_len), bool)  # the poisoned keys
+    poisoned_keys = np.zeros((HEADS, 1, kv_len), bool)
     for head, (name, value) in enumerate(POISONS):
         if dtype.itemsize > 1 or np.isnan(value):  # e4m3 has no infinity
             arrays[name][:, head, keys if name in "kv" else query, 3] = value
-            of_keys[head, :, keys] = name in "kv"
+            poisoned_keys[head, :, keys] = name in "kv"
 
     q_lengths, kv_lengths = np.array([q_len - 3, q_len, q_len]), np.array([kv_len - 2, kv_len, kv_len])
     mask, unhidden = np.ones((2, 3, 1, q_len, kv_len), bool)
@@ -85,40 +88,41 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     def posed(saved=None):
         problem, operands = pose("hidden", tuple(arrays[name] for name in "qkv"), options, None, saved)
         if engine == "wgmma":
-            tile = of_forward if saved is None else BACKWARD
+            tile = forward_tile if saved is None else BACKWARD
             chosen = plan(problem, backends.device_of(problem), tile)
         else:
             chosen = in_small_tiles(problem)
         return chosen, operands, {step.function: visited(band, step.tile) for step in chosen.launches if step.tile}
 
     # (entry, head, query, column) and (entry, head, query)
-    *asked, tiles = posed()
-    out, lse = (array.numpy() for array in backends.run_forward(*asked))
-    reached, of_lse = differs(out.astype(np.float32)), differs(lse)
+    *chosen, tiles = posed()
+    out, lse = (array.numpy() for array in backends.run_forward(*chosen))
+    reached, lse_reached = differs(out.astype(np.float32)), differs(lse)
     seeing = sees[..., keys].any(-1)
     assert seeing[:2].any() and not seeing[:2].all() and not seeing[2].any()
-    (of_tile,) = (tile[..., keys].any(-1) for tile in tiles.values())
-    assert of_tile.any() and not of_tile.all()
-    expected, of_rows = np.zeros(reached.shape, bool), np.zeros(of_lse.shape, bool)
-    expected[:, 0], of_rows[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
-    expected[:, 1], of_rows[:, 1] = reached[:, 1] & seeing[:, 0, :, None], of_lse[:, 1] & seeing[:, 0]  # by q's sign
-    expected[:, 2, :, 3] = of_tile[:, 0]
-    expected[:, 3, query] = of_rows[:, 3, query] = True
+    (in_tile,) = (tile[..., keys].any(-1) for tile in tiles.values())
+    assert in_tile.any() and not in_tile.all()
+    expected, expected_lse = np.zeros(reached.shape, bool), np.zeros(lse_reached.shape, bool)
+    expected[:, 0], expected_lse[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
+    # the sign of q decides whether inf becomes NaN
+    expected[:, 1], expected_lse[:, 1] = reached[:, 1] & seeing[:, 0, :, None], lse_reached[:, 1] & seeing[:, 0]
+    expected[:, 2, :, 3] = in_tile[:, 0]
+    expected[:, 3, query] = expected_lse[:, 3, query] = True
     np.testing.assert_array_equal(reached, expected)
-    np.testing.assert_array_equal(of_lse, of_rows)
+    np.testing.assert_array_equal(lse_reached, expected_lse)
     if dtype.itemsize == 1:  # fp8 has no backward
         return
 
-    rows = reached.any(-1) | of_lse
+    rows = reached.any(-1) | lse_reached
     rows[:, 4, query] = True
-    *asked, tiles = posed(Saved(arrays["dout"], out, lse, None))
-    gradients = backends.run_backward(*asked)
+    *chosen, tiles = posed(Saved(arrays["dout"], out, lse, None))
+    gradients = backends.run_backward(*chosen)
     dq, dk, dv = (differs(getattr(gradients, name).numpy().astype(np.float32)).any(-1) for name in ("dq", "dk", "dv"))
-    of_kv = tiles["backward" if "backward" in tiles else "backward_kv"]
-    of_q = tiles.get("backward_q", of_kv)  # else the blocks of keys add dQ
-    assert not (dq & ~rows & ~(of_q & of_keys).any(-1)).any()
-    beside = (rows[..., None] & of_kv).any(2)
-    assert not (dv & ~beside).any()
-    assert not (differs(gradients.dbias.numpy()) & ~(tiles["backward_bias"] & (rows[..., None] | of_keys))).any()
-    of_keys[:2] = False  # K of keys that no row sees must not reach dK
-    assert not (dk & ~beside & ~of_keys[:, 0]).any()
+    kv_tiles = tiles["backward" if "backward" in tiles else "backward_kv"]
+    q_tiles = tiles.get("backward_q", kv_tiles)  # without a dQ kernel, the key blocks add to dQ
+    assert not (dq & ~rows & ~(q_tiles & poisoned_keys).any(-1)).any()
+    reached_keys = (rows[..., None] & kv_tiles).any(2)
+    assert not (dv & ~reached_keys).any()
+    assert not (differs(gradients.dbias.numpy()) & ~(tiles["backward_bias"] & (rows[..., None] | poisoned_keys))).any()
+    poisoned_keys[:2] = False  # in K of keys that no row sees, NaN and infinity must not reach dK
+    assert not (dk & ~reached_keys & ~poisoned_keys[:, 0]).any()

@@ -1,4 +1,4 @@
-"""Mask and Band against the docstring of `attention`, pair by pair, over every small sequence, mask and tile."""
+"""Mask and Band against the definition in the docstring of `attention`, for all short sequences, masks and tiles."""
 
 from itertools import combinations, product
 
@@ -20,11 +20,11 @@ BANDS = [
 
 
 def ranges(length):
-    """All non-empty half-open ranges within `length`."""
+    """All non-empty half-open ranges within a sequence of this length."""
     return combinations(range(length + 1), 2)
 
 
-def test_there_are_many():
+def test_the_table_has_many_bands():
     assert len(BANDS) == 5 * 5 * 2 * 5 * 5
     assert len({band for band, _ in BANDS}) > 200
 
@@ -50,7 +50,7 @@ def test_pairs():
 
 
 def test_pairs_of_the_longest_sequences():
-    """Pairs counted by hand, because a sum over queries would take gigabytes."""
+    """The counts were computed by hand, because counting per query would take gigabytes of memory."""
     n = 2**31 - 1
     assert Mask().band(n, n).pairs == n * n
     assert Mask(None, 0).band(n, n).pairs == n * (n + 1) // 2
@@ -60,7 +60,7 @@ def test_pairs_of_the_longest_sequences():
 
 
 def test_kv_range_and_q_range():
-    """kv_range has exactly the keys that some query sees, q_range the queries that see some key."""
+    """kv_range holds exactly the keys that some query sees, q_range exactly the queries that see some key."""
     for band, seen in BANDS:
         for queries in ranges(band.q_len):
             keys = np.flatnonzero(seen[slice(*queries)].any(axis=0))
@@ -70,8 +70,8 @@ def test_kv_range_and_q_range():
             assert list(range(*band.q_range(*keys))) == queries.tolist(), (band, keys)
 
 
-def test_rows_that_are_apart():
-    """The band of a shard shows what the whole mask shows at the positions of its rows."""
+def test_rows_of_a_shard_with_a_step():
+    """The band of a shard equals the band of the whole sequence at the positions of the shard's rows."""
     for mask in (Mask(*sides) for sides in product(SIDES, SIDES, (False, True))):
         seen = sees(mask, 13, 11)
         for step, q_first, kv_first in product((1, 2, 3, 5), (0, 1, 4), (0, 2, 10)):
@@ -82,7 +82,7 @@ def test_rows_that_are_apart():
 
 @pytest.mark.parametrize("block", [1, 2, 3, 8])
 def test_tiles(block):
-    """Tiles cover the range once, in order, not empty, cut only at the range's ends and at multiples of the block."""
+    """Tiles cover the range once, in order; none is empty, and inner boundaries are multiples of the block."""
     for band, _ in BANDS:
         for tiles_of, range_of, length, reverse in (
             (band.kv_tiles, band.kv_range, band.q_len, True),
@@ -99,7 +99,7 @@ def test_tiles(block):
 
 
 def test_sides_beyond_every_position():
-    """Windows larger than the sequence cause no overflow and no empty band."""
+    """A window larger than the sequence causes neither overflow nor an empty band."""
     band = Mask(2**62, 2**62).band(3, 4)
     assert band.visible(0, 3, 0, 4).all() and band.sees_all(0, 3, 0, 4)
     long = Mask(10, 0).band(2**31 - 1, 2**31 - 1)
@@ -121,10 +121,10 @@ def test_sides_beyond_every_position():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_text(mask, text):
+def test_str(mask, text):
     assert str(mask) == text
 
 
-def test_records_are_values():
+def test_masks_and_bands_compare_by_value():
     assert Mask(1, 2) == Mask(1, 2, False) and hash(Mask(1, 2)) == hash(Mask(1, 2, False))
     assert Mask(1, 2).band(3, 4) == Band(0, 3, 3, 4)

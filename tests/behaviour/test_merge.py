@@ -1,4 +1,4 @@
-"""merge: results over parts of the keys merge to the result over all keys, also for rows without keys in a part."""
+"""merge of results over parts of the keys gives the result over all keys, also for rows without keys in a part."""
 
 import functools
 from dataclasses import replace
@@ -37,7 +37,9 @@ SPLIT = {
 
 
 def parts(attention, case, cuts):
-    """(out, lse) over the keys between the cuts, at their positions in the whole; the first part has the sink."""
+    """Yield (out, lse) over the keys between two cuts, masked by their positions in the whole; the first part has the
+    sink.
+    """
     q, k, v, options, *_ = case.call()
     mask = np.asarray(options.pop("mask", True))
     if options.pop("causal"):
@@ -52,7 +54,7 @@ def parts(attention, case, cuts):
 
 
 def average(a, b, layout):
-    """Reference of merge: softmax weights over the two lse, in the precision of lse."""
+    """Reference of merge: average with softmax weights of the two lse, computed in the dtype of lse."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     largest = np.maximum(np.maximum(lse_a, lse_b), np.finfo(lse_a.dtype).min)
     weights = np.exp(np.stack([lse_a, lse_b]) - largest)
@@ -67,7 +69,9 @@ def average(a, b, layout):
 @pytest.mark.parametrize("cuts", [(0, 9, 23), (0, 1, 23), (0, 0, 23), (0, 5, 5, 16, 23)], ids=str)
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in SPLIT.items()])
 def test_merged_parts_are_the_whole(case, cuts):
-    """Against the formula over all keys; averaging the formula's low-precision parts sets the tolerance."""
+    """The exact result is the formula over all keys; averaging low-precision parts of the formula sets the
+    tolerance.
+    """
 
     def whole(attention, merge):
         return functools.reduce(functools.partial(merge, layout=case.layout), parts(attention, case, cuts))
@@ -90,8 +94,8 @@ def results(*shape, seed, dtype=np.float32):
     )
 
 
-def test_rows_that_see_nothing():
-    """A row without keys in one part is bitwise the other part's; without keys in both, out is 0 and lse -inf."""
+def test_rows_without_keys():
+    """A row without keys in one part is bitwise the other part's row; without keys in both, out is 0 and lse -inf."""
     out_a, lse_a = results(2, 4, 3, 5, seed=0)
     out_b, lse_b = results(2, 4, 3, 5, seed=1)
     for out, lse, row in ((out_a, lse_a, 0), (out_b, lse_b, 1), (out_a, lse_a, 2), (out_b, lse_b, 2)):
@@ -112,7 +116,7 @@ def test_order_does_not_matter():
 
 
 def test_parts_with_far_apart_lse():
-    """If a weight underflows, the result is the other part; nothing overflows."""
+    """If a weight underflows, the result is the other part; no weight overflows."""
     (out_a, lse_a), (out_b, lse_b) = results(1, 4, 2, 3, seed=0), results(1, 4, 2, 3, seed=1)
     for shift in (1e4, 1e30):
         out, lse = cupy_flash.merge(out_a, lse_a + np.float32(shift), out_b, lse_b - np.float32(shift))
@@ -121,21 +125,21 @@ def test_parts_with_far_apart_lse():
 
 
 def test_layouts_and_packed():
-    """(B, S, H, Dv), (B, H, S, Dv) and (T, H, Dv) give the same bits."""
+    """Layouts (B, S, H, Dv), (B, H, S, Dv) and (T, H, Dv) give the same bits."""
     a, b = results(2, 4, 3, 5, seed=0), results(2, 4, 3, 5, seed=1)
     out, lse = cupy_flash.merge(*a, *b)
     swapped = [x.swapaxes(1, 2) for x in (a[0], b[0])]
     heads_first = cupy_flash.merge(swapped[0], a[1], swapped[1], b[1], layout="bhsd")
     np.testing.assert_array_equal(heads_first[0], out.swapaxes(1, 2))
     np.testing.assert_array_equal(heads_first[1], lse)
-    for layout in ("bshd", "bhsd"):  # a packed batch has one layout
+    for layout in ("bshd", "bhsd"):  # a packed batch has only one layout
         packed = cupy_flash.merge(a[0][0], a[1][0], b[0][0], b[1][0], layout=layout)
         np.testing.assert_array_equal(packed[0], out[0])
         np.testing.assert_array_equal(packed[1], lse[0])
 
 
 def test_dtypes_and_arrays():
-    """out has the dtype of out_a and is rounded once, lse is float32; new arrays of the caller's framework."""
+    """out has the dtype of out_a and is rounded once, lse is float32; both are new arrays of the caller's framework."""
     case = replace(Case(), dtype="bfloat16")
     attention = functools.partial(cupy_flash.attention, return_lse=True)
     (out_a, lse_a), (out_b, lse_b) = parts(attention, case, (0, 9, 23))
@@ -166,7 +170,7 @@ def test_nothing_to_merge(shape):
 
 
 def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
-    """Run partials.cu in the simulator, launched as on a GPU."""
+    """Run partials.cu on the simulator with the launch that a GPU would get."""
     layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
     return tuple(array.numpy() for array in kernels.merge(parts, layout, "sm_80", simulator.start))
 
@@ -185,27 +189,27 @@ TWINS = {
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
 def test_kernel_is_the_twin_of_partials(twin):
-    """partials.cu equals partials.py within the rounding of its exponential."""
+    """partials.cu equals partials.py up to the rounding of its exponential."""
     shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
     rng = np.random.default_rng(3)
     *leading, a, b, _ = shape
     accumulation = np.float64 if dtype == np.float64 else np.float32
     lse = rng.normal(size=(2, *leading, *((a, b) if layout == "bhsd" else (b, a)))).astype(accumulation) * 5
-    lse[0, ..., 1:2] = lse[1, ..., 2:3] = -np.inf  # rows that see nothing in one part
-    lse[:, ..., 3:4] = -np.inf  # and in both
+    lse[0, ..., 1:2] = lse[1, ..., 2:3] = -np.inf  # these rows see no key in one part
+    lse[:, ..., 3:4] = -np.inf  # these rows see no key in either part
     lse[0, ..., 4:5] += 1e4
     out_a = rng.normal(size=shape).astype(dtype)
     out_b = rng.normal(size=(*shape[:-1], shape[-1] + 1)).astype(DTYPES[twin["other"]] if "other" in twin else dtype)
-    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b are not aligned
+    parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b are not 16-byte aligned
     merged, expected = merge_kernel(*parts, layout=layout), cupy_flash.merge(*parts, layout=layout)
     for actual, exact in zip(merged, expected, strict=True):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape
-        eps = float(ml_dtypes.finfo(actual.dtype).eps)  # of its rounding, that of the weights, and the exponential's
+        eps = float(ml_dtypes.finfo(actual.dtype).eps)  # rounding of the result, of the weights and of the exponential
         np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)
 
 
 def formula(outs, lses, dtype):
-    """Softmax weights over the lse of all parts, computed in `dtype`; layout "bshd"."""
+    """Average of all parts with softmax weights, computed in `dtype`; layout "bshd"."""
     lses, outs = lses.astype(dtype), outs.astype(dtype)
     largest = np.maximum(lses.max(axis=0), np.finfo(dtype).min)
     weights = np.exp(lses - largest)
@@ -217,7 +221,7 @@ def formula(outs, lses, dtype):
 
 
 def stacked(backend, outs, lses, layout="bshd"):
-    """Merge all parts: the last is a, the others are the stack b."""
+    """Merge all parts: the last one is the argument a, the others are the stack b."""
     parts = tuple(as_array(x, "part") for x in (outs[-1], lses[-1], outs[:-1], lses[:-1]))
     if backend == "simulator":
         return tuple(x.numpy() for x in kernels.merge(parts, layout, "sm_80", simulator.start))
@@ -227,7 +231,7 @@ def stacked(backend, outs, lses, layout="bshd"):
 @pytest.mark.parametrize("backend", ["cpu", "simulator"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_any_number_of_parts(count, backend):
-    """The last part and a stack of the others, with parts that saw no key in some rows, or in any."""
+    """One row of each part has no key there, another row has none in any part, and a whole part may have none."""
     rng = np.random.default_rng(count)
     outs = rng.normal(size=(count, 2, 9, 3, 40)).astype(np.float32)
     lses = (rng.normal(size=(count, 2, 3, 9)) * 5).astype(np.float32)
@@ -255,7 +259,7 @@ def test_any_number_of_parts(count, backend):
 
 
 def test_parts_are_added_in_their_order():
-    """Sums run over the stack in its order and add a last: in float32, 2**24 + 1 + 1 + 0 depends on the order."""
+    """The sum runs over the stack in order and adds a last: in float32, 2**24 + 1 + 1 + 0 depends on the order."""
     outs = np.array([2**24, 1, 1, 0], np.float32).reshape(4, 1, 1, 1, 1)
     lses = np.zeros((4, 1, 1, 1), np.float32)
     for backend in ("cpu", "simulator"):

@@ -1,4 +1,4 @@
-"""The reference against drawn masks, scores term by term, finite differences, torch; rows at the edges."""
+"""The reference against drawn masks, scores computed term by term, finite differences, torch, and limiting cases."""
 
 import doctest
 import math
@@ -29,6 +29,7 @@ def inputs(q_length=Q_LENGTH, kv_length=KV_LENGTH):
 
 
 def random_mask(*shape):
+    """Every option alone, and all of them together, by name."""
     return np.random.default_rng(5).random(shape) < 0.7
 
 
@@ -120,7 +121,7 @@ def test_drawn_masks(q_length, kv_length, options, picture):
 
 
 def one_row(q, k, v, b, h, i, o):
-    """out and lse of one query by Python loops that follow the docstring of `attention`."""
+    """out and lse of one query, computed by Python loops that follow the docstring of `attention`."""
     q_length = o.get("q_lengths", [q.shape[1]] * BATCH)[b]
     kv_length = o.get("kv_lengths", [k.shape[1]] * BATCH)[b]
     causal, (left, right) = o.get("causal", False), o.get("window", (None, None))
@@ -187,7 +188,7 @@ def test_layouts_agree():
 @pytest.mark.parametrize("q_length", [Q_LENGTH, 7], ids=["more-keys", "more-queries"])
 @pytest.mark.parametrize("name", option_sets(Q_LENGTH))
 def test_gradients_are_finite_differences(name, q_length):
-    """Central differences in longdouble, along random directions of each input and of all inputs at once."""
+    """Central differences in longdouble along random directions, of each input alone and of all inputs together."""
     options = option_sets(q_length)[name]
     eps = np.finfo(np.longdouble).eps
     step, tolerance = eps ** (np.longdouble(1) / 3), 100 * eps ** (np.longdouble(2) / 3)
@@ -232,7 +233,7 @@ def test_torch_agrees(q_length, kv_length, causal):
         assert_matches_reference(actual.detach().numpy(), expected, low, np.float64, name)
 
 
-# ---- rows that see nothing, padding, huge and infinite scores ----
+# ---- rows that see no key, padding, huge and infinite scores ----
 
 
 def test_rows_that_see_no_key():
@@ -253,7 +254,7 @@ def test_rows_that_see_no_key():
     out, lse = reference.attention(q, k, v, sink=sink, **options)
     assert not out[empty].any()
     np.testing.assert_array_equal(lse[1, :, :6], np.broadcast_to(sink[:, None], (Q_HEADS, 6)))
-    assert np.isneginf(lse[1, :, 6]).all()  # past q_lengths: -inf, sink or not
+    assert np.isneginf(lse[1, :, 6]).all()  # past q_lengths lse is -inf, with or without a sink
     dsink = reference.attention_backward(0 * dout, q, k, v, dlse=dlse, sink=sink, **options).dsink
     weight = np.exp(sink[:, None] - lse[0])
     np.testing.assert_allclose(dsink, (weight * dlse[0]).sum(axis=1) + dlse[1, :, :6].sum(axis=1), rtol=1e-15)
@@ -325,7 +326,7 @@ def test_infinite_bias_hides_the_key():
     for expected, actual in zip(hidden[:3], biased[:3], strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert not biased.dbias[~mask].any()
-    k[0, 2, 0, 0], k[1, 2] = np.nan, np.inf  # and hides NaN and infinities
+    k[0, 2, 0, 0], k[1, 2] = np.nan, np.inf  # NaN and infinity in a hidden key are hidden too
     mask[:, 2], bias[:, 2] = False, -np.inf
     with np.errstate(invalid="ignore"):
         hidden, biased = (reference.attention(q, k, v, **o) for o in (dict(mask=mask), dict(bias=bias)))
@@ -400,13 +401,13 @@ def test_dropout_needs_a_seed():
         reference.attention(*inputs(), dropout=0.1)
 
 
-# ---- the low-precision run and the tolerance made of it ----
+# ---- the low-precision run, and the tolerance derived from it ----
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_low_precision_run(dtype, name):
-    """Inputs and results are rounded; the error is at least one rounding and at most a few."""
+    """Inputs and results are rounded: the error is not 0, and at most a few units of rounding."""
     options = option_sets(Q_LENGTH)[name]
     eps = float(ml_dtypes.finfo(dtype).eps)
     q, k, v = (x.astype(dtype) for x in inputs())
@@ -430,33 +431,35 @@ def descales(batch):
     return {name: np.abs(normal(batch, KV_HEADS, seed=seed)) for seed, name in enumerate(names)}
 
 
-def of_queries(descale):
+def per_query_head(descale):
     return descale.repeat(Q_HEADS // KV_HEADS, axis=1)
 
 
-def test_descales_scale_what_they_belong_to():
-    """One descale per sequence and key/value head; q has the descale of its GQA group, also in packed batches."""
+def test_each_descale_scales_its_sequence_and_head():
+    """There is one descale per sequence and key/value head; q has the descale of its GQA group, also in packed
+    batches.
+    """
     q, k, v = (x.astype(FP8) for x in inputs())
     q_descale, k_descale, v_descale = descales(BATCH).values()
     scaled = (
-        q.astype(float) * of_queries(q_descale)[:, None, :, None],
+        q.astype(float) * per_query_head(q_descale)[:, None, :, None],
         k.astype(float) * k_descale[:, None, :, None],
         v.astype(float) * v_descale[:, None, :, None],
     )
     expected = reference.attention(*scaled, causal=True, softcap=2.0)
-    found = reference.attention(q, k, v, causal=True, softcap=2.0, **descales(BATCH))
-    for actual, wanted in zip(found, expected, strict=True):
+    results = reference.attention(q, k, v, causal=True, softcap=2.0, **descales(BATCH))
+    for actual, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-13)
     bounds = (np.arange(BATCH + 1) * Q_LENGTH, np.arange(BATCH + 1) * KV_LENGTH)
     out, lse = reference.attention_varlen(
         *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *bounds, causal=True, softcap=2.0, **descales(BATCH)
     )
-    np.testing.assert_array_equal(out.reshape(found[0].shape), found[0])
-    np.testing.assert_array_equal(lse.reshape(Q_HEADS, BATCH, -1).swapaxes(0, 1), found[1])
+    np.testing.assert_array_equal(out.reshape(results[0].shape), results[0])
+    np.testing.assert_array_equal(lse.reshape(Q_HEADS, BATCH, -1).swapaxes(0, 1), results[1])
 
 
 def test_fp8_run():
-    """P has the 3 mantissa bits of e4m3 with any sum and dropout, scores have the 14 bits of the tensor core's sums."""
+    """P is rounded to e4m3 with 3 mantissa bits, and scores to the 14 bits of the tensor core's accumulator."""
     q, k, v = (x.astype(FP8) for x in inputs(300, 300))
     for options in ({}, dict(dropout=0.5, seed=1), dict(sink=[3.0] * Q_HEADS)):
         out, lse = reference.attention(q, k, v, **options)
@@ -470,7 +473,7 @@ def test_fp8_run():
         reference.attention_backward(out, q, k, v, dtype=FP8)
 
 
-def test_a_sum_of_14_bits():
+def test_fp8_sums_keep_14_bits():
     a = np.ones((1, 33), np.float32)
     b = np.array([256] + [2**-6] * 31 + [2**-5], np.float32)[:, None]
     assert reference._multiply_in_14_bits(a, b) == 256 + 2**-5

@@ -1,4 +1,4 @@
-"""Calls on shards of queries, keys and heads give, combined, the result of the whole."""
+"""Calls on shards of queries, keys and heads, combined, give the result of the whole call."""
 
 from dataclasses import replace
 from itertools import product
@@ -15,7 +15,7 @@ from cupy_flash.problem import WHOLE, Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Rows of a sequence by part: contiguous parts of odd sizes, one of them empty; or every third position.
+# Positions of a sequence by shard: contiguous shards of odd lengths, one of them empty; or every third position.
 PARTS = {
     "runs": (1, lambda length: [range(0, 7), range(7, 7), range(7, 18), range(18, length)]),
     "stripes": (3, lambda length: [range(start, length, 3) for start in range(3)]),
@@ -54,8 +54,8 @@ SIMULATED = {
 }
 
 
-def of_rows(case, call, parts, index, lengths):
-    """(indices of a part's rows in the whole arrays, its lengths per sequence, the positions of its first rows)."""
+def rows_of_shard(case, call, parts, index, lengths):
+    """(indices of a shard's rows in the whole arrays, its lengths per sequence, the positions of its first rows)."""
     runs = [parts(length)[index] for length in lengths]
     runs = [range(run.start, min(run.stop, length), run.step) for run, length in zip(runs, lengths, strict=True)]
     if not case.packed:
@@ -66,7 +66,7 @@ def of_rows(case, call, parts, index, lengths):
 
 
 def run_parts(case, backend, step, parts):
-    """Run every part of the queries with every part of the keys; merge the results and add the gradients."""
+    """Run every shard of the queries with every shard of the keys; merge the results and add the gradients."""
     q, k, v, options, dout, dlse, packed = case.call()
     axis = {True: 0, False: 2 if case.layout == "bhsd" else 1}[case.packed]
     q_lengths, kv_lengths = case.q_lengths, case.kv_lengths
@@ -76,8 +76,8 @@ def run_parts(case, backend, step, parts):
     count = len(parts(100))
 
     def call(i, j, saved=None):
-        q_rows, q_sizes, q_first = of_rows(case, q, parts, i, q_lengths)
-        kv_rows, kv_sizes, kv_first = of_rows(case, k, parts, j, kv_lengths)
+        q_rows, q_sizes, q_first = rows_of_shard(case, q, parts, i, q_lengths)
+        kv_rows, kv_sizes, kv_first = rows_of_shard(case, k, parts, j, kv_lengths)
         starts = [(a, b, a + o - b) for a, b, o in zip(q_first, kv_first, offsets, strict=True)]
         bounds = [np.cumsum([0, *sizes], dtype=np.int32) for sizes in (q_sizes, kv_sizes)]
         some = None if packed is None else Packed(*bounds, max(q_sizes), max(kv_sizes))
@@ -129,7 +129,7 @@ def test_shards_give_the_result_of_the_whole(backend, case, parts):
 
 
 def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
-    """Results of a part of the heads are bitwise those of all heads."""
+    """Results of a shard of the heads are bitwise those of the whole, dropout included."""
     case = Case(heads=4, kv_heads=2, dropout=0.5, head_dim=4, head_dim_v=4)
     q, k, v, options, *_ = case.call()
 

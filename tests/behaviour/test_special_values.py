@@ -1,5 +1,4 @@
-"""NaN and infinities on the CPU reach the rows that see them and no others, forward and backward; values at the ends
-of the finite range."""
+"""NaN and infinity on the CPU change only rows that see them, forward and backward; values near the largest float."""
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from cases import Case, run_planned
 
 import cupy_flash
 
-LENGTH, ROW = 100, 40  # several 16-row bands and several of the tiles below; ROW has the NaN
+LENGTH, ROW = 100, 40  # several 16-row bands and several of the tiles below; the row ROW holds the special value
 
 HIDERS = {
     "causal": dict(causal=True),
@@ -27,7 +26,7 @@ HIDERS = {
 
 
 def seen(case):
-    """The keys that each query sees, (B, Hq, Sq, Sk): the formula's probabilities are not 0."""
+    """bool (B, Hq, Sq, Sk): the keys that each query sees."""
     *_, options, _, _, _ = case.call()
     shape = (case.batch, case.heads, LENGTH, LENGTH)
     visible = np.broadcast_to(options.get("mask", True), shape).copy()
@@ -44,8 +43,8 @@ def seen(case):
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("hider", HIDERS)
-def test_reaches_no_row_that_does_not_see_it(hider, name, value):
-    """Rows that do not see the NaN do not change in any bit; a row that sees it is NaN, unless dropout drops it."""
+def test_special_values_reach_only_rows_that_see_them(hider, name, value):
+    """No bit changes in rows that do not see the value; a row that sees NaN is NaN, unless dropout removes it."""
     case = Case(LENGTH, LENGTH, batch=2, heads=2, kv_heads=1, head_dim=8, head_dim_v=8, **HIDERS[hider])
     tiles = dict(block_q=32, block_kv=64, threads=1)
     clean, call = run_planned(case, **tiles), case.call()
@@ -53,11 +52,11 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value):
     touched = run_planned(case, call, **tiles)
 
     sees = seen(case)
-    of_heads = [0] if name in ("q", "dout") else [0, 1]  # one key/value head
-    # Queries with a row, and keys with a column, of the scores that contain the value or a result of it.
+    heads = [0] if name in ("q", "dout") else [0, 1]  # a query head, or both heads of the key/value head's GQA group
+    # Queries whose row of scores, and keys whose column of scores, contains the value or a result of it.
     if name in ("q", "dout"):
         queries = np.zeros(sees.shape[:3], bool)
-        queries[1, of_heads, ROW] = True
+        queries[1, heads, ROW] = True
     else:
         queries = sees[..., ROW] & (np.arange(2) == 1)[:, None, None]
     keys = (sees & queries[..., None]).any(axis=(1, 2))  # (B, Sk)
@@ -74,7 +73,7 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value):
     for field, reached in rows_of.items():
         now, before = getattr(touched, field), getattr(clean, field)
         hidden = np.broadcast_to(~reached if field == "lse" else ~reached[..., None], now.shape)
-        if value == np.inf and name in ("q", "k", "v"):  # no bounded path: it rounds otherwise
+        if value == np.inf and name in ("q", "k", "v"):  # infinity disables the bounded path, which rounds differently
             assert np.isfinite(now[hidden]).all() or field == "lse", field
         else:
             np.testing.assert_array_equal(now[hidden], before[hidden], err_msg=field)
@@ -84,7 +83,7 @@ def test_reaches_no_row_that_does_not_see_it(hider, name, value):
 
 
 def test_a_value_reaches_its_column_alone():
-    """Infinities of both signs and NaN, in three columns of V."""
+    """The three columns of V hold inf, -inf and NaN."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 48, 1, 8)).astype(np.float32)
     v[0, 20, 0, :3] = np.inf, -np.inf, np.nan
     v[0, 30, 0, :2] = np.inf
@@ -96,7 +95,7 @@ def test_a_value_reaches_its_column_alone():
 
 @pytest.mark.parametrize("score, value", [(19, 1e31), (-19, 1e-37), (-19, 0), (19.5, 3e38), (-19.5, 1e-30)])
 def test_values_at_the_ends_of_the_range(score, value):
-    """Scores of one sign near the bound below which no row max is needed: an average of equal values is the value."""
+    """Scores near the bound below which no row max is needed; an average of equal values is that value."""
     q, k, v = (np.full((1, 40, 1, 4), x, np.float32) for x in (1, score / 4, value))
     k[0, 1:] -= np.linspace(0, 0.1, 39, dtype=np.float32)[:, None, None]
     out = cupy_flash.attention(q, k, v / 40, scale=1.0)
@@ -104,7 +103,7 @@ def test_values_at_the_ends_of_the_range(score, value):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_softcap_beyond_the_range_is_none(dtype):
+def test_a_softcap_beyond_the_range_has_no_effect(dtype):
     case = Case(dtype=dtype)
     q, k, v, options, *_ = case.call()
     expected = cupy_flash.attention(q, k, v, **options)
@@ -121,16 +120,16 @@ def test_float64_has_a_range_of_its_own():
 
 
 @pytest.mark.parametrize(("q", "k", "scale"), [(3e38, 1.2e-38, 1.5), (-3e38, 1.2e-38, -1.5), (1e38, 1e-38, 10.0)])
-def test_a_scale_overflows_where_the_scores_do(q, k, scale):
-    """q times the scale exceeds the range, but no score does."""
+def test_a_scale_that_overflows_q_but_no_score(q, k, scale):
+    """q times the scale exceeds the largest float, but no score does."""
     rng = np.random.default_rng(0)
     shape = (1, 40, 2, 1)
     q, k = (x * rng.uniform(0.9, 1, shape).astype(np.float32) for x in (np.float32(q), np.float32(k)))
     v, dout = rng.normal(size=(2, *shape)).astype(np.float32)
     out, vjp = cupy_flash.attention_vjp(q, k, v, scale=scale, causal=True)
-    # The same scores from arrays of moderate size.
+    # Arrays of moderate size have the same scores.
     fold = 2.0**100
     expected, same = cupy_flash.attention_vjp(q / fold, k * fold, v, scale=scale, causal=True)
-    # A row's sum of values of about 1 cancels in part.
+    # atol: the values of about 1 that a row adds cancel in part.
     for actual, wanted in ((out, expected), (vjp(dout).dv, same(dout).dv)):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=4e-6 * np.abs(wanted).max())

@@ -1,4 +1,4 @@
-"""Packed sequences: the formula per sequence, zero-length sequences, tokens past the last one, dropout's bits."""
+"""Packed sequences: the formula per sequence, zero-length sequences, tokens after the last sequence, dropout masks."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_any_tiles_and_threads(case):
     "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle"]
 )
 def test_packed_equals_padded(name, backend):
-    """The same sequences in a padded batch give the same bits, also with dropout."""
+    """The same sequences in a padded batch give bitwise equal results, also with dropout."""
     case = PACKED_OPTIONS[name]
     packed, padded = run(case, backend), run(replace(case, packed=False), backend)
 
@@ -48,7 +48,7 @@ def test_packed_equals_padded(name, backend):
 
 
 def test_a_larger_max_seqlen_changes_nothing(backend):
-    """max_seqlen is an upper bound: it sizes the plan, not the result."""
+    """max_seqlen is an upper bound, from which the plan derives its grid but not the results."""
     case = replace(PACKED, causal=True)
     call = case.call()
     longer = call._replace(packed=call.packed._replace(max_seqlen_q=1000, max_seqlen_k=np.int64(5000)))
@@ -56,7 +56,7 @@ def test_a_larger_max_seqlen_changes_nothing(backend):
 
 
 def test_planning_does_not_grow_with_max_seqlen():
-    """The time and memory of planning do not grow with max_seqlen."""
+    """The time and memory that planning takes do not grow with max_seqlen."""
     call = replace(PACKED, causal=True, window=(5, 0)).call()
     longest = call._replace(packed=call.packed._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1))
     check(replace(PACKED, causal=True, window=(5, 0)), run(PACKED, "cpu", longest))

@@ -1,4 +1,4 @@
-"""The bench script: its model against counts by hand, its timing, tiny runs end to end, and the generated tables."""
+"""The bench: its model against counts by hand, its timing, tiny runs of every section, and generated tables."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The output folder of a full run. FlexAttention gets no time to compile, which takes a minute."""
+    """The output folder of a full run. FlexAttention gets no time to compile, which would take a minute."""
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ def test_result_says_what_ran_where(result: Any, folder: Path) -> None:
 )
 def test_every_sample_of_every_case_is_kept(result: Any, section: str, stages: set[str]) -> None:
     records = result[section]["cases"]
-    assert [(it["causal"], it["seqlen"]) for it in records] == [(False, 32), (False, 64), (True, 32), (True, 64)]
+    assert [(each["causal"], each["seqlen"]) for each in records] == [(False, 32), (False, 64), (True, 32), (True, 64)]
     for record in records:
         assert {"cupy_flash", "standard", "SDPA flash", "SDPA math"} <= record["seconds"].keys()
         assert record["roofline_seconds"] > 0
@@ -149,7 +149,7 @@ def test_every_section_has_its_plot(folder: Path) -> None:
 
 def test_memory_of_a_point_is_that_of_its_own_process() -> None:
     case = replace(CASE, batch=1, heads=2, kv_heads=2, seqlen=1024)
-    ballast = np.ones(2**28, np.uint8)  # a peak of this process, which a child must not inherit
+    ballast = np.ones(2**28, np.uint8)  # raises this process's peak, which a child process must not inherit
     forward, both = memory.measure("standard", case, threads=1)
     assert ballast[-1] == 1
     scores = model.scores_bytes(case)
@@ -166,7 +166,7 @@ def test_growth_exponent() -> None:
     lengths = np.array([512, 1024, 2048])
     assert memory.growth_exponent(lengths, 2**12 * lengths) == 1
     assert memory.growth_exponent(lengths, 2**12 * lengths**2) == 2
-    assert memory.growth_exponent(lengths, [5, 0, 70]) == 0  # noise
+    assert memory.growth_exponent(lengths, [5, 0, 70]) == 0  # 5, 0 and 70 bytes are noise
 
 
 def test_peers_that_store_the_scores_are_left_out_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,8 @@ def test_peers_that_store_the_scores_are_left_out_beyond_the_limit(monkeypatch: 
     assert small["seconds"].keys() == {"cupy_flash", "standard"} and not small["left_out"]
     assert large["seconds"].keys() == {"cupy_flash"} and large["left_out"].keys() == {"standard"}
     (alone,) = run.time_cases([CASE], False, 1, Ceilings(1.0, 1.0), lambda step: None)["cases"]
-    assert alone["seconds"].keys() == {"cupy_flash", "standard"}  # a forward allocates half as much
+    # a forward allocates half as much, so the limit is larger
+    assert alone["seconds"].keys() == {"cupy_flash", "standard"}
 
 
 @pytest.mark.parametrize("command", ["forward", "backward", "memory"])
@@ -206,15 +207,15 @@ def test_says_that_a_gpu_is_not_used(
 def test_forward_and_backward_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--gpu measures the regimes of these options on a GPU; without one it reports that."""
+    """--gpu measures the regimes that the options select, or reports that there is no GPU."""
     words = ["backward", "--gpu", "--dtype", "bfloat16", "--head-dim", "128", "--seqlens", "512,1024"]
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    asked = []
-    monkeypatch.setattr("bench.gpu.run", lambda *arguments: asked.append(arguments) or 0)
+    calls = []
+    monkeypatch.setattr("bench.gpu.run", lambda *arguments: calls.append(arguments) or 0)
     assert main([*words, "--causal", "--out", str(tmp_path)]) == 0
-    (regimes, measured_by, _, out, command) = asked[0]
-    assert [it.name for it in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
+    (regimes, measured_by, _, out, command) = calls[0]
+    assert [regime.name for regime in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
     assert measured_by is bench.gpu.measure_peers
     assert out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
 
@@ -283,9 +284,9 @@ def test_readme_is_up_to_date() -> None:
 
 def test_default_sizes_are_those_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    monkeypatch.setattr("bench.__main__._measure", lambda asked, arguments: measured.append(asked) or 0)
+    monkeypatch.setattr("bench.__main__._measure", lambda case, arguments: measured.append(case) or 0)
     assert main([]) == 0
-    (asked,) = measured
-    assert (asked.batch, asked.heads, asked.head_dim, asked.dtype) == (1, 8, 64, "float32")
+    (case,) = measured
+    assert (case.batch, case.heads, case.head_dim, case.dtype) == (1, 8, 64, "float32")
     assert bench.__main__.SEQLENS["forward"] == bench.__main__.SEQLENS["backward"] == (512, 1024, 2048, 4096)
     assert max(bench.__main__.SEQLENS["memory"]) == 16384

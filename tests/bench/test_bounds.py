@@ -1,4 +1,4 @@
-"""Bottlenecks of kernels from Nsight Compute's output: a hand-written raw page, and a stand-in for the tool."""
+"""Bottlenecks of kernels from Nsight Compute's output: a hand-written raw page, and a fake ncu."""
 
 import json
 import math
@@ -31,7 +31,7 @@ COUNTERS = {
 
 
 def page(*launches):
-    """ncu's raw page of launches: names, units, values."""
+    """ncu's raw page of several launches: names, units, values."""
     names = [*WORDS, *COUNTERS]
     rows = [[str(i), name, "(128, 16, 1)", "9.0", *values.values()] for i, (name, values) in enumerate(launches)]
     units = ["", "", "", "", *["%"] * len(COUNTERS)]
@@ -47,7 +47,7 @@ def test_the_busiest_resource_bounds():
     assert kernel["stalls"] == {"gmma": 3.5, "barrier": 0.75}
 
 
-def test_where_nothing_is_busy_warps_wait():
+def test_without_a_busy_resource_warps_wait():
     idle = COUNTERS | {name: "40" for name in COUNTERS if ".pct_of_peak" in name}
     first, second = bounds.parsed(page(("backward_kv", COUNTERS), ("backward_q", idle)))
     assert (first["bound"], second["bound"]) == ("tensor pipe", "waiting: gmma")
@@ -73,7 +73,7 @@ assert words[-3] == "bench.bounds" and words[-1] == "wgmma 1"
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """A function that installs a stand-in for ncu."""
+    """A function that installs a fake ncu."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def install(said):
@@ -101,7 +101,7 @@ def test_command(said, status, told, ncu, tmp_path, monkeypatch):
     path = tmp_path / "sweep-forward.json"
     path.write_text(json.dumps(stored))
     assert main(["bounds", str(path), "--seconds", str(2 * FOREVER), "--out", str(tmp_path)]) == status
-    (record,) = json.loads((tmp_path / "bounds.json").read_text())["bounds"]  # the other has no mark
+    (record,) = json.loads((tmp_path / "bounds.json").read_text())["bounds"]  # the other kernel has no mark
     assert (record["regime"], record["tile"], record["left_out"]) == (regime().name, "wgmma 1", told)
     (row,) = bounds.table([record]).rows
     assert row[2] == (told or "tensor pipe")

@@ -1,4 +1,4 @@
-"""Comparison of a run with the previous one: it names planted regressions, and ignores a different clock rate."""
+"""Comparison with a previous run: planted regressions are named, and a different clock rate is not a regression."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ OLD = result(
 
 
 def changed(**new):
-    """A copy of the old run with other speeds of a case."""
+    """A copy of the old run in which some cases have other speeds."""
     return result(
         *(
             case(each, *new[name]) if name in new else one
@@ -29,7 +29,7 @@ def changed(**new):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Exit status and output of the command on two results."""
+    """Exit status and output of the command for two results."""
 
     def both(old, new, *words):
         paths = tmp_path / "old.json", tmp_path / "new.json"
@@ -50,7 +50,7 @@ def run(tmp_path, capsys):
         (changed(full=({"wgmma 2": 600.0},)), ["0.86 of the old speed, wgmma 1 -> wgmma 2"]),
         (changed(full=({"wgmma 1": None},)), ["no longer measured"]),
         (changed(causal=({"mma 1": 280.0},)), ["0.93 of the old speed, mma 1 -> mma 1"]),
-        (result(OLD["cases"][0]), []),  # the run did not reach the other one
+        (result(OLD["cases"][0]), []),  # the new run did not reach the other case
     ],
     ids=["equal", "slower", "another-tile", "slower-tile", "gone", "causal", "fewer"],
 )
@@ -62,13 +62,13 @@ def test_planted_regressions(new, worse, run):
     assert f"{len(worse)} of ours slower by more than 5%" in output
 
 
-def test_another_clock_is_no_regression_and_a_peer_is_not_ours(run):
+def test_other_clocks_and_slower_peers_are_no_regressions(run):
     cooler = [
         case(FULL, {"wgmma 1": 350.0, "wgmma 2": 345.0}, peers={"SDPA cuDNN": 175.0}, matmul=400.0),
         case(CAUSAL, {"mma 1": 150.0}, peers={"SDPA cuDNN": 300.0}, matmul=400.0),
     ]
     status, output = run(OLD, result(*cooler))
-    assert status == 0 and "0.50" in output  # the peer
+    assert status == 0 and "0.50" in output  # the peer's speed
     assert run(OLD, result(*cooler[:1]), "--slower", "0")[0] == 0
     faster = changed(full=({"wgmma 1": 707.0},))
     assert run(faster, OLD)[0] == 0 and run(faster, OLD, "--slower", "0.005")[0] == 1
@@ -85,7 +85,7 @@ def test_results_of_the_cpu_compare_too(run):
 
 
 def test_the_baseline_of_a_comparison(tmp_path, monkeypatch):
-    """The baseline is the stored file of the same name, or its last commit; else an error says what to do."""
+    """The baseline is the stored file of the same name, or its last commit; without either an error says what to do."""
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(compare, "ROOT", tmp_path)

@@ -1,4 +1,4 @@
-"""The cost model against a sweep: the loss of the predicted order, and fitted constants."""
+"""The cost model against a sweep: the loss by choosing tiles by prediction, and constants fitted to measurements."""
 
 import json
 
@@ -13,20 +13,28 @@ from cupy_flash.engines.wgmma import forward
 HOPPER = device.named("sm_90a", "cuda")
 
 
-def predicted(its):
-    """A sweep in which every wgmma tile takes the time that the cost model predicts with its current constants."""
-    words = dict(dtype=its.dtype, head_dim=its.head_dim, causal=its.causal, layout="bhsd", engine="wgmma")
-    sizes = dict(batch=its.batch, heads=its.heads, kv_heads=its.heads, q_len=its.seqlen, kv_len=its.seqlen)
+def predicted(measured):
+    """A sweep in which every wgmma tile takes the time that the cost model predicts."""
+    words = dict(
+        dtype=measured.dtype, head_dim=measured.head_dim, causal=measured.causal, layout="bhsd", engine="wgmma"
+    )
+    sizes = dict(
+        batch=measured.batch,
+        heads=measured.heads,
+        kv_heads=measured.heads,
+        q_len=measured.seqlen,
+        kv_len=measured.seqlen,
+    )
     problem = ahead.problems(**words, backward=False)[-1]._replace(**sizes)
     plans = plan.candidates(plan.plan(problem, HOPPER), "wgmma")
-    pairs = problem.mask.band(its.seqlen, its.seqlen).pairs
+    pairs = problem.mask.band(measured.seqlen, measured.seqlen).pairs
     seconds = {f"wgmma {tile}": forward.seconds(problem, pairs, HOPPER, tile) for tile, _ in plans}
-    return case(its, {name: its.flops / time / 1e12 for name, time in seconds.items()})
+    return case(measured, {name: measured.flops / time / 1e12 for name, time in seconds.items()})
 
 
 @pytest.fixture
 def planted(monkeypatch):
-    """A sweep of a GPU on which a step waits three times as long as the cost model's constants say."""
+    """A sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
     sizes = [regime(dim, seqlen, causal) for dim in (64, 128) for seqlen in (1024, 16384) for causal in (False, True)]
     with monkeypatch.context() as patch:
         patch.setattr(forward, "STEP", 3.0 * forward.STEP)
@@ -34,10 +42,10 @@ def planted(monkeypatch):
         return result(*map(predicted, sizes))
 
 
-def test_planted_constants_are_found_again(planted):
+def test_fit_recovers_the_constants_of_a_sweep(planted):
     written = {name: getattr(forward, name) for name in ("STEP", "CLOCK", "BLOCK")}
     rows = {row[1]: row for row in costs.constants(planted["cases"], planted["device"]).rows}
-    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants
+    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants of the module
     assert {row[0] for row in rows.values()} == {"wgmma forward"}
     step, clock, block = (float(rows[name][3]) for name in ("STEP", "CLOCK", "BLOCK"))
     assert step / clock == pytest.approx(3 / 1.2 * written["STEP"] / written["CLOCK"], rel=0.15)

@@ -1,4 +1,4 @@
-"""The bench of a decode step: every way computes the same, and the table shows ratios to the baseline."""
+"""The bench of a decode step: all implementations compute the same, and the table shows ratios to the baseline."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from bench import decode, decode_gpu
 SMALL = decode.Step(2, 4, 2, 64, 16)
 
 
-def test_every_way_computes_the_same():
+def test_all_implementations_compute_the_same():
     results = {name: way() for name, way in decode._ways(SMALL).items()}
     heads_first = {name for name in results if name.startswith("SDPA")}
     expected = results["contiguous"]
@@ -40,7 +40,7 @@ def test_regimes_of_a_gpu():
 
 
 def test_table_of_a_gpu():
-    """Shares of the bandwidth of reading alone, or microseconds, against the marks."""
+    """Fractions of the bandwidth of reading the keys alone, or microseconds, next to the marks."""
     share, latency = (x for x in (decode_gpu.REGIMES[0], decode_gpu.REGIMES[-1]))
     seconds = {decode_gpu.READ: 8.2e-6, decode_gpu.CONTIGUOUS: 1e-5, "pages of 16": 2e-5}
     section = [x._asdict() | {"regime": x.name, "bytes": 10**7, "seconds": seconds} for x in (share, latency)]

@@ -1,4 +1,4 @@
-"""First calls without a GPU: one process compiles, the next one finds the kernels on disk."""
+"""The bench of first calls, without a GPU: one process compiles, the next one finds the kernels on disk."""
 
 import json
 import os
@@ -20,13 +20,13 @@ def workers_have_time(monkeypatch):
 
 
 def called(*arguments):
-    """Run first.first_call in its own process, without a time limit."""
+    """Run first.first_call in a process of its own, without a time limit."""
     *arguments, announce = arguments
     return first.first_call(*arguments, patiently(announce))
 
 
 def compiled(*arguments):
-    """Run first.first_call as `called` does, and return the number of kernels that the process compiled."""
+    """Run first.first_call like `called`, and return the number of kernels that the process compiled."""
     compile, names = nvrtc.compile, []
 
     def counting(text, name, target):
@@ -52,8 +52,8 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path, monkeypatch,
     assert row == ["a call", "1", "1250", "20"]
 
 
-def test_a_call_that_fails_leaves_the_others(monkeypatch):
-    """The call fails here because there is no GPU."""
+def test_a_failing_call_does_not_affect_the_others(monkeypatch):
+    """The call fails here, because there is no GPU."""
     monkeypatch.setattr(first, "CALLS", {"a call": first.CALLS["mma forward, bf16 D 128"]})
     section = first.measure(on_gpu=True)
     assert re.match(r"the first call: (AssertionError|RuntimeError): ", section["a call"]["left_out"])

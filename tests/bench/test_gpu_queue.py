@@ -1,4 +1,4 @@
-"""The queue of questions for a GPU: each row has a question, a command, and tests that exist and must pass first."""
+"""bench/gpu_queue.md: each row has a question, a command, and existing tests that must pass before it is run."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows(text):
-    """The cells of each row of the table."""
+    """The cells of each row of the table in gpu_queue.md."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
 

@@ -1,4 +1,4 @@
-"""The marks that a sweep has reached: ratios by hand, the table, the plot, and the blocks of a page."""
+"""The marks that a sweep has reached: ratios by hand, the table, the plot, and the generated blocks of a page."""
 
 import json
 
@@ -16,12 +16,12 @@ FP32, FP8 = regime(64, 1024, dtype="float32"), regime(dtype="float8_e4m3fn")
 
 
 def reached(*cases):
-    """Rows of the table by regime."""
+    """The rows of the table, by regime."""
     return {row[0]: row[1:] for row in marks.table(result(*cases)).rows}
 
 
 @pytest.mark.parametrize(
-    "its, ratios",
+    "measured, ratios",
     [
         ([case(FULL, {"wgmma 1": 736.0, "mma 1": 300.0}, peers={"SDPA cuDNN": 700.0})], dict(mm=0.92, best=736 / 700)),
         ([case(FP8, {"wgmma 1": 1200.0})], dict(mm=1.5)),
@@ -32,9 +32,9 @@ def reached(*cases):
     ],
     ids=["peers", "fp8", "fp32", "in-order", "in-order-alone", "none-of-ours"],
 )
-def test_ratios_by_hand(its, ratios):
-    cases = {each["regime"]: each for each in its}
-    where = next(it for it in (FULL, FP8, FP32, IN_ORDER) if it.name == its[0]["regime"])
+def test_ratios_by_hand(measured, ratios):
+    cases = {each["regime"]: each for each in measured}
+    where = next(candidate for candidate in (FULL, FP8, FP32, IN_ORDER) if candidate.name == measured[0]["regime"])
     assert marks.ratios(where, cases, result()["device"]) == pytest.approx(ratios)
 
 
@@ -45,7 +45,8 @@ def test_table_says_which_mark_is_reached():
         case(regime(seqlen=4096, causal=True), {"wgmma 1": 300.0}, peers={"SDPA cuDNN": 700.0}),
         case(regime(96), {"wgmma 1": 300.0}),
     )
-    assert list(rows) == [FULL.name, CAUSAL.name, "forward bfloat16, D 128, causal, 4096"]  # no mark, no row
+    # a regime without a mark has no row
+    assert list(rows) == [FULL.name, CAUSAL.name, "forward bfloat16, D 128, causal, 4096"]
     full = [
         "736",
         "700 SDPA cuDNN",
@@ -63,7 +64,7 @@ def test_table_says_which_mark_is_reached():
     assert [row[-2] for row in rows.values()] == ["goal", "first", "neither"]
 
 
-def test_plot_has_a_panel_where_there_are_two_lengths(tmp_path):
+def test_plot_has_a_panel_per_kind_with_two_lengths(tmp_path):
     peers = {"SDPA cuDNN": 700.0}
     two = [case(regime(seqlen=seqlen), {"wgmma 1": 640.0}, peers=peers) for seqlen in (1024, 16384)]
     assert plot_sweep(result(*two, case(CAUSAL, {"wgmma 1": None})), tmp_path / "sweep.png")

@@ -1,4 +1,6 @@
-"""bench mods: every mod is measured beside its built-in option, and the ratio is the median of neighbouring samples."""
+"""bench mods: every mod is measured next to its built-in option, and the ratio is the median over neighbouring
+samples.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests, without a GPU, of everything that runs unattended on a GPU."""
+"""Tests without a GPU of everything that runs unattended on a GPU."""
 
 import ast
 import importlib
@@ -39,7 +39,9 @@ case "$*" in *{failing}*) exit 7 ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs bench/on_gpu.sh with stand-ins for python and the GPU tools that record their arguments."""
+    """A function that runs bench/on_gpu.sh with fake versions of python and of the GPU tools, which record their
+    arguments.
+    """
     calls, tools = tmp_path / "calls", tmp_path / "tools"
     tools.mkdir()
 
@@ -111,7 +113,7 @@ def test_every_part_runs_once(machine):
     ]
     assert {step["status"] for step in steps} == {0}
     assert any("bench forward --sweep" in call for call in calls) and any("--tool synccheck" in call for call in calls)
-    # Four processes of pytest share their kernels, and jax does not preallocate GPU memory in any.
+    # Four processes of pytest share compiled kernels, and jax must not preallocate GPU memory in any of them.
     tests = [call for call in calls if "timeout_method=thread" in call]
     assert len(tests) == 4 and all(f"-n {os.sysconf('SC_NPROCESSORS_ONLN')}" in call for call in tests)
     again, calls, steps = machine("all")
@@ -167,8 +169,10 @@ def test_regimes_by_hand(regime, flops, name):
     assert (regime.flops, regime.name) == (flops, name)
 
 
-class Here:
-    """A worker in this process; tests choose the calls that lose it."""
+class WorkerInThisProcess:
+    """Replaces the worker process: it does the work in this process, and tests choose the calls that fail as if it were
+    lost.
+    """
 
     def __init__(self, work):
         self.work = work
@@ -185,13 +189,13 @@ class Here:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A fake clock, on a pretended GPU machine with the worker in this process."""
+    """A fake clock on a machine that seems to have a GPU; the worker is in this process."""
     now = [0.0]
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr("bench.results.gpu_name", lambda: "a large GPU")
-    monkeypatch.setattr(gpu, "Worker", Here)
+    monkeypatch.setattr(gpu, "Worker", WorkerInThisProcess)
     monkeypatch.setattr(gpu, "matmul", lambda: dict(tflops=700.0))
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     return now
@@ -202,8 +206,8 @@ def record(regime, tflops, **left_out):
     return dict(regime=regime.name, tflops=tflops, milliseconds=milliseconds, left_out=left_out)
 
 
-def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
-    """No regime starts that is expected to end too late; regimes already in the file are not measured again."""
+def test_a_run_out_of_time_is_continued(tmp_path, clock, capsys):
+    """A regime that is expected to exceed the time limit is not started; a later run continues with it."""
     measured = []
 
     def measure(regime, lost, announce):
@@ -213,7 +217,7 @@ def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
 
     regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 2, 3, 4)]
     words = (regimes, measure, 44, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
-    assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next may take 15
+    assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next regime may take 15 s
     told, complaint = capsys.readouterr()
     assert complaint == "out of time: 2 regimes are left, run again to resume\n"
     assert told.index("2.0 TFLOP/s, 1.000 ms: fast") < told.index("1.0 TFLOP/s, 1.000 ms: slow")
@@ -221,13 +225,16 @@ def test_a_run_goes_on_where_time_was_over(tmp_path, clock, capsys):
     assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
     stored = json.loads((tmp_path / "x.json").read_text())
     assert stored["command"] == "python -m bench forward --gpu"
-    assert [case["matmul_tflops"] for case in stored["cases"]] == [700] * 4  # of the same process
+    # measured by the process that measured the case
+    assert [case["matmul_tflops"] for case in stored["cases"]] == [700] * 4
     assert stored["device"]["multiprocessors"] == 132
 
 
-def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
-    """A kind that loses its process is skipped for its regime, and after two regimes for the whole run, also a resumed
-    one; a loss before any call skips only the regime."""
+def test_a_kind_that_crashes_its_process_is_skipped(tmp_path, clock):
+    """A kernel that crashes its process is skipped for the regime, and after two regimes for the whole run.
+
+    A resumed run skips it too. A process that is lost before any call skips only the regime.
+    """
     tried = []
 
     def measure(regime, lost, announce):
@@ -257,8 +264,8 @@ def test_a_kind_that_ends_its_process_is_left_out(tmp_path, clock):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype, peer", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
-def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
-    """Peers compute the same attention in every call on the same inputs; here on a CPU."""
+def test_peers_compute_the_same(dtype, peer, backward, monkeypatch):
+    """Peers compute the same attention on the same inputs in every call; here they run on a CPU."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
     given = gpu.inputs(regime)
@@ -274,8 +281,8 @@ def test_peers_compute_what_ours_does(dtype, peer, backward, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_flex_attention_is_asked_for_the_same(causal, monkeypatch):
-    """FlexAttention computes the same attention; here without its compiler."""
+def test_flex_attention_computes_the_same(causal, monkeypatch):
+    """FlexAttention computes the same attention; here it runs without its compiler."""
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: compile(function, **options | {"backend": "eager"})
@@ -292,8 +299,8 @@ def measure_patiently(measure_one, regime, lost, announce):
     return gpu.measure_with_matmul(measure_one, regime, lost, patiently(announce))
 
 
-def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
-    """A sweep survives a worker process without a GPU."""
+def test_a_sweep_survives_a_process_without_a_gpu(tmp_path, monkeypatch):
+    """A sweep survives that its worker process finds no GPU."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(gpu, "measure_with_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)
@@ -306,12 +313,13 @@ def test_a_sweep_outlives_what_its_process_cannot_do(tmp_path, monkeypatch):
     assert case["tflops"] == {} and list(case["left_out"]) == ["torch.matmul"]
     assert re.match(r"AssertionError|RuntimeError", case["left_out"]["torch.matmul"])
     (table,) = sweep.tables([case])
-    assert set(table.rows[0][3:]) == {"-", "265"}  # as published
+    assert set(table.rows[0][3:]) == {"-", "265"}  # the published value
 
 
 def test_a_lost_gpu_is_distinguished_from_a_refusal(monkeypatch):
-    """After a refusal the other kinds continue; after a fault, which every later CUDA call repeats, the process is lost
-    in the step of the faulty call."""
+    """After a refusal the process continues with the other kinds; after a fault, which every later CUDA call would
+    repeat, it is lost, in the step of the faulty call.
+    """
     faulty, steps = [False], []
 
     def refuse():
@@ -349,7 +357,7 @@ def test_clock_and_power_of_the_samples():
 
 
 def kernels_of_derivatives(case):
-    """The kernels of a JVP and of the double backward in the same direction."""
+    """The kernels of a JVP and of a double backward with the same tangents."""
     kernels, call = set(), case.call()
     out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
     options = Options(**call.options | mods_of(case), backend="simulator")
@@ -361,7 +369,7 @@ def kernels_of_derivatives(case):
 
 
 def test_sanitized_calls_start_every_kernel():
-    """The calls also start every kind of wgmma tile; the fp8 calls are rows of its tests."""
+    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):
@@ -380,7 +388,7 @@ def test_sanitized_calls_start_every_kernel():
     }
     assert of_caches == {"rotary_append", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
-    assert {"simt/jvp", "mma/jvp", "simt/second_captured"} <= of_derivatives
+    assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
     assert kernels == every - of_caches - (of_derivatives - kernels) - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
@@ -388,7 +396,7 @@ def test_sanitized_calls_start_every_kernel():
     assert set(sanitize.FP8) <= set(fp8_cases.OPTIONS)
 
 
-# Files with lines that run only on a GPU.
+# Files with lines that only run on a GPU.
 ONLY_ON_A_GPU = [
     *(ROOT / "tests" / "gpu").glob("*.py"),
     *(ROOT / "tests" / "helpers" / name for name in ("on_gpu.py", "fp8_on_gpu.py", "sanitize.py")),
@@ -398,7 +406,7 @@ ONLY_ON_A_GPU = [
 
 
 def names_of(library, text):
-    """Every dotted name of a library in Python source: cuda.Stream for torch.cuda.Stream().cuda_stream."""
+    """Every dotted name of a library in Python source, such as cuda.Stream for torch.cuda.Stream().cuda_stream."""
     for node in ast.walk(ast.parse(text)):
         words = []
         while isinstance(node, ast.Attribute):
@@ -409,7 +417,7 @@ def names_of(library, text):
 
 
 @pytest.mark.parametrize("library", ["torch", *(["cupy"] if importlib.util.find_spec("cupy") else [])])
-def test_every_name_that_only_a_gpu_would_miss_is_there(library):
+def test_names_used_only_on_a_gpu_exist(library):
     module = importlib.import_module(library)
     names = {name for path in ONLY_ON_A_GPU for name in names_of(library, path.read_text())}
     assert {"torch": "cuda.CUDAGraph", "cupy": "cuda.MemoryPool"}[library] in names
@@ -417,7 +425,7 @@ def test_every_name_that_only_a_gpu_would_miss_is_there(library):
         reduce(getattr, name.split("."), module)
 
 
-def test_a_process_that_lost_its_gpu_leaves_the_tests_to_others(monkeypatch):
+def test_a_process_that_lost_its_gpu_ends(monkeypatch):
     class CUDARuntimeError(RuntimeError):
         pass
 

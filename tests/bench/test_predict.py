@@ -1,4 +1,4 @@
-"""The cycle model of a mainloop on loops whose clocks are known, and the prediction of speeds from it."""
+"""The cycle model of a mainloop, on loops with known numbers of clocks, and the speeds predicted from it."""
 
 from statistics import median
 
@@ -17,7 +17,7 @@ EXP = [f"MUFU.EX2 R{n}, R{n}" for n in range(100, 132)]
 @pytest.mark.parametrize(
     ("loop", "clocks"),
     [
-        # Each waits for the result of the one before.
+        # each instruction waits for the result of the previous one
         pytest.param(["FADD R1, R1, R2"] * 100, 4 * 100, id="latency-of-fma"),
         pytest.param([f"FADD R{n}, R{n}, R2" for n in range(3, 103)], 100, id="one-issue-a-clock"),
         pytest.param([f"FMNMX R{n}, R{n}, R2, !PT" for n in range(3, 103)], 2 * 100, id="integer-lanes"),
@@ -28,13 +28,13 @@ EXP = [f"MUFU.EX2 R{n}, R{n}" for n in range(100, 132)]
     ],
 )
 def test_one_warpgroup(loop, clocks):
-    """Within the waits and the branch, 40 clocks at most."""
+    """The prediction may exceed the known clocks by the waits and the branch, at most 40 clocks."""
     assert clocks <= cycles.clocks_of_iteration([*loop, LOOP], 1) <= clocks + 40
 
 
 def test_warpgroups_overlap():
-    """The products of one warpgroup run under the exponentials of the other; a named barrier prevents it."""
-    loop = [*[PRODUCT] * 4, WAIT, *EXP]  # 256 clocks of products, then 256 of exponentials
+    """The wgmmas of one warpgroup overlap with the exponentials of the other, unless a named barrier prevents it."""
+    loop = [*[PRODUCT] * 4, WAIT, *EXP]  # 256 clocks of wgmma, then 256 clocks of exponentials
     alone = cycles.clocks_of_iteration([*loop, LOOP], 1)
     together = cycles.clocks_of_iteration([*loop, LOOP], 2, stagger=300)
     assert 2 * 256 <= together < 1.15 * alone < 1.15 * 560
@@ -43,13 +43,15 @@ def test_warpgroups_overlap():
 
 
 def test_ping_pong_alternates():
-    """BAR.SYNC waits for the turn and BAR.ARV passes it: products of two warpgroups never overlap."""
+    """Ping-pong: BAR.SYNC waits for the turn and BAR.ARV signals it, so that wgmmas of two warpgroups never overlap."""
     loop = ["BAR.SYNC.DEFER_BLOCKING R1, 0x100", PRODUCT, WAIT, "BAR.ARV R2, 0x100", LOOP]
     assert cycles.clocks_of_iteration(loop, 2) > 2 * 64
 
 
 def test_operands_from_shared_memory_limit_a_product():
-    """64 x 32 x 16 with both operands in shared memory reads 192 bytes a clock of its 16; shared memory has 128."""
+    """A 64 x 32 x 16 wgmma with both operands in shared memory takes 16 clocks and reads 192 bytes per clock; shared
+    memory delivers 128.
+    """
     from_shared = "HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, gsb0"
     from_registers = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR4], R24, gsb0"
     assert [cycles.decode(text).product for text in (from_shared, from_registers)] == [24, 16]
@@ -70,7 +72,7 @@ def test_resources_of_a_step():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_steps_are_the_visited_tiles(causal):
-    """Query tiles of 128 in the forward, key tiles of 128 in the backward, each with its overhead."""
+    """Tiles of 128 queries in the forward and of 128 keys in the backward visit other tiles, each with its overhead."""
     work = range(8)
     visited = sum(2 * (i + 1) for i in work) if causal else 8 * 16
     for backward, tile in ((False, (128, 64)), (True, (64, 128))):
@@ -78,8 +80,8 @@ def test_steps_are_the_visited_tiles(causal):
         assert predict.steps(regime, *tile) == 16 * (visited + 8 * predict.TILE_OVERHEAD)
 
 
-def test_overhead_is_that_of_published_speeds():
-    """One speed of a step and the overhead of a work tile give every published length."""
+def test_overhead_explains_the_published_speeds():
+    """The speed of a step and the overhead of a work tile give the published speed at every length."""
     speeds = {
         Regime("bfloat16", 128, seqlen, causal): published
         for causal in (False, True)
@@ -103,7 +105,9 @@ LISTING = [
 
 
 def test_the_steady_path_reduces_and_waits():
-    """A branch around additions to global memory is not the steady path; waits say what was issued before them."""
+    """A branch around additions to global memory is off the steady path; a wait records the instructions issued before
+    it.
+    """
     labels = {".L_x_1": 0, ".L_x_2": 5}
     steady, longest = (round_(LISTING, labels, 0, 6) for round_ in (sass.shortest_round, sass.longest_round))
     assert steady == longest == LISTING
@@ -115,15 +119,15 @@ def test_the_steady_path_reduces_and_waits():
 
 
 def test_a_regime_is_predicted():
-    """The forward at D 128: between the two hypotheses, bound by the tensor cores at best."""
+    """The forward at D 128 lies between its two hypotheses, and is at best bound by the tensor cores."""
     regime = Regime("bfloat16", 128, 16384, False)
     (prediction,) = predict.predict([regime], lambda _: None)
     low, high = prediction.r_mm
     assert 0.7 < low < high < 1070 / predict.MATMUL_TFLOPS * 1.02
     assert prediction.binding[0] == "one warpgroup's chain"
     assert prediction.tensor_clocks == 2 * prediction.tile[0] * prediction.tile[1] * 128 / predict.MULTIPLY_ADDS
-    # The exponentials of a tile overlap PV of the previous one: they precede the wait for it.
-    # S is waited for once half of PV has been issued, and the other half follows the row max.
+    # The exponentials of a tile precede the wait for PV of the previous tile, so the two overlap. Half of PV is issued
+    # before the wait for S, and the other half after the row max.
     waits = [wait for wait in prediction.waits if "WARPGROUP" in wait.instruction]
     assert [wait.exps for wait in waits] == [0, prediction.exps]
     assert [wait.products for wait in waits] == [8 + 4, 8 + prediction.tile[1] // 16]

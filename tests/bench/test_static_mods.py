@@ -1,4 +1,4 @@
-"""The static gate of mods: counts of a kernel, what it complains about, and its table."""
+"""The static gate of mods: the counts of a kernel, complaints, and the table."""
 
 import inspect
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ from cupy_flash import nvrtc
 ROW = Added("ALiBi", "wgmma/forward", (128, 96, 384), plain=6.0, added=4.5, longest=20.0, mark=5.0, spills=0)
 
 
-def test_a_spill_is_a_complaint_and_a_missed_mark_is_none():
+def test_spills_are_complaints_and_missed_marks_are_not():
     assert static_mods.complaints([ROW, replace(ROW, added=5.5)]) == []
     assert static_mods.complaints([replace(ROW, spills=8)]) == ["wgmma/forward with the mod ALiBi: spills 8 bytes"]
 
@@ -22,7 +22,9 @@ def test_table():
 
 
 def test_a_full_tile_on_hopper(monkeypatch):
-    """It costs at most one instruction more than without a mask_mod. Compiled as for a call, not as conftest does."""
+    """A full tile costs at most one instruction more than without a mask_mod; compiled with the flags of a user's
+    call.
+    """
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     (row,) = static_mods._count("wgmma", "sm_90a", "causal", False)
     assert row.kernel == "wgmma/forward" and 0 < row.added < 1

@@ -17,8 +17,10 @@ from cupy_flash.plan import candidates, plan
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A sweep on a simulated H100 with two tiles per engine and one peer, which refuses. The value is a list of the
-    kernels that are compiled in advance."""
+    """A sweep on a simulated H100 with two tiles per engine and one peer, which refuses.
+
+    Yields the list of kernels that are compiled in advance.
+    """
     compiled = []
 
     def refuse():
@@ -50,7 +52,7 @@ def measured(regime, lost=None):
 
 
 def test_every_tile_of_every_engine_is_measured(simulated):
-    """wgmma, which runs only on request, is requested."""
+    """The sweep requests wgmma, which otherwise never runs."""
     case = measured(tiny(backward=False))
     assert [launch.kernel for launch in simulated] == 2 * ["mma/forward"] + 2 * ["wgmma/forward"]
     assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
@@ -59,7 +61,7 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
-    # Tiles can be found again from the records.
+    # A record's tile can be found by its name.
     assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
     assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 
@@ -74,15 +76,15 @@ def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["full", "NaN"])
 def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
-    """A result without the mask, and one that is NaN."""
+    """One tile ignores the mask, another one returns NaN."""
 
     def with_one_wrong(chosen, engine):
-        first, (tile, its) = candidates(chosen, engine)[:2]
+        first, (tile, second) = candidates(chosen, engine)[:2]
         if wrong == "full":
-            its = plan(its.problem._replace(mask=its.problem.mask._replace(right=None)), its.device)
+            second = plan(second.problem._replace(mask=second.problem.mask._replace(right=None)), second.device)
         else:
-            its = its._replace(problem=its.problem._replace(scale=float("nan")))
-        return [first, (tile, its)]
+            second = second._replace(problem=second.problem._replace(scale=float("nan")))
+        return [first, (tile, second)]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_one_wrong)
@@ -94,11 +96,11 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypatch, backward):
-    """If the first tile is wrong, only it is left out."""
+    """If the first tile gives wrong results, it is the only tile left out."""
 
     def with_first_wrong(chosen, engine):
-        (tile, its), *others = candidates(chosen, engine)[:2]
-        return [(tile, its._replace(problem=its.problem._replace(scale=2.0))), *others]
+        (tile, wrong), *others = candidates(chosen, engine)[:2]
+        return [(tile, wrong._replace(problem=wrong.problem._replace(scale=2.0))), *others]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_first_wrong)
@@ -122,7 +124,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
     monkeypatch.setattr(sweep, "peers", gpu.peers)
     case = measured(tiny(backward=True, deterministic=True))
     assert case["regime"].endswith("deterministic") and case["deterministic"]
-    assert not any("add_dq=True" in name for name in case["tflops"])  # it has no fixed order
+    assert not any("add_dq=True" in name for name in case["tflops"])  # atomic additions of dQ have no fixed order
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]] and not case["left_out"]
     case = measured(tiny(backward=False, dtype="float8_e4m3fn"))
     assert {tile["engine"] for tile in case["tiles"]} == {"wgmma"}
@@ -140,15 +142,17 @@ def test_regimes_without_a_mark_do_not_wait_for_a_compiler(simulated, monkeypatc
 def test_regimes_with_a_mark_come_first():
     every = sweep.regimes(backward=False)
     names = [regime.name for regime in every]
-    assert len(set(names)) == len(names) == 40 + 4  # two of fp8, two of another length
+    assert len(set(names)) == len(names) == 40 + 4  # two regimes of fp8, two of another length
     marked = [regime for regime in marks.MARKS if not regime.backward and regime.dtype != "float32"]
     assert every[: len(marked)] == marked and names[0] == "forward bfloat16, D 128, full, 16384"
     assert "forward float8_e4m3fn, D 128, causal, 16384" in names
     assert "forward bfloat16, D 192, Dv 128, causal, 512" in names
-    assert "backward bfloat16, D 128, full, 16384, deterministic" in [it.name for it in sweep.regimes(backward=True)]
+    assert "backward bfloat16, D 128, full, 16384, deterministic" in [
+        each.name for each in sweep.regimes(backward=True)
+    ]
     (one,) = sweep.regimes(True, "float16", [64], [2048], True)
     assert one == gpu.Regime("float16", 64, 2048, True, True)
-    assert [it.name for it in sweep.regimes(False, "float32", [64], [1024], False)] == [
+    assert [each.name for each in sweep.regimes(False, "float32", [64], [1024], False)] == [
         "forward float32, D 64, full, 1024"
     ]
     assert sweep.engines("float16") == sweep.engines("bfloat16") == ("mma", "wgmma")
@@ -173,7 +177,7 @@ def test_published_figures(regime, tflops):
 
 
 def stored(causal, tflops):
-    """A record in which the second of two mma tiles, or the only wgmma tile, may be the fastest."""
+    """A record in which the second mma tile, or the only wgmma tile, may be the fastest."""
     tiles = [
         dict(name=f"{engine} {size}", engine=engine, size=size, predicted_ms=1.0)
         for engine, size in (("mma", "64x64/128"), ("mma", "128x64/256"), ("wgmma", "128x128/384"))
@@ -204,14 +208,14 @@ def test_table():
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """Options select the regimes, the printed table is that of the file; without a GPU it reports that."""
+    """Options select the regimes; the printed table equals that of the file; without a GPU the command reports that."""
     assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
     monkeypatch.setattr("bench.__main__.plot_sweep", lambda result, path: False)
-    asked = []
+    runs = []
 
     def run(*arguments):
-        asked.append(arguments)
+        runs.append(arguments)
         cases = [stored(False, {"mma 64x64/128": 300.0})]
         Path(arguments[3]).write_text(json.dumps(dict(command="python -m bench", device=dict(gpu="H"), cases=cases)))
         return 3
@@ -219,7 +223,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run", run)
     words = ["forward", "--sweep", "--head-dim", "192", "--seqlens", "8192", "--causal", "--seconds", "60"]
     assert main([*words, "--out", str(tmp_path)]) == 3
-    regimes, measured_by, seconds, out, command = asked[0]
+    regimes, measured_by, seconds, out, command = runs[0]
     assert [regime.name for regime in regimes] == ["forward bfloat16, D 192, Dv 128, causal, 8192"]
     assert (measured_by, seconds, out) == (sweep.measure_tiles, 60, tmp_path / "sweep-forward.json")
     assert command[:3] == ["python -m bench", "forward", "--sweep"]

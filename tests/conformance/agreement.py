@@ -1,4 +1,4 @@
-"""The comparison of results that a GPU gave with the simulator's."""
+"""Compares stored results of a GPU with the simulator's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupy_flash.checks.micro_kernels import difference, every_kernel, simulate
 
 
 def disagreements(path: Path) -> list[str]:
-    """The kernels whose stored results differ from the simulator's."""
+    """The names of the kernels whose stored results differ from the simulator's."""
     with np.load(path) as stored:
         return [
             kernel.name

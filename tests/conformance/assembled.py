@@ -1,5 +1,7 @@
-"""Micro-kernels through NVRTC, which compiles CUDA and not PTX: each becomes a kernel of one asm statement, so that PTX
-that the assembler rejects is found without a GPU."""
+"""Compiles micro-kernels with NVRTC, so that PTX which ptxas rejects is found without a GPU.
+
+NVRTC takes CUDA and not PTX, so each micro-kernel becomes a CUDA kernel of one asm statement.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,22 @@ from cupy_flash.checks.micro_kernels import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:
-    """CUDA source of a kernel with the PTX text's parameters, directives and body."""
-    found = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
-    assert found is not None
-    parameters, directives, body = found.groups()
+    """CUDA source of a kernel with the parameters, directives and body of the PTX text."""
+    match = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
+    assert match is not None
+    parameters, directives, body = match.groups()
     operands, declared = [], []
-    body = body.replace("%", "%%")  # in an asm statement % is an operand
+    body = body.replace("%", "%%")  # in an asm statement % starts an operand
     for i, parameter in enumerate(parameters.split(",")):
-        kind, its = parameter.removesuffix("[128]").split()[-2:]
+        kind, parameter_name = parameter.removesuffix("[128]").split()[-2:]
         if kind == ".b8":
-            declared.append(f"const __grid_constant__ Map {its}")
-            operands.append(f'"l"(&{its})')
-            body = re.sub(rf"{its}; cvta.param.u64 [^;]*;", f"%{i};", body)
+            declared.append(f"const __grid_constant__ Map {parameter_name}")
+            operands.append(f'"l"(&{parameter_name})')
+            body = re.sub(rf"{parameter_name}; cvta.param.u64 [^;]*;", f"%{i};", body)
         else:
-            declared.append(f"unsigned long long {its}")
-            operands.append(f'"l"({its})')
-            body = re.sub(rf"ld\.param\.u64 (%%\w+), \[{its}\];", rf"mov.b64 \1, %{i};", body)
+            declared.append(f"unsigned long long {parameter_name}")
+            operands.append(f'"l"({parameter_name})')
+            body = re.sub(rf"ld\.param\.u64 (%%\w+), \[{parameter_name}\];", rf"mov.b64 \1, %{i};", body)
     text = "\\n".join(line.strip() for line in body.splitlines() if line.strip())
     threads = re.search(r"\.maxntid (\d+)", directives)
     attributes = f"__launch_bounds__({threads[1]}, 1) " if threads else ""
@@ -35,7 +37,7 @@ def in_cuda(kernel: Kernel, name: str) -> str:
 
 
 def source(kernels: list[Kernel]) -> str:
-    """One CUDA source with all kernels."""
+    """CUDA source with one kernel per micro-kernel."""
     head = (
         "struct alignas(64) Map { unsigned long long opaque[16]; };\n"
         "extern __shared__ __align__(1024) unsigned char dynamic[];\n"

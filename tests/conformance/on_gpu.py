@@ -1,11 +1,12 @@
-"""Run every micro-kernel on this machine's GPU, compare the results with the simulator's, and store them:
-python -m conformance.on_gpu FOLDER.
+"""Runs every micro-kernel on this machine's GPU, compares the results with the simulator's, and stores them.
 
-The stored files are the reference for tests without a GPU (simulator/test_simulator_conformance_gpu.py). NVRTC is not
-involved: the driver assembles the same PTX text that the simulator executes.
+Usage: python -m conformance.on_gpu FOLDER
 
-A kernel may hang or corrupt its process's CUDA context. Kernels therefore run in a worker process, which is replaced
-after each failure.
+The stored files are the reference for tests without a GPU (simulator/test_simulator_conformance_gpu.py). The driver
+assembles the same PTX text that the simulator executes; NVRTC is not involved.
+
+A kernel may hang, or corrupt the CUDA context of its process. Kernels therefore run in a worker process, which is
+replaced after each failure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from cupy_flash.isolated import Lost, Worker, ended_by_signal
 
 
 def main(folder: Path, work: Any = work) -> int:
-    """Run every kernel, print each that fails or differs, and store the results of the others, even if interrupted."""
+    """Run every kernel and store the results, also if interrupted; print kernels that fail or differ.
+
+    Returns the exit status, 1 if a kernel failed or differs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     complaints = 0
     results: dict[str, Array] = {}
@@ -35,13 +39,13 @@ def main(folder: Path, work: Any = work) -> int:
                     continue
                 try:
                     out = worker(number, until=math.inf)
-                    found = difference(out, simulate(kernel), kernel.relative)
+                    problem = difference(out, simulate(kernel), kernel.relative)
                     results[kernel.key] = out
                 except Lost as lost:
-                    found = lost.reason
-                if found is not None:
+                    problem = lost.reason
+                if problem is not None:
                     complaints += 1
-                    print(f"{kernel.name}: {found}", flush=True)
+                    print(f"{kernel.name}: {problem}", flush=True)
         finally:
             np.savez_compressed(path, **results)
     print(f"{len(results)} micro-kernels ran: {path}; {complaints} failed or differ from the simulator")

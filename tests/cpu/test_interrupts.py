@@ -1,4 +1,4 @@
-"""Asynchronous exceptions such as Ctrl-C, and forks: a call restores all process-wide state."""
+"""Exceptions at any moment, such as Ctrl-C, and forks: a call restores all process-wide state."""
 
 import itertools
 import re
@@ -18,12 +18,12 @@ from cupy_flash.device import blas_controller
 from cupy_flash.problem import Saved
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60  # seconds until a test fails; a passing test never waits so long
+PATIENCE = 60  # seconds until a test fails; a passing test never waits that long
 
 
 @pytest.fixture(autouse=True)
 def two_blas_threads():
-    """Set BLAS to two threads: a limit of one is then visible on any machine, and a test cannot leak it to others."""
+    """Set BLAS to two threads, so that a limit of one is visible on any machine and is not left behind."""
     libraries = blas_controller().lib_controllers
     assert libraries, "threadpoolctl knows NumPy's BLAS here"
     before = [library.num_threads for library in libraries]
@@ -38,15 +38,15 @@ def blas_limits():
     return {library.num_threads for library in blas_controller().lib_controllers}
 
 
-class Struck(BaseException):
-    """An asynchronous exception, as raised by PyThreadState_SetAsyncExc."""
+class AsynchronousError(BaseException):
+    """An asynchronous exception, such as PyThreadState_SetAsyncExc raises."""
 
 
 def strike(error, moment, call):
-    """Call a function and raise an exception at the given event; False if the call had fewer events.
+    """Call a function and raise an exception at its event number `moment`; return False if it has fewer events.
 
-    Python checks for signals and asynchronous exceptions when a function starts and when a C function returns, which is
-    also when it calls a profiler.
+    Python checks for signals and asynchronous exceptions when a function starts and when a C function returns; at the
+    same points it calls a profiler.
     """
     moments = itertools.count()
 
@@ -65,7 +65,7 @@ def strike(error, moment, call):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Struck])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, AsynchronousError])
 def test_an_exception_at_any_moment_leaves_nothing_behind(error, threads):
     limit, errors = workers._single_threaded_blas, np.geterr()
     for moment in itertools.count():
@@ -87,9 +87,9 @@ def test_an_exception_at_any_moment_leaves_nothing_behind(error, threads):
 
 def test_the_next_call_repairs_a_limit_that_was_left_behind(monkeypatch):
     def cut_short(user):
-        raise Struck
+        raise AsynchronousError
 
-    with monkeypatch.context() as patch, pytest.raises(Struck):
+    with monkeypatch.context() as patch, pytest.raises(AsynchronousError):
         patch.setattr(workers._single_threaded_blas, "leave", cut_short)
         workers.run_tasks(1, [lambda: None])
     assert blas_limits() == {1}
@@ -99,7 +99,7 @@ def test_the_next_call_repairs_a_limit_that_was_left_behind(monkeypatch):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
-    """Both threads compute when the caller's thread is interrupted: the other one starts no further tile."""
+    """Both threads compute when the caller's thread is interrupted; the other thread starts no further tile."""
     case, small = Case(batch=1, heads=2, q_len=64, kv_len=64, dlse=False), dict(threads=2, block_q=16, block_kv=16)
     plan, operands = posed(case, **small)
     out, lse = (array.numpy() for array in cpu.forward(plan, operands))
@@ -154,7 +154,7 @@ def test_an_error_in_one_thread_stops_the_other():
         began.clear()
 
 
-# Run in a separate process without other threads. An alarm ends a child that hangs.
+# Runs in a separate process without other threads; an alarm ends a child that hangs.
 FORK = """
 import os, signal, threading, time
 import numpy as np
@@ -221,8 +221,10 @@ def test_a_fork_while_another_thread_is_in_a_call():
 
 
 def test_no_lock_without_a_hook_for_forks():
-    """A lock held by another thread stays locked in a forked child. Before Python 3.12 a cached_property has one lock
-    for all instances, held while it computes."""
+    """A lock that another thread holds stays locked in a forked child, unless a hook replaces it.
+
+    Before Python 3.12 a cached_property holds one lock for all instances while it computes.
+    """
     for path in (ROOT / "cupy_flash").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "cached_property" not in text, path

@@ -1,4 +1,4 @@
-"""Attention on 2 and 4 ranks equals attention on one: ring and Ulysses, forward and backward, in fp64 to 1e-12."""
+"""Ring and Ulysses attention on 2 and 4 ranks equal attention on one, forward and backward, to 1e-12 in fp64."""
 
 import copy
 import os
@@ -31,18 +31,18 @@ from cupy_flash.distributed import (
 
 @dataclass(frozen=True)
 class Case:
-    """A call on a whole sequence, or on a packed batch if lengths are tuples, and the sharding of its rows."""
+    """A call on a whole sequence, or on a packed batch if the lengths are tuples, and how its rows are sharded."""
 
     sharding: str = "zigzag"
     q_len: int | tuple[int, ...] = 37
-    kv_len: int | tuple[int, ...] | None = None  # None: as many as queries
+    kv_len: int | tuple[int, ...] | None = None  # None: the same as q_len
     heads: int = 4
     kv_heads: int = 2
     dtype: str = "float64"
     sink: bool = False
     alibi: bool = False
     dlse: bool = True
-    mods: bool = False  # a score_mod with gradients, of positions and heads, and a mask_mod
+    mods: bool = False  # a score_mod with gradients that reads positions and heads, and a mask_mod
     options: dict = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ class Case:
         return 0 if self.packed else 2 if self.options.get("layout") == "bhsd" else 1
 
     def whole(self):
-        """Unsharded NumPy arrays q, k, v, dout, dlse, and the options."""
+        """NumPy arrays q, k, v, dout, dlse of the whole sequence, and the options."""
         rng = np.random.default_rng(0)
         options = dict(self.options)
         if self.sink:
@@ -85,7 +85,7 @@ class Case:
 
 
 def mods_over(factor, table, ids):
-    """The options of Case.mods, over arrays of NumPy or torch."""
+    """The score_mod and mask_mod of a case, which read NumPy or torch arrays."""
     return dict(
         score_mod=lambda s, b, h, q, kv: s * factor + table[h, abs(q - kv)],
         mask_mod=lambda b, h, q, kv: (ids[q] == ids[kv]) | (kv % 3 == h % 3) | (q - kv == 1),
@@ -97,7 +97,7 @@ def boundaries(lengths):
 
 
 def on_one(case, arrays):
-    """All results of one process on the unsharded arrays."""
+    """(out, lse, dlse, gradients) of one process on the whole arrays."""
     q, k, v, dout, dlse, options = arrays
     options = dict(options)
     options |= mods_over(*options.pop("mods", ())) if case.mods else {}
@@ -108,13 +108,13 @@ def on_one(case, arrays):
         else (cupy_flash.attention, cupy_flash.attention_backward)
     )
     out, lse = forward(q, k, v, *packed, return_lse=True, **options)
-    # Rows with an lse of -inf have no gradient of it.
+    # If lse is -inf, it has no gradient.
     dlse = np.where(np.isfinite(lse), dlse, 0).astype(dlse.dtype) if case.dlse else None
     return out, lse, dlse, backward(dout, q, k, v, out, lse, *packed, dlse=dlse, **options)
 
 
 def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
-    """(out, lse, dq, dk, dv, dsink) of this rank, and the rows of its queries and keys."""
+    """(out, lse, dq, dk, dv, dsink) of this rank's shard, and the rows of its queries and keys."""
     q, k, v, dout, _, options = arrays
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if case.packed and scheme == "ring":
@@ -148,22 +148,22 @@ def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
 
 
 def compare(case, world, group=None, scheme="ring"):
-    """Compare this rank's rows of every result with those of one process, and the sum of dsink over ranks."""
+    """Compare this rank's rows of every result with those of one process; dsink is summed over the ranks."""
     arrays = case.whole()
     out, lse, dlse, gradients = on_one(case, arrays)
-    mine, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
+    shard_results, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
     axis = case.row_axis
     wanted = [(out, q_rows, axis), (lse, q_rows, -1), (gradients.dq, q_rows, axis), (gradients.dk, kv_rows, axis)]
     wanted += [(gradients.dv, kv_rows, axis)]
-    for name, x, (whole, rows, dimension) in zip(("out", "lse", "dq", "dk", "dv"), mine, wanted, strict=False):
+    for name, x, (whole, rows, dimension) in zip(("out", "lse", "dq", "dk", "dv"), shard_results, wanted, strict=False):
         expected = whole.take(rows.numpy(), dimension)
         assert x.dtype == getattr(torch, str(whole.dtype)) and x.shape == expected.shape, name
         np.testing.assert_allclose(x.detach().numpy(), expected, rtol=0, atol=1e-12, err_msg=name)
     if case.sink:
-        distributed.all_reduce(mine[5], group=group)
-        np.testing.assert_allclose(mine[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
+        distributed.all_reduce(shard_results[5], group=group)
+        np.testing.assert_allclose(shard_results[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
     if case.mods:
-        for x, expected in zip(mine[-2:], gradients.dcaptured, strict=False):
+        for x, expected in zip(shard_results[-2:], gradients.dcaptured, strict=False):
             np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-12, err_msg="gradient of a captured array")
 
 
@@ -199,7 +199,7 @@ CHECKS = {
     for sharding in ("contiguous", "zigzag", "striped")
     for name, case in CASES.items()
 }
-# Enough heads for 4 ranks; each rank has one piece of the rows, across sequences.
+# There are enough heads for 4 ranks. Each rank holds one slice of the rows, which may cross sequences.
 CHECKS |= {
     f"ulysses-{name}": partial(compare, replace(case, sharding="contiguous", heads=8, kv_heads=4), scheme="ulysses")
     for name, case in CASES.items()
@@ -214,7 +214,7 @@ def check(function):
 
 @check
 def low_precision(world):
-    """bfloat16 parts that are merged and added in float32 have the error of one process."""
+    """Parts in bfloat16 are merged and added in float32, so errors are not larger than those of one process."""
     for dtype in ("bfloat16", "float32"):
         case = Case(q_len=64, dtype="float32", options=dict(causal=True), dlse=False)
         *arrays, dlse, options = case.whole()
@@ -228,15 +228,15 @@ def low_precision(world):
 
         exact = results(cupy_flash.attention, [x.double() for x in arrays])
         alone = results(cupy_flash.attention, [x.clone() for x in arrays])
-        mine = results(ring_attention, [x[:, rows] for x in arrays])
-        for name, x, whole, low in zip(("out", "dq", "dk", "dv"), mine, exact, alone, strict=True):
+        shard_results = results(ring_attention, [x[:, rows] for x in arrays])
+        for name, x, whole, low in zip(("out", "dq", "dk", "dv"), shard_results, exact, alone, strict=True):
             assert x.dtype == arrays[0].dtype
             actual = low.index_copy(1, rows, x)
             assert_matches_reference(*(y.double() for y in (actual, whole, low)), dtype, f"{dtype} {name}")
 
 
 @check
-def next_keys_travel_while_the_present_ones_are_computed_with(world):
+def transfers_of_keys_overlap_with_computation(world):
     events, (forward, backward) = [], (backends.forward, backends.backward)
     start, wait = distributed.batch_isend_irecv, channel.Arrival.wait
 
@@ -258,13 +258,14 @@ def next_keys_travel_while_the_present_ones_are_computed_with(world):
         assert events == ["send", "compute", "wait"] * hops + ["compute"]
         events.clear()
         out.sum().backward()
-    # Keys are sent before the step, gradients after it; both arrive during the next one.
+    # Keys are sent before the step that computes with the previous ones, gradients after it; both arrive during the
+    # next step.
     first, middle, last = ["send", "compute", "send", "wait"], ["send", "compute", "wait", "send", "wait"], ["compute"]
     assert events == first + middle * (hops - 1) + last + ["wait", "send", "wait"]
 
 
 @check
-def gradients_of_keys_travel_in_float32(world):
+def gradients_of_keys_are_sent_in_float32(world):
     sent = []
     start = distributed.batch_isend_irecv
     q, k, v = (torch.randn(1, 4, 2, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -290,7 +291,7 @@ def parts_are_merged_in_float32(world):
 
 
 @check
-def far_keys_of_a_window_do_not_travel(world):
+def keys_outside_a_window_are_not_sent(world):
     sent = []
     start = distributed.batch_isend_irecv
     q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
@@ -299,11 +300,11 @@ def far_keys_of_a_window_do_not_travel(world):
         out = ring_attention(q, k, v, causal=True, window=(8, 0), sharding="contiguous")
         assert len(sent) == 1
         out.sum().backward()
-        assert len(sent) == 1 + 3  # keys, their gradients, and the final return of the gradients
+        assert len(sent) == 1 + 3  # keys, their gradients, and the last transfer of the gradients
 
 
 @check
-def only_the_own_shards_are_kept_for_the_backward(world):
+def the_backward_saves_only_this_ranks_shards(world):
     kept = []
     q, k, v = (torch.randn(2, 8, heads, 4, requires_grad=True) for heads in (4, 2, 2))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -319,8 +320,8 @@ def only_the_own_shards_are_kept_for_the_backward(world):
 
 
 @check
-def ranks_that_ask_for_different_things_all_hear_of_it(world):
-    q = torch.randn(3, 8, 4, 4)  # a shape that no other check uses, so that it is not cached
+def different_calls_of_ranks_are_an_error_on_all(world):
+    q = torch.randn(3, 8, 4, 4)  # no other check uses this shape, so its agreement is not cached
     odd = world.rank == world.size - 1
     with pytest.raises(ValueError, match="scale: None on rank 0.*0.5 on rank"):
         ring_attention(q, q, q, scale=0.5 if odd else None)
@@ -331,13 +332,13 @@ def ranks_that_ask_for_different_things_all_hear_of_it(world):
         ring_attention(q, *[q[:, :, :2] if odd else q] * 2)
     with pytest.raises(ValueError, match="  - causal: "):
         ulysses_attention(q, q, q, causal=odd)
-    # The group still works.
+    # The group still works after the errors.
     compare(Case(), world)
 
 
 @check
 def one_rank_that_changes_an_option_is_an_error_on_all(world):
-    """One rank returns to options that all ranks have used before: agreement on them must not have been cached."""
+    """One rank switches back to options that all ranks have used before, so agreement on them must not be cached."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     changes = {"causal": (False, True), "window": (None, (3, 0)), "sharding": ("zigzag", "contiguous"), "seed": (1, 2)}
     for attend, name in (*((ring_attention, name) for name in changes), (ulysses_attention, "causal")):
@@ -345,18 +346,19 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
             attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: value})
         with pytest.raises(ValueError, match=rf"must make the same call, but differ\n  - {name}: .* on rank"):
             attend(q, q, q, **dict(dropout=0.5, seed=1) | {name: changes[name][odd]})
-    # Seeds are compared by value, on any device.
+    # Seeds are compared by value, and may be on any device.
     ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-2]) if odd else 2**64 - 2)
     with pytest.raises(ValueError, match="  - seed: 3 on rank 0.* 18446744073709551615 on rank"):
         ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-1 if odd else 3]))
-    bounds = [0, 4 * world.size, 8 * world.size] if odd else [0, 8 * world.size]  # as many rows for every rank
+    # every rank has the same number of rows
+    bounds = [0, 4 * world.size, 8 * world.size] if odd else [0, 8 * world.size]
     with pytest.raises(ValueError, match="  - lengths: "):
         ring_attention_varlen(q[0], q[0], q[0], bounds, bounds)
 
 
 @check
-def ranks_that_record_a_gradient_alone_are_refused(world):
-    """Their backward would wait for that of the other ranks, which never runs."""
+def requires_grad_on_some_ranks_only_is_refused(world):
+    """The backward of such a rank would wait for the other ranks, which never run theirs."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     sink = torch.zeros(4, requires_grad=odd)
     alone = q.clone().requires_grad_(odd)
@@ -368,7 +370,7 @@ def ranks_that_record_a_gradient_alone_are_refused(world):
                 attend(*arrays, **options)
         with torch.set_grad_enabled(odd), pytest.raises(ValueError, match=differ):
             attend(everywhere, q, q)
-        # Which input it is may differ: the backward of every rank communicates alike.
+        # Ranks may require gradients of different inputs, because every backward communicates in the same way.
         attend(*((everywhere, q, q) if odd else (q, everywhere, q))).sum().backward()
         with torch.no_grad():
             attend(alone, q, q)
@@ -379,7 +381,7 @@ def ranks_that_record_a_gradient_alone_are_refused(world):
 
 
 @check
-def a_reentrant_checkpoint_records_gradients_in_its_recomputation_alone(world):
+def reentrant_checkpoints_work(world):
     q, k, v = (torch.randn(1, 8, 4, 4, requires_grad=True) for _ in range(3))
     for attend in (ring_attention, ulysses_attention):
         expected = torch.autograd.grad(attend(q, k, v, causal=True).square().sum(), (q, k, v))
@@ -391,7 +393,7 @@ def a_reentrant_checkpoint_records_gradients_in_its_recomputation_alone(world):
 
 
 @check
-def a_wrong_call_of_one_rank_reaches_all(world):
+def an_invalid_call_of_one_rank_is_an_error_on_all(world):
     q, odd = torch.randn(1, 8, 4, 4), world.rank == 1
     bounds = torch.tensor([0, 8 * world.size], dtype=torch.int32)
 
@@ -416,7 +418,7 @@ def a_wrong_call_of_one_rank_reaches_all(world):
 
 
 @check
-def agreeing_costs_8_bytes_of_each_rank_or_nothing(world):
+def agreement_sends_8_bytes_per_rank_or_nothing(world):
     gathered, q = [], torch.randn(1, 12, 4, 4)
     gather = distributed.all_gather
 
@@ -433,14 +435,14 @@ def agreeing_costs_8_bytes_of_each_rank_or_nothing(world):
             gathered.clear()
             with pytest.MonkeyPatch.context() as without:
                 without.delattr(distributed, "all_gather")
-                without.delattr(channel, "blake2b")  # and no digest is computed
+                without.delattr(channel, "blake2b")  # no digest is computed either
                 assert torch.equal(out, attend(q, q, q, check_ranks=False))
                 with pytest.raises(ValueError, match="one length"):
                     attend(q, q, q[:, :7], check_ranks=False)
 
 
 @check
-def bad_calls_say_what_is_wrong(world):
+def invalid_calls_are_refused_with_a_reason(world):
     q = torch.randn(1, 8, 4, 4)
     with pytest.raises(
         ValueError, match="bias is not served over several ranks\n  - mask is not served.*\n  - dropout needs"
@@ -480,7 +482,7 @@ def bad_calls_say_what_is_wrong(world):
 
 
 class Layer(torch.nn.Module):
-    """Attention with a residual on a shard of the sequence."""
+    """Attention with a residual connection, on a shard of the sequence."""
 
     def __init__(self, attend):
         super().__init__()
@@ -507,9 +509,9 @@ def inside_fsdp2_with_checkpointing(world):
     for layer in model:
         y = checkpoint(layer, y, use_reentrant=False)
     y.square().sum().backward()
-    for (name, parameter), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
-        summed = parameter.grad.full_tensor() * world.size  # FSDP2 averages
-        torch.testing.assert_close(summed, theirs.grad, rtol=0, atol=1e-11, msg=name)
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        summed = parameter.grad.full_tensor() * world.size  # FSDP2 averages over ranks
+        torch.testing.assert_close(summed, expected.grad, rtol=0, atol=1e-11, msg=name)
 
 
 ON_4 = {}
@@ -521,8 +523,8 @@ def on_4(function):
 
 
 @on_4
-def a_mesh_whose_ranks_are_not_0_to_n(world):
-    """Two rings at once: ranks 0 and 2, 1 and 3."""
+def a_mesh_of_other_ranks_than_0_to_n(world):
+    """Two rings run at once: ranks 0 and 2, and ranks 1 and 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "data"))
     here = replace(world, rank=world.rank // 2, size=2)
     for sharding in ("zigzag", "contiguous"):
@@ -547,7 +549,7 @@ def a_group_in_another_order(world):
 
 @on_4
 def a_rank_that_dies_is_an_error_for_the_others(world):
-    """Runs last, because it destroys the group. Rank 2 dies during its first step."""
+    """Rank 2 dies during a step. This check destroys the group, so it runs last."""
     q = torch.randn(1, 8, 4, 4)
     ring_attention(q, q, q)
 
@@ -556,7 +558,7 @@ def a_rank_that_dies_is_an_error_for_the_others(world):
 
     if world.rank == 2:
         backends.forward = die
-    with pytest.raises(RuntimeError):  # an error of torch: the connection is closed
+    with pytest.raises(RuntimeError):  # torch reports that the connection is closed
         for _ in range(3):
             ring_attention(q, q, q)
 
@@ -566,7 +568,7 @@ SIZES = {2: CHECKS, 4: CHECKS | ON_4}
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """Errors by check and rank of a group of `size` processes, which runs once."""
+    """Errors by check and rank of a group of `size` processes; each group runs once."""
     return cache(lambda size: ranks.run(SIZES[size], size, tmp_path_factory.mktemp("ranks")))
 
 
@@ -574,9 +576,9 @@ def complaints(tmp_path_factory):
     "size, name", [pytest.param(size, name, id=f"{size}-{name}") for size, checks in SIZES.items() for name in checks]
 )
 def test_on_ranks(complaints, size, name):
-    found = complaints(size)[name]
-    assert set(found) == set(range(size)) - ({2} if "dies" in name else set()), "ranks that came to an end"
-    assert not any(found.values()), "\n".join(f"rank {rank}: {text}" for rank, text in found.items() if text)
+    errors = complaints(size)[name]
+    assert set(errors) == set(range(size)) - ({2} if "dies" in name else set()), "ranks that reported a result"
+    assert not any(errors.values()), "\n".join(f"rank {rank}: {text}" for rank, text in errors.items() if text)
 
 
 def test_needs_a_process_group():

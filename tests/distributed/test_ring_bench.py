@@ -1,4 +1,4 @@
-"""python -m bench ring: memory per rank decreases with the number of ranks and matches the formula."""
+"""python -m bench ring: memory per rank decreases with the number of ranks, and matches the formula."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.model import Case
 from bench.tables import block
 
-# A large batch of short sequences: many bytes, few products. The ring shards positions.
+# A large batch of short sequences takes much memory and little computation. The ring shards positions.
 ARGUMENTS = shlex.split(
     "--batch 16 --heads 4 --kv-heads 2 --head-dim 64 --seqlens 1024 --ranks 2,4 --repeats 1 --threads 1"
 )
@@ -31,7 +31,7 @@ def test_memory_per_rank(folder):
     assert four["held"] == two["held"] / 2
     assert 0.4 < four["peak"] / two["peak"] < 0.65
     for record in (two, four):
-        # The maxima need not occur at the same time; the engine's workspaces are not counted.
+        # The parts of `held` need not be largest at the same time, and workspaces are not counted.
         assert 0.75 < record["peak"] / record["held"] < 1.35
         assert len(record["seconds"]) == 1 and record["seconds"][0] > 0
 
@@ -45,7 +45,7 @@ def test_tables(folder):
     assert "1,048,576 tokens" in text
 
 
-def test_held_by_hand():
+def test_bytes_held_equal_a_count_by_hand():
     case = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="bfloat16", causal=True)
     q, kv, lse = 2 * 6 * 16 * 16, 2 * 2 * 2 * 16 * 16, 2 * 6 * 16
     assert ring.held(case, 4) == {
@@ -60,6 +60,6 @@ def test_held_by_hand():
     assert (alone["keys"], alone["gradients"]) == (0, 4 * kv)
 
 
-def test_a_length_that_no_zigzag_divides_is_refused(tmp_path):
+def test_a_length_that_zigzag_cannot_divide_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="1023 is not a multiple of 4"):
         main(["ring", "--seqlens", "1023", "--ranks", "2", "--out", str(tmp_path)])

@@ -15,7 +15,7 @@ RANKS = (1, 2, 3, 4, 8)
 
 
 @pytest.mark.parametrize("sharding", shards.SHARDINGS)
-def test_every_position_is_held_once(sharding):
+def test_every_position_belongs_to_one_rank(sharding):
     for length, ranks in product(LENGTHS, RANKS):
         held = [positions(length, rank, ranks, sharding) for rank in range(ranks)]
         assert sorted(np.concatenate(held).tolist()) == list(range(length))
@@ -23,7 +23,7 @@ def test_every_position_is_held_once(sharding):
 
 
 def test_the_drawing():
-    """The picture at the head of shards.py."""
+    """The drawing in the docstring of shards.py shows the positions that `positions` returns."""
     drawn = {line.split()[0]: line.split()[1:5] for line in shards.__doc__.splitlines() if line.startswith("    ")}
     assert set(drawn) == set(shards.SHARDINGS)
     for sharding, groups in drawn.items():
@@ -48,8 +48,8 @@ def test_packed_rows_are_the_positions_of_every_sequence(sharding):
         assert sorted(np.concatenate(held).tolist()) == list(range(51))
         for rank, rows in enumerate(held):
             for start, stop in zip(bounds, bounds[1:], strict=False):
-                of_sequence = rows[(rows >= start) & (rows < stop)] - start
-                assert of_sequence.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
+                sequence_rows = rows[(rows >= start) & (rows < stop)] - start
+                assert sequence_rows.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
 
 
 MASKS = {
@@ -78,13 +78,13 @@ def test_every_visible_pair_is_computed_once(mask, sharding):
                     add_pair(computed, pair, mask, schedule.stride)
             for seen, count in zip(map(sees, [mask] * 3, q_lengths, kv_lengths), computed, strict=False):
                 np.testing.assert_array_equal(count, seen)
-            # In every step some rank computes.
+            # In every step at least one rank computes.
             assert {len(schedule.pairs) for schedule in schedules} == {len(schedules[0].pairs)}
             assert len(schedules[0].pairs) == 1 or any(schedule.pairs[-1] for schedule in schedules)
 
 
 def add_pair(computed, pair, mask, stride):
-    """Count the visible pairs of a band of a (queries, keys) pair at the positions of its rows."""
+    """Add the visible pairs of a band to a (queries, keys) count, at the positions of its rows."""
     places = zip(pair.starts, pair.queries.lengths, pair.keys.lengths, strict=True)
     for count, ((q_first, kv_first, offset), q_len, kv_len) in zip(computed, places, strict=True):
         visible = mask.band(q_len, kv_len, offset, stride).visible(0, q_len, 0, kv_len)
@@ -93,7 +93,9 @@ def add_pair(computed, pair, mask, stride):
 
 
 def test_work_under_a_causal_mask():
-    """Load of the busiest rank relative to the mean: contiguous shards are unbalanced, the others are not."""
+    """Work of the busiest rank relative to the mean: contiguous shards are unbalanced, zigzag and striped ones are
+    not.
+    """
     busiest = {}
     for sharding in shards.SHARDINGS:
         pairs = [0] * 8

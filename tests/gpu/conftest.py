@@ -1,4 +1,6 @@
-"""Tests that need a GPU, or one made of NumPy (tests/gpu_in_numpy). Without one nothing here is collected."""
+"""Fixtures of tests that need a GPU, or one made of NumPy (tests/gpu_in_numpy). Without either nothing is collected
+here.
+"""
 
 from __future__ import annotations
 

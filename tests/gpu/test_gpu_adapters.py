@@ -1,4 +1,4 @@
-"""Torch and transformers call cupy_flash on a real GPU and get the results of their own attention."""
+"""torch and transformers with cupy_flash on a real GPU give the results of their own attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def formula() -> Iterator[None]:
 
 
 def results(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> list[Any]:
-    """out and the gradients of query, key and value from torch's function."""
+    """out and the gradients of query, key and value, from torch's function."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 300, 64).to(DEVICE, dtype).requires_grad_() for _ in range(3))
     with sdpa_kernel(backend):
@@ -41,7 +41,7 @@ def results(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> list[An
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_torch_calls_it_while_it_is_active(is_causal: bool, steps: list[str]) -> None:
+def test_torch_calls_cupy_flash_while_it_is_active(is_causal: bool, steps: list[str]) -> None:
     before = results(SDPBackend.FLASH_ATTENTION, torch.bfloat16, is_causal)
     activate_flash_attention_impl("cupy_flash")
     try:
@@ -56,7 +56,7 @@ def test_torch_calls_it_while_it_is_active(is_causal: bool, steps: list[str]) ->
     assert torch.equal(after[0], before[0]) and len(steps) == 2
 
 
-# No mixture of experts in bfloat16: rounding may route a token to another expert.
+# Models with a mixture of experts are left out: in bfloat16, rounding may route a token to another expert.
 MODELS = [(case, "float32") for case in tiny_models.DECODERS]
 MODELS += [(case, "bfloat16") for case in ("llama", "mistral-window", "gemma2-softcap-window", "gpt2")]
 

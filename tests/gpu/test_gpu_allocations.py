@@ -1,4 +1,6 @@
-"""GPU memory of calls: results and stated workspaces alone, nothing grows as S^2, and training stays constant."""
+"""GPU memory of calls: only results and stated workspaces are allocated, nothing grows as S^2, training does not
+leak.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from cupy_flash import backends
 from cupy_flash.pose import pose
 from cupy_flash.problem import Options, Saved
 
-LENGTH = 64 if in_numpy() else 512  # array sizes are multiples of 512 bytes, to which allocators round
+LENGTH = 64 if in_numpy() else 512  # array sizes are multiples of 512 bytes, to which allocators round up
 LENGTHS = (16, 32) if in_numpy() else (2048, 4096)
 
 
@@ -25,7 +27,7 @@ LENGTHS = (16, 32) if in_numpy() else (2048, 4096)
 def test_cupy_holds_results_alone(engine: str) -> None:
     arrays, memory = empty("cupy", engine, LENGTH), MEMORY["cupy"]
     q, k, v, dout = arrays
-    step(arrays, engine)  # warm-up: one-time allocations
+    step(arrays, engine)  # warm-up, with one-time allocations
     before = memory.held()
     out, lse = cupy_flash.attention(q, k, v, causal=True, engine=engine, return_lse=True)
     assert memory.held() - before == nbytes(out, lse) == nbytes(q) + 4 * BATCH * HEADS * LENGTH
@@ -38,7 +40,7 @@ def test_cupy_holds_results_alone(engine: str) -> None:
 
 
 def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: dict[str, Any]) -> list[int]:
-    """The bytes of each workspace that the plan of a call states, in order."""
+    """Sizes in bytes of the workspaces that the plans of a forward and a backward state, in order."""
     problem, _ = pose("attention", arrays, Options(**options), None, saved)
     workspaces = backends.plan_for(problem).workspaces(problem.q_len, problem.kv_len)
     return [math.prod(x.shape) * x.dtype.itemsize for x in workspaces]
@@ -47,7 +49,7 @@ def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @on_every_engine
 def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str, deterministic: bool) -> None:
-    """Nothing else: no copies, and nothing of a size that depends on values."""
+    """It allocates nothing else: no copies, and no array whose size depends on values."""
     q, k, v, dout = empty("cupy", engine, LENGTHS[0])
     options = dict(causal=True, engine=engine, deterministic=deterministic)
     memory, results = MEMORY["cupy"], []
@@ -60,7 +62,7 @@ def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str
 
 
 def allocated_by_packed(arrays: list[Any], lengths: tuple[int, int], engine: str) -> list[int]:
-    """The sizes that a forward and a backward of two packed sequences of these lengths allocate, in order."""
+    """Sizes that a forward and a backward allocate, in order, for two packed sequences of these lengths."""
     q, k, v, dout = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     bounds = cupy.asarray([0, lengths[0], sum(lengths)], "int32")
     options = dict(causal=True, engine=engine)
@@ -75,7 +77,7 @@ def allocated_by_packed(arrays: list[Any], lengths: tuple[int, int], engine: str
 
 @on_every_engine
 def test_the_lengths_of_packed_sequences_change_no_allocation(engine: str) -> None:
-    """They are values on the GPU."""
+    """The lengths of packed sequences are values on the GPU, on which no allocation may depend."""
     arrays = empty("cupy", engine, LENGTHS[0])
     tokens = BATCH * LENGTHS[0]
     allocated = [

@@ -1,4 +1,4 @@
-"""as_array of arrays on a real GPU: no copies."""
+"""as_array of arrays on a real GPU makes no copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupy_flash.arrays import as_array, empty, stream_of
 
 
 class OnlyInterface:
-    """A CUDA array of an unknown library."""
+    """A CUDA array of an unknown library, with __cuda_array_interface__ only."""
 
     def __init__(self, array: cupy.ndarray) -> None:
         self.__cuda_array_interface__ = array.__cuda_array_interface__
@@ -30,7 +30,7 @@ def test_cuda_array_interface_names_the_device_of_its_pointer() -> None:
     assert (array.pointer, array.device, array.framework) == (x.data.ptr, f"cuda:{x.device.id}", "cuda_array_interface")
 
 
-def test_stream_is_the_callers() -> None:
+def test_stream_is_the_current_one() -> None:
     x = cupy.zeros(3)
     with cupy.cuda.Stream() as stream:
         assert stream_of(as_array(x, "x")) == stream.ptr

@@ -1,4 +1,4 @@
-"""CuPy arrays: allocators, foreign memory, views, misaligned addresses, compile and explain."""
+"""CuPy arrays: allocators, memory of other libraries, views, misaligned addresses, compile and explain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupy_flash.backends import cuda
 
 
 def from_python(size: int, device_id: int) -> int:
-    """An allocation of a function in Python, as of another library's pool."""
+    """An allocation by a Python function, such as the pool of another library uses."""
     return cupy.cuda.runtime.malloc(size)
 
 
@@ -44,7 +44,7 @@ def test_allocators_of_cupy(allocator: str) -> None:
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_allocators_of_cupy_on_the_default_stream(allocator: str) -> None:
-    """All work is on one stream, and has one order."""
+    """On a single stream all work is ordered."""
     with cupy.cuda.using_allocator(ALLOCATORS[allocator]()):
         assert_right(step(inputs("cupy", "simt"), "simt"), "simt")
 
@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
 
 
 class Exporter:
-    """Device memory of an unknown library that has only one of the two protocols."""
+    """Device memory of an unknown library: it has either __cuda_array_interface__ or, as DlpackExporter, DLPack."""
 
     def __init__(self, array: cupy.ndarray, protocol: str) -> None:
         self.array = array
@@ -72,8 +72,8 @@ class DlpackExporter(Exporter):
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.array.__dlpack_device__()
 
-    def __dlpack__(self, **words: Any) -> Any:
-        return self.array.__dlpack__(**words)
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.array.__dlpack__(**keywords)
 
 
 EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
@@ -82,7 +82,7 @@ EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
 @pytest.mark.orders
 @pytest.mark.parametrize("protocol", EXPORTERS)
 def test_exporters_of_device_memory(protocol: str) -> None:
-    """Also of views whose last dimension is not contiguous, which are copied. Results are CuPy's."""
+    """Views whose last dimension is not contiguous are copied. Results are CuPy arrays."""
     q, k, v, dout = inputs("cupy", "simt")
     q = VIEWS["fortran"](q)
     given = [EXPORTERS[protocol](x, protocol) for x in (q, k, v, dout)]
@@ -95,7 +95,7 @@ def test_exporters_of_device_memory(protocol: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @on_every_engine
 def test_views_of_every_kind(engine: str, view: str) -> None:
-    """wgmma refuses q, k and v whose rows are reversed or repeated, which TMA cannot read."""
+    """wgmma refuses q, k and v with reversed or repeated rows, which TMA cannot load."""
     q, k, v, dout = (VIEWS[view](x) for x in inputs("cupy", engine))
     if engine == "wgmma" and view in ("reversed", "repeated"):
         with pytest.raises(cupy_flash.UnsupportedError, match="16 bytes"):
@@ -108,7 +108,7 @@ def test_views_of_every_kind(engine: str, view: str) -> None:
 
 
 def moved(x: cupy.ndarray, elements: int) -> cupy.ndarray:
-    """A copy that starts so many elements after an address that is a multiple of 256 bytes."""
+    """A copy that starts this many elements after an address which is a multiple of 256 bytes."""
     memory = cupy.empty(x.size + elements, x.dtype)
     assert memory.data.ptr % 256 == 0
     copy = memory[elements:].reshape(x.shape)
@@ -119,7 +119,7 @@ def moved(x: cupy.ndarray, elements: int) -> cupy.ndarray:
 @pytest.mark.parametrize("elements", [1, 2, 4])
 @on_every_engine
 def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: int) -> None:
-    """Arrays start a few elements past an aligned address: wgmma refuses such a q, but not such a dout."""
+    """Arrays start a few elements after an aligned address: wgmma refuses such a q, and copies such a dout."""
     arrays = inputs("cupy", engine)
     q, *others = arrays
     if engine == "wgmma":
@@ -131,7 +131,7 @@ def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: 
 
 
 def test_an_address_inside_an_element_is_refused() -> None:
-    """A kernel that reads it would end the process's context."""
+    """A kernel that read it would corrupt the CUDA context of the process."""
     bytes_ = cupy.zeros(1 + 4 * 64, cupy.uint8)
     inside = cupy.ndarray((1, 4, 1, 16), np.float32, bytes_.data + 1)
     aligned = cupy.zeros((1, 4, 1, 16), np.float32)
@@ -140,7 +140,7 @@ def test_an_address_inside_an_element_is_refused() -> None:
 
 
 def relative(table: Any, documents: Any) -> dict[str, Any]:
-    """A score_mod with a bias by distance, and a mask_mod of documents; both read captured arrays."""
+    """A score_mod with a bias by distance, and a mask_mod of documents; both capture arrays."""
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + table[(q - k) % 16]
@@ -162,7 +162,9 @@ def mod_results(q: Any, k: Any, v: Any, dout: Any, **mods: Any) -> list[Any]:
 
 
 def low_precision(arrays: tuple[np.ndarray, ...], exact: list[Any], **mods: Any) -> list[Any]:
-    """mod_results in fp32, the worst of several orders of the head dimensions, as in cases.compute_references."""
+    """mod_results in fp32: the least accurate of several orders of the head dimensions, as in
+    cases.compute_references.
+    """
     q, k, v, dout = arrays
     worst = exact
     for order in range(8):
@@ -175,7 +177,7 @@ def low_precision(arrays: tuple[np.ndarray, ...], exact: list[Any], **mods: Any)
 
 
 def test_mods_with_captured_arrays_one_after_the_other() -> None:
-    """Two mods have kernels with the same constants, which differ in the code of the mods."""
+    """The kernels of two mods have equal constants, and differ in the generated code."""
     call = case("simt").call()
     arrays = call.q, call.k, call.v, call.dout
     table, documents = np.linspace(-1, 1, 16, dtype=np.float32), np.arange(LENGTH, dtype=np.int32) // 3
@@ -191,6 +193,19 @@ def test_mods_with_captured_arrays_one_after_the_other() -> None:
                 assert_matches_reference(cupy.asnumpy(three[0]), *three[1:], np.dtype(np.float32), name)
 
 
+def test_a_block_mask_is_computed_where_its_arrays_are() -> None:
+    q, k, v, _ = inputs("cupy", "simt")
+    segments = cupy.asarray(np.arange(LENGTH) * 5 // LENGTH * 3 % 5 % 3)
+    mask_mod = cupy_flash.block_mask(
+        lambda b, h, q_idx, kv_idx: segments[q_idx] == segments[kv_idx], q_len=LENGTH, kv_len=LENGTH, block=16
+    )
+    assert all(isinstance(array, cupy.ndarray) for array in cupy_flash.Mod(mask_mod=mask_mod).arrays)
+    expected = cupy_flash.attention(q, k, v, mask=segments[:, None] == segments)
+    np.testing.assert_array_equal(
+        cupy.asnumpy(cupy_flash.attention(q, k, v, mask_mod=mask_mod)), cupy.asnumpy(expected)
+    )
+
+
 def test_explain_names_the_card_and_runs_nothing() -> None:
     q, k, v, _ = inputs("cupy", "simt")
     text = cupy_flash.explain(q, k, v, causal=True)
@@ -200,7 +215,7 @@ def test_explain_names_the_card_and_runs_nothing() -> None:
 
 
 @on_every_engine
-def test_after_compile_nothing_is_loaded(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_compile_no_kernel_is_loaded(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_loaded", {})
     cupy_flash.compile(dtype=ENGINES[engine], head_dim=HEAD_DIM, causal=True, engine=engine)
     loaded = dict(cuda._loaded)

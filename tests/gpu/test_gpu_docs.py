@@ -1,4 +1,4 @@
-"""The examples on CuPy arrays in the README and docs/."""
+"""The Python blocks of README.md and docs/ that use CuPy arrays."""
 
 from __future__ import annotations
 

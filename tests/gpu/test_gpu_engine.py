@@ -1,4 +1,4 @@
-"""Every engine on a real GPU: results, their framework and device; a graph capture before compile."""
+"""Every engine on a real GPU: results, their type and device; a graph capture without compile()."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cupy_flash.backends import cuda
 
 @on_both_frameworks
 @on_every_engine
-def test_arrays_come_back_as_they_were_given(engine: str, framework: str) -> None:
+def test_results_are_arrays_of_the_callers_library(engine: str, framework: str) -> None:
     arrays = inputs(framework, engine)
     results = step(arrays, engine)
     for result, array in zip(results, arrays, strict=True):
@@ -51,7 +51,7 @@ def test_runs_on_the_device_of_its_arrays(engine: str, framework: str, index: in
 
 
 def fused(library: Any, q: Any, k: Any, v: Any) -> Iterable[Any]:
-    """q, k, v as slices of one fused projection."""
+    """q, k, v as slices of one array, the output of a fused projection."""
     together = library.stack([q, k, v], 2)
     return (together[:, :, index] for index in range(3))
 
@@ -61,7 +61,7 @@ def heads_first(library: Any, *arrays: Any) -> Iterable[Any]:
 
 
 def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
-    """Broadcast one head with a stride of 0."""
+    """One head, broadcast with a stride of 0."""
     return (library.broadcast_to(x[:, :, :1], x.shape) for x in arrays)
 
 
@@ -71,7 +71,7 @@ def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
 def test_views(engine: str, framework: str, view: Callable[..., Iterable[Any]]) -> None:
     *arrays, dout = inputs(framework, engine)
     arrays = list(view(library_of(framework), *arrays))
-    if engine == "wgmma" and view is one_head:  # TMA reads no repeated heads
+    if engine == "wgmma" and view is one_head:  # TMA cannot load repeated heads
         with pytest.raises(cupy_flash.UnsupportedError, match="16 bytes"):
             step([*arrays, dout], engine)
         return

@@ -1,4 +1,6 @@
-"""fp8 on a real GPU, as torch tensors (CuPy has no dtype for it): every option, and each head dimension's tile."""
+"""fp8 on a real GPU with torch tensors, because CuPy has no fp8 dtype: every option, and the tile of each head
+dimension.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of CuPy: a forward and its backward on every engine, replayed with other values."""
+"""CUDA graphs of CuPy: a forward and a backward of every engine, replayed with other values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.orders
 
 @pytest.fixture
 def compiled(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load only the kernels of `cupy_flash.compile`."""
+    """Load only the kernels that `cupy_flash.compile` builds."""
     monkeypatch.setattr(cuda, "_loaded", {})
     cupy_flash.compile(dtype=ENGINES[engine], head_dim=HEAD_DIM, causal=True, engine=engine)
 
 
 @on_every_engine
 def test_graph_of_cupy(engine: str, compiled: None) -> None:
-    """The graph has its own memory pool: every replay writes to memory that was freed during the capture."""
+    """The graph has a memory pool of its own: every replay writes to memory that was freed during the capture."""
     arrays, stream = inputs("cupy", engine), new_stream()
     pool = cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()

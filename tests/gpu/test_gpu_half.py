@@ -1,4 +1,4 @@
-"""The tensor-core engines on a real GPU, every option in bfloat16 (float16 on sm_75): mma, and on Hopper wgmma."""
+"""The tensor-core engines on a real GPU, with every option in bfloat16 (float16 on sm_75): mma, and wgmma on Hopper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ROWS |= {
         "zero-length-all", "no-sequence",
     )
 }  # fmt: skip
-# Several tiles of queries and of keys. In the simulator the blocks of a deterministic backward run one after the other.
+# Several tiles of queries and of keys. On the simulator blocks of a deterministic backward run one after the other, so
+# that only a GPU shows their turns.
 LONG = (300, 400) if on_gpu.in_numpy() else (1000, 1300)
 ROWS |= {f"long-{dim}": Case(*LONG, 1, 4, 2, dim, dim, HALF, causal=True, sink=True) for dim in (64, 128, 256)}
 
@@ -40,7 +41,7 @@ def test_mma_on_cuda(case: Case, deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_wgmma_on_cuda(case: Case, deterministic: bool) -> None:
-    """Results match the formula, or the refusal has a reason other than the architecture."""
+    """Every option matches the formula, or is refused for a reason other than the architecture."""
     call = case.call()
     call.options.update(engine="wgmma", deterministic=deterministic)
     if device.gpu(0).arch != "sm_90a":

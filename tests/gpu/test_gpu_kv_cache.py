@@ -1,4 +1,4 @@
-"""KV caches on the GPU, appended to in place; a graph with lengths that grow after its capture."""
+"""KV caches on the GPU, appended to in place; a graph that serves lengths which grow after its capture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache_cases import CacheCall, CacheCase, check
 from engines import FRAMEWORKS, HALF, new_stream, on_both_frameworks, on_gpu, on_host
 
 import cupy_flash
-from bench import decode_gpu
+from bench import decode_gpu, decode_peers
 
 CASE = CacheCase(
     lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), alibi="h",
@@ -21,7 +21,7 @@ CASE = CacheCase(
 
 
 def moved(call: CacheCall, framework: str) -> CacheCall:
-    """The call with all arrays on the GPU."""
+    """The call with all arrays copied to the GPU."""
     return call.map(lambda x: on_gpu(framework, x))
 
 
@@ -40,16 +40,37 @@ def test_the_formula(framework: str, split_size: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, "float32"])
 def test_a_chunk_of_a_prompt(dtype: str) -> None:
-    """Many queries, which the forward kernels of mma and simt serve, on pages."""
+    """Many queries on pages, which the forward kernels of mma and simt serve."""
     case = replace(CASE, lengths=(50, 130, 0), q_len=150, appended=150, capacity=288, dtype=dtype)
     call = moved(case.call(), "cupy")
     out, lse = attend(call)
     check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
 
 
+@on_both_frameworks
+@pytest.mark.parametrize("rows", [3, 100])
+def test_mods(framework: str, rows: int) -> None:
+    """A decode and a chunk of a prompt, with captured arrays on the GPU, of which one has a table of extremes."""
+    rng = np.random.default_rng(2)
+    table, documents = rng.normal(size=(4, 256)).astype(np.float32), np.sort(rng.integers(0, 3, 256).astype(np.int32))
+
+    def mods(table: Any, documents: Any) -> dict[str, Any]:
+        return dict(
+            score_mod=lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx] - 0.01 * (q_idx - kv_idx),
+            mask_mod=lambda b, h, q_idx, kv_idx: (documents[q_idx] == documents[kv_idx]) | (kv_idx < 2),
+        )
+
+    case = CacheCase(lengths=(5, 130, 0), page=16, capacity=256, appended=rows, q_len=rows, dtype=HALF)
+    host = case.call()
+    call = moved(host, framework)
+    out, lse = attend(call._replace(options=call.options | mods(*(on_gpu(framework, x) for x in (table, documents)))))
+    expected = host._replace(options=host.options | mods(table, documents))
+    check(case, tuple(map(on_host, (out, lse, *call[1:3]))), call=expected)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_append_alone(framework: str) -> None:
-    """The rows, and the same bits as the append of attention_with_kv_cache."""
+    """append_to_kv_cache writes the bits that attention_with_kv_cache writes."""
     case = replace(CASE, window=None, alibi=None, sink=False)
     whole, ours = moved(case.call(), framework), moved(case.call(), framework)
     attend(whole)
@@ -62,12 +83,14 @@ def test_append_alone(framework: str) -> None:
 
 
 def test_a_graph_serves_lengths_that_grow() -> None:
-    """Captured with sequences of one key, replayed with full ones: no length is read by the host."""
+    """The graph is captured with one key per sequence and replayed with full caches, so the host cannot read
+    lengths.
+    """
     case = CacheCase(lengths=(300, 290), capacity=300, q_len=1, dtype=HALF)
     call = moved(case.call(), "cupy")
     lengths = call.options["cache_seqlens"]
     lengths[...] = 1
-    attend(call)  # loads the kernels, which a capture may not
+    attend(call)  # loads the kernels, because a capture cannot
     with new_stream() as stream:
         stream.begin_capture()
         out, lse = attend(call)
@@ -78,13 +101,15 @@ def test_a_graph_serves_lengths_that_grow() -> None:
     check(case, tuple(map(on_host, (out, lse, *call[1:3]))))
 
 
-def test_the_ways_of_the_bench_compute_the_same() -> None:
-    """Pages in another order hold the same keys only where all sequences have the same values: so they do here."""
+def test_the_implementations_of_the_bench_compute_the_same() -> None:
+    """Pages may be in any order, because all sequences of the bench hold the same values."""
     small = decode_gpu.Regime(1, 4, 2, 64, 0.8, 0.9, dim=16)
-    ways = decode_gpu.calls(small)
+    ways = decode_gpu.calls(small, decode_gpu.inputs(small))
     ways.pop(decode_gpu.READ)()
     expected = ways[decode_gpu.CONTIGUOUS]().get()
     np.testing.assert_allclose(ways[decode_gpu.SPLIT]().get(), expected, atol=2e-3)
     np.testing.assert_allclose(ways["pages of 64"]().get(), expected, atol=2e-3)
-    section = decode_gpu.measure((small,), samples=1)
-    assert set(section[0]["seconds"]) == set(decode_gpu.calls(small))
+    names = {decode_gpu.READ, *ways}
+    (row,) = decode_gpu.measure((small,), samples=1)
+    peers = set(row["seconds"]) - names
+    assert names <= set(row["seconds"]) and peers <= set(decode_peers.PEERS) and not peers & set(row["left_out"])

@@ -1,4 +1,4 @@
-"""Streams: dependencies of a call in both directions, and memory reused by several streams."""
+"""Streams: a call waits for its inputs and consumers wait for its results; memory is not reused too early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ pytestmark = pytest.mark.orders
 @on_both_frameworks
 @on_every_engine
 def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str) -> None:
-    """q, k, v and dout are zeros except while the producer's stream computes; the consumer waits for its event."""
+    """Inputs are zeros until the producer's stream has computed them, and afterwards again; the consumer waits for an
+    event.
+    """
     values = inputs(framework, engine)
     expected = step(values, engine, deterministic=True)
     assert_right(expected, engine)
@@ -63,7 +65,7 @@ def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str)
 @on_both_frameworks
 @on_every_engine
 def test_two_streams_never_have_the_same_memory(engine: str, framework: str) -> None:
-    """Both streams have steps queued: memory that the host has freed already is still written by a waiting kernel."""
+    """Work of both streams is queued: memory that the host has freed may still be written by a kernel that waits."""
     streams, values = (new_stream(), new_stream()), [inputs(framework, engine, seed) for seed in (0, 1)]
     expected = [step(arrays, engine, deterministic=True) for arrays in values]
     wrong = [on_gpu(framework, np.zeros((), np.int64)) for _ in streams]
@@ -78,14 +80,14 @@ def test_two_streams_never_have_the_same_memory(engine: str, framework: str) -> 
 
 
 class Interface:
-    """A CUDA array of a library that names the stream on which it is ready."""
+    """A CUDA array that names the stream on which it is ready."""
 
     def __init__(self, array: cupy.ndarray, stream: Any) -> None:
         self.owner, self.__cuda_array_interface__ = array, array.__cuda_array_interface__ | {"stream": stream.ptr}
 
 
 class Exporter:
-    """A CUDA array of a library with DLPack only, which makes the consumer's stream wait for its own."""
+    """A CUDA array with DLPack only, whose __dlpack__ makes the consumer's stream wait for its own."""
 
     def __init__(self, array: cupy.ndarray, stream: Any) -> None:
         self.array, self.stream = array, stream

@@ -1,4 +1,4 @@
-"""Threads that call concurrently, forward and backward, on separate streams or on one."""
+"""Threads that call at the same time, forward and backward, on separate streams or on one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ THREADS, REPEATS = (2, 2) if in_numpy() else (8, 10)
 
 
 def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) -> list[list[list[np.ndarray]]]:
-    """Results by thread and repeat, on the host; each thread has its own inputs."""
+    """Results by thread and repetition, copied to the host; each thread has inputs of its own."""
     values = [inputs(framework, engine, seed) for seed in range(THREADS)]
     together = threading.Barrier(THREADS)
     synchronise()
@@ -49,7 +49,7 @@ def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) ->
 @pytest.mark.parametrize("shared", [False, True], ids=["a-stream-each", "one-stream"])
 @on_both_frameworks
 @on_every_engine
-def test_threads_do_not_disturb_each_other(engine: str, framework: str, shared: bool) -> None:
+def test_threads_do_not_affect_each_other(engine: str, framework: str, shared: bool) -> None:
     streams = [new_stream()] * THREADS if shared else [new_stream() for _ in range(THREADS)]
     for seed, given in enumerate(in_threads(framework, engine, streams, REPEATS)):
         expected = step(inputs(framework, engine, seed), engine, deterministic=True)
@@ -61,7 +61,7 @@ def test_threads_do_not_disturb_each_other(engine: str, framework: str, shared: 
 
 
 @on_every_engine
-def test_threads_that_all_begin_with_nothing_compiled(
+def test_threads_that_start_without_compiled_kernels(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "_loaded", {})
@@ -79,5 +79,5 @@ def test_threads_that_all_begin_with_nothing_compiled(
         expected = step(inputs("cupy", engine, seed), engine, deterministic=True)
         for actual, alone in zip(results, expected, strict=True):
             assert actual.tobytes() == on_host(alone).tobytes()
-    assert len(compiled) == len(cuda._loaded) > 2  # each once
+    assert len(compiled) == len(cuda._loaded) > 2  # each kernel was compiled once
     cache.compiled.cache_clear()

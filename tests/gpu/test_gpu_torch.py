@@ -1,4 +1,4 @@
-"""CUDA tensors of torch: described in place, memory of calls and of training, CUDA graphs."""
+"""CUDA tensors of torch: used in place, memory of calls and of training, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import cupy_flash
 from cupy_flash.arrays import as_array
 from cupy_flash.backends import cuda
 
-LENGTH = 512  # array sizes are multiples of 512 bytes, to which allocators round
+LENGTH = 512  # array sizes are multiples of 512 bytes, to which allocators round up
 
 
 def test_torch_tensor_is_described_in_place() -> None:
@@ -26,7 +26,7 @@ def test_torch_tensor_is_described_in_place() -> None:
 
 @on_every_engine
 def test_torch_holds_results_alone(engine: str) -> None:
-    """Results, and lse, which autograd saves until the backward."""
+    """A call holds its results, and lse, which autograd saves for the backward."""
     arrays, memory = empty("torch", engine, LENGTH), MEMORY["torch"]
     step(arrays, engine)
     *inputs, dout = arrays
@@ -60,7 +60,7 @@ def test_twenty_steps_of_training_allocate_what_one_does(engine: str) -> None:
 
 @pytest.fixture
 def compiled(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load only the kernels of `cupy_flash.compile`."""
+    """Load only the kernels that `cupy_flash.compile` builds."""
     monkeypatch.setattr(cuda, "_loaded", {})
     cupy_flash.compile(dtype=ENGINES[engine], head_dim=HEAD_DIM, causal=True, engine=engine)
 
@@ -108,7 +108,7 @@ assert torch.equal(out, expected) and bool(gradient.isfinite().all()) and float(
 
 @on_every_engine
 def test_the_first_backward_of_a_process_may_be_captured(engine: str) -> None:
-    """Torch runs the backward in a thread in which CuPy has no context yet."""
+    """torch runs the backward in a thread of its own, in which CuPy has no context yet."""
     command = [sys.executable, "-c", FIRST_BACKWARD.format(dtype=ENGINES[engine], engine=engine)]
     ran = subprocess.run(command, env=os.environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""One call on a KV cache as a record, and its check against the formula. Its repr is a reproducer."""
+"""A call on a KV cache as a record, and its comparison with the formula. The record's repr reproduces a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 class CacheCall(NamedTuple):
-    """q and the caches, in the layout of the case, and the other arguments."""
+    """Arguments of attention_with_kv_cache: q and the caches in the layout of the case, and the options."""
 
     q: np.ndarray
     k_cache: np.ndarray
@@ -32,11 +32,11 @@ class CacheCall(NamedTuple):
     options: dict[str, Any]
 
     def copied(self) -> CacheCall:
-        """The same with caches of its own, in the same strides."""
+        """The same call with copies of the caches, which keep their strides."""
         return self._replace(k_cache=_copied(self.k_cache), v_cache=_copied(self.v_cache))
 
     def map(self, function: Callable[[np.ndarray], Any]) -> CacheCall:
-        """The same with a function applied to every array."""
+        """The same call with `function` applied to every array."""
         options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
         return CacheCall(*map(function, self[:3]), options)
 
@@ -50,7 +50,7 @@ def _copied(cache):
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A call; `lengths` are the keys before it. Everything in the caches that is no valid key is NaN."""
+    """A call on a cache that holds `lengths` keys. Cache slots that hold no key are NaN."""
 
     lengths: tuple[int, ...] = (5, 23)
     q_len: int = 1
@@ -62,37 +62,37 @@ class CacheCase:
     head_dim: int = 16
     head_dim_v: int = 16
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: that of q
+    cache_dtype: str | None = None  # None: the dtype of q
     layout: str = "bshd"
-    packed: tuple[int, ...] | None = None  # rows of q, and of k, of each sequence
+    packed: tuple[int, ...] | None = None  # rows per sequence, of q and of k
     slots: bool = False
-    rotary: tuple[int, bool] | None = None  # dimensions, interleaved
+    rotary: tuple[int, bool] | None = None  # (rotary dimensions, interleaved)
     positions: bool = False
     leftpad: tuple[int, ...] | None = None
     batch_idx: tuple[int, ...] | None = None
-    hole: int = -1  # in the block table, past the keys
-    pool: str = "own"  # "interleaved": K and V are views of one pool
-    one_length: bool = False  # cache_seqlens is an int
+    hole: int = -1  # value of unused entries of the block table
+    pool: str = "own"  # "interleaved": K and V are views of one array
+    one_length: bool = False  # cache_seqlens is passed as an int
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float | None = None
-    alibi: str | None = None  # "h" or "bh"
+    alibi: str | None = None  # axes: "h" or "bh"
     sink: bool = False
-    mask: str | None = None  # letters of bhqs, or 1; s is 3
+    mask: str | None = None  # axes: letters of bhqs or 1; s, the number of last keys, is 3
     split_size: int | None = None
     descales: bool = False
     seed: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Appended rows of each sequence."""
+        """Number of appended rows of each sequence."""
         if self.appended is None:
             return (0,) * len(self.lengths)
         return self.packed or (self.appended,) * len(self.lengths)
 
     def call(self) -> CacheCall:
-        """The arrays of the case, always the same."""
+        """The arrays of the case, drawn from a fixed seed."""
         rng = np.random.default_rng([self.seed, 7])
         batch = len(self.lengths)
         tokens = (sum(self.packed) + 2,) if self.packed else (batch, self.q_len)
@@ -163,13 +163,15 @@ class CacheCase:
             if not self.packed:
                 q = np.ascontiguousarray(q.swapaxes(1, 2))
                 options |= {n: np.ascontiguousarray(options[n].swapaxes(1, 2)) for n in ("k", "v") if n in options}
-        if self.pool == "interleaved":  # one (blocks, 2, ...) pool, as flashinfer has it
+        if self.pool == "interleaved":  # FlashInfer's layout: one pool of shape (blocks, 2, ...)
             both = np.stack([k_cache, v_cache], axis=1)
             k_cache, v_cache = both[:, 0], both[:, 1]
         return CacheCall(q, k_cache, v_cache, options)
 
     def _blocks(self, rng):
-        """(blocks, keys of a block, table or None): shuffled pages, with some that no sequence has."""
+        """(number of blocks, keys per block, block table or None). Pages are shuffled, and some belong to no
+        sequence.
+        """
         batch = len(self.lengths)
         if self.page is None:
             return max(self.batch_idx or (batch - 1,)) + 1, self.capacity, None
@@ -182,7 +184,9 @@ class CacheCase:
         return sum(used) + 3, self.page, table
 
     def _by_slots(self, table, width):
-        """cache_seqlens that count all keys, and a slot for each row of k; some are dropped."""
+        """The options slots, one per row of k with -1 for padding rows, and cache_seqlens, which then counts the new
+        keys.
+        """
         slots = []
         for b, (length, rows) in enumerate(zip(self.lengths, self.rows, strict=True)):
             for j in range(length, length + rows):
@@ -195,7 +199,7 @@ class CacheCase:
 
 
 def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]:
-    """(out, lse, k_cache, v_cache) by the formula in fp64, and in the precision of the call."""
+    """(out, lse, k_cache, v_cache) of the formula in fp64, and in the dtype of the call."""
     skipped = ("split_size", "max_seqlen_q")
     options = {name: value for name, value in call.options.items() if name not in skipped}
     with np.errstate(invalid="ignore", over="ignore"):
@@ -203,14 +207,14 @@ def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]
 
 
 def run(call: CacheCall, **options: Any) -> tuple[np.ndarray, ...]:
-    """(out, lse, k_cache, v_cache) of the library."""
+    """(out, lse, k_cache, v_cache) of attention_with_kv_cache."""
     ours = call.copied()
     out, lse = cupy_flash.attention_with_kv_cache(*ours[:3], **ours.options, return_lse=True, **options)
     return out, lse, ours.k_cache, ours.v_cache
 
 
 def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
-    """The problem of a call and its operands, with caches of its own."""
+    """The problem and operands of a call, with copies of the caches."""
     ours = call.copied()
     return pose_with_cache(*ours[:3], CacheOptions(**ours.options | options))
 
@@ -219,9 +223,9 @@ def run_kernels(
     call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None,
     engine: str = "mma_decode", start: Any = start,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """As `run`, by the kernels of an engine on the simulator.
+    """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
-    A decode has so many blocks and rows of a tile, if given. `start` runs the launches of a `Work`.
+    blocks and rows replace the fields of a decode's planned tile. `start` runs the launches, as in `backends.kernels`.
     """
     problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
     tile = plan(problem, device.named(arch)).tile
@@ -233,9 +237,14 @@ def run_kernels(
     return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
 
 
-def check(case: CacheCase, results: tuple[np.ndarray, ...] | None = None, **options: Any) -> None:
-    """Compare a call with the formula, and what it leaves in the caches; `results` are those of `run` by default."""
-    call, dtype = case.call(), DTYPES[case.dtype]
+def check(
+    case: CacheCase, results: tuple[np.ndarray, ...] | None = None, *, call: CacheCall | None = None, **options: Any
+) -> None:
+    """Compare `results` (those of `run` by default) with the formula, and count the cache elements that changed.
+
+    `call` is that of the case, perhaps with other options.
+    """
+    call, dtype = call or case.call(), DTYPES[case.dtype]
     results, (exact, low) = results or run(call, **options), references(call, dtype)
     accumulation = np.float64 if case.dtype == "float64" else np.float32
     for name, actual, expected, approximate in zip(
@@ -249,7 +258,7 @@ def check(case: CacheCase, results: tuple[np.ndarray, ...] | None = None, **opti
 
 
 def assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch):
-    """The simulator's append leaves the caches with the bits of the CPU's, which differ from those before."""
+    """Assert that the simulator and the CPU append the same bits, and that the append changes the caches."""
     results = []
     for backend in ("cpu", "simulator"):
         monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)

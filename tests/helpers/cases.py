@@ -1,4 +1,4 @@
-"""One call of attention as a record. Its repr is a reproducer: `check(Case(...))` in a shell shows what a test saw."""
+"""A call of attention as a record. Its repr reproduces a failure: run `check(Case(...))` in a shell."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with options. Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a scalar."""
+    """A problem and its options.
+
+    Shapes of bias and mask are letters of bhqk, or 1: "h1k" is (Hq, 1, Sk), "" a scalar.
+    """
 
     q_len: int = 19
     kv_len: int = 23
@@ -62,24 +65,24 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float | None = None
-    alibi: str | None = None  # "h" or "bh"
+    alibi: str | None = None  # axes: "h" or "bh"
     bias: str | None = None
     bias_dtype: str | None = None  # None: the dtype of q
     bias_size: float = 1.0
-    bias_hides: bool = False  # some -inf, among them a whole row where the shape has rows
+    bias_hides: bool = False  # some elements are -inf, and so is the last row if the shape has rows
     mask: str | None = None
-    sink: bool | tuple[float, ...] = False  # True: random
-    q_lengths: tuple[int, ...] | None = None  # rows past the lengths are NaN
+    sink: bool | tuple[float, ...] = False  # True: random values
+    q_lengths: tuple[int, ...] | None = None  # rows past the length are NaN
     kv_lengths: tuple[int, ...] | None = None
     score_mod: str | None = None  # a name in mods.SCORE_MODS
     mask_mod: str | None = None  # a name in mods.MASK_MODS
-    packed: bool = False  # a packed batch of sequences of these lengths, with rows of NaN past the last one
+    packed: bool = False  # pack the sequences into one, followed by rows of NaN
     dropout: float = 0.0
     dlse: bool = True
     seed: int = 0
 
     def call(self) -> Call:
-        """The arrays of the case, always the same."""
+        """The arrays of the case, drawn from a fixed seed."""
         rng = np.random.default_rng([self.seed, 1])
         dtype = DTYPES[self.dtype]
         q = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim))
@@ -102,7 +105,7 @@ class Case:
         if self.mask is not None:
             mask = np.asarray(rng.random(self._shape(self.mask)) < 0.7)
             if self.mask[-2:-1] == "q":
-                mask[..., :2, :] = False  # rows that see nothing
+                mask[..., :2, :] = False  # these rows see no key
             options["mask"] = mask
         if self.sink:
             options["sink"] = np.array(rng.normal(size=self.heads) if self.sink is True else self.sink, dtype)
@@ -143,7 +146,7 @@ class Case:
 
 
 def _pack(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Padded (B, S, ...) -> (T + 3, ...), the last three rows NaN."""
+    """Pack (B, S, ...) into (T + 3, ...); the last three rows are NaN."""
     return np.concatenate(
         [*(row[:length] for row, length in zip(x, lengths, strict=True)), np.full((3, *x.shape[2:]), np.nan)]
     )
@@ -157,7 +160,7 @@ def _stretch(q: np.ndarray, k: np.ndarray, keys: np.ndarray) -> None:
 
 
 def _integers(q: np.ndarray, k: np.ndarray, factor: float) -> None:
-    """Round q and k so that q.k is exact in every order of summation: errors at large scores then have other causes."""
+    """Round q and k so that every q.k is exact in any order of summation, which leaves only errors of the softmax."""
     q[...], k[...] = factor * np.rint(2 * q), np.rint(2 * k)
 
 
@@ -172,7 +175,7 @@ SCORES = {
     "signs": _signs,
     "integers": lambda q, k: _integers(q, k, 1.0),
     "tiny": lambda q, k: _integers(q, k, 2.0**-20),
-    "huge": lambda q, k: _integers(q, k, 2.0**12),  # a few 1e4 of both signs, with ties
+    "huge": lambda q, k: _integers(q, k, 2.0**12),  # scores of some 1e4 with both signs and with ties
     "rising": lambda q, k: _stretch(q, k, np.arange(k.shape[1]) * 3.0),
     "falling": lambda q, k: _stretch(q, k, np.arange(k.shape[1]) * -3.0),
     "constant": lambda q, k: _stretch(q, k, np.full(k.shape[1], 100.0)),
@@ -181,7 +184,7 @@ SCORES = {
 
 
 def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Results of the public functions on the case, or on `call`, which has the same values in other arrays."""
+    """Results of the public functions on the arrays of the case, or on those of `call`."""
     q, k, v, options, dout, dlse, packed = call or case.call()
     options = options | dict(backend=backend)
     if packed is None:
@@ -193,7 +196,7 @@ def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Re
 
 
 def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Results of the public functions; on the simulator those of the kernels in small tiles."""
+    """Results of the public functions; backend="simulator" runs the kernels in small tiles."""
     if backend == "simulator":
         return run_kernels(case, tile=small_tile, call=call)
     return run_public(case, backend, call)
@@ -201,19 +204,19 @@ def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
 
 @cache
 def outcome(case: Case, backend: str) -> Result:
-    """`run`, cached for all tests that check the same result."""
+    """Results of `run`, cached because several tests check the same ones."""
     return run(case, backend)
 
 
 def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **changes) -> tuple[Plan, Operands]:
-    """The plan of the case with `changes` of its fields, and its operands; a backward if `saved` is given."""
+    """The plan of a case, with `changes` of its fields, and its operands; it is a backward if `saved` is given."""
     call = call or case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
     return backends.plan_for(problem)._replace(**changes), operands
 
 
 def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
-    """Results of the CPU engine with a plan changed by hand: other tiles, other threads."""
+    """Results of the CPU engine with `changes` of the plan's fields, for example the tile or the number of threads."""
     call = call or case.call()
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
@@ -229,10 +232,10 @@ def planned(
     fewer_bytes: int = 0,
     **changes,
 ) -> tuple[Plan, Operands]:
-    """The plan of a case on a simulated GPU, after `changes` of the problem, and its operands.
+    """The plan of a case on a simulated GPU, after `changes` of the problem's fields, and its operands.
 
-    tile: one of the engine's in place of the best, or a function that gives it for the plan with the best.
-    fewer_bytes: so much less shared memory per kernel.
+    tile: replaces the best tile; a function receives the plan with the best tile and returns another tile.
+    fewer_bytes: reduces the shared memory of every kernel by this number of bytes.
     """
     on_cpu, operands = posed(case, saved, call)
     problem, gpu = on_cpu.problem._replace(**changes), device.named(arch)
@@ -243,7 +246,7 @@ def planned(
 
 
 def run_kernels(case: Case, *, call: Call | None = None, start: kernels.Start = start, **how) -> Result:
-    """Results of the simulator with the plan of `planned(case, call=call, **how)`; `start` starts its launches."""
+    """Results of the simulator with the plan of `planned(case, call=call, **how)`; `start` runs the launches."""
     call = call or case.call()
     out, lse = (array.numpy() for array in kernels.forward(*planned(case, call=call, **how), start))
     saved = Saved(call.dout, out, lse, call.dlse)
@@ -253,20 +256,22 @@ def run_kernels(case: Case, *, call: Call | None = None, start: kernels.Start = 
 
 @cache
 def references(case: Case, gradients: bool = True) -> tuple[Result, Result]:
-    """compute_references of the case's own arrays, cached for all tests."""
+    """Results of compute_references for the case's own arrays, cached because several tests use them."""
     return compute_references(case, case.call(), gradients)
 
 
 def compute_references(case: Case, call: Call, gradients: bool = True, orders: int = 8) -> tuple[Result, Result]:
-    """The formula in fp64 (longdouble for fp64), and in low precision: the worst of several runs."""
+    """Results of the formula in fp64 (longdouble for fp64), and the least accurate results of several low-precision
+    runs.
+    """
     exact, low = reference_runs.references(call, DTYPES[case.dtype], gradients, orders)
     return Result(*exact), Result(*low)
 
 
 def in_another_order(call: Call, seed: int) -> Call:
-    """The call with its head dimensions permuted: dot products are summed in another order.
+    """Permute the head dimensions of a call, so that dot products are summed in another order.
 
-    Scores stay the same but for rounding, and so do lse and the gradients of bias, sink and captured arrays.
+    Scores, lse and the gradients of bias, sink and captured arrays change only by rounding.
     """
     rng = np.random.default_rng(seed)
     inner, outer = (rng.permutation(x.shape[-1]) for x in (call.q, call.v))
@@ -280,7 +285,7 @@ def check(
     only: tuple[str, ...] = Result._fields,
     call: Call | None = None,
 ) -> None:
-    """Compare a result (by default that of the public functions) with the reference."""
+    """Compare results (by default those of the public functions) with the reference."""
     result = run(case, backend, call) if result is None else result
     gradients = not {"out", "lse"}.issuperset(only)
     compare(
@@ -296,7 +301,7 @@ def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[
     dtypes = dict.fromkeys(Result._fields, DTYPES[case.dtype])
     dtypes |= {"lse": case.accumulation, "dbias": DTYPES[case.bias_dtype or case.dtype]}
     for name in only:
-        if name == "dcaptured":  # the reference has none: tests/mods compares it with autograd
+        if name == "dcaptured":  # the reference has no mods: tests/mods compares with autograd
             continue
         actual, expected = getattr(result, name), getattr(exact, name)
         assert (actual is None) == (expected is None), f"{name} of {case}"
@@ -306,7 +311,7 @@ def compare(case: Case, result: Result, exact: Result, low: Result, only: tuple[
 
 
 def assert_bitwise_equal(actual: Result, expected: Result, what: object) -> None:
-    """Assert that all bytes of two results are equal, NaN and signed zero included."""
+    """Assert that two results have the same bytes, NaN and signed zeros included."""
     for name, a, b in zip(Result._fields, actual, expected, strict=True):
         assert (a is None) == (b is None), f"{name} of {what}"
         if a is not None:
@@ -314,7 +319,7 @@ def assert_bitwise_equal(actual: Result, expected: Result, what: object) -> None
             assert a.tobytes() == b.tobytes(), f"{name} of {what}: bits differ"
 
 
-# One case per option, by name.
+# One case per option.
 OPTIONS = {
     "plain": Case(),
     "causal": Case(causal=True),
@@ -381,7 +386,7 @@ OPTIONS |= {f"dtype-{name}-dropout": Case(dtype=name, dropout=0.3, softcap=2.0) 
 OPTIONS |= {f"scores-{name}": Case(scores=name) for name in SCORES}
 OPTIONS |= {f"scores-{name}-causal-sink": Case(scores=name, causal=True, q_len=29, sink=True) for name in SCORES}
 OPTIONS |= {f"scores-{name}-bfloat16": Case(scores=name, dtype="bfloat16", dropout=0.2) for name in SCORES}
-# Each distribution of scores runs once by default; these rows repeat it with other options or another dtype.
+# By default each distribution of scores runs with one dtype and no option; these rows add others.
 SCORES_AGAIN = [f"scores-{name}{rest}" for name in SCORES for rest in ("-causal-sink", "-bfloat16")]
 OPTIONS |= {
     "bias-huge": Case(bias="1hqk", bias_size=1e4),
@@ -391,7 +396,7 @@ OPTIONS |= {
     "bias-hides-softcap-dropout": Case(bias="qk", bias_hides=True, softcap=1.0, dropout=0.3),
 }
 
-# One small change per feature, for all pairs of them.
+# One small change per feature. PAIRS combines them two by two.
 FEATURES = {
     "causal": dict(causal=True),
     "top-left": dict(causal="top_left"),
@@ -422,14 +427,14 @@ PAIRS = {
 
 
 def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
-    """Rows of up to `size` features in which every pair of PAIRS occurs: a slow backend runs them instead of PAIRS."""
+    """Rows of up to `size` features that contain every pair of PAIRS, for backends too slow to run PAIRS itself."""
     pairs = (frozenset(name.split("+")) for name in PAIRS)
     left = dict.fromkeys(pair for pair in pairs if pair.isdisjoint(without))
     rows = []
     while left:
         row = sorted(next(iter(left)))
         while len(row) < size:
-            # The feature that is compatible with all of the row and adds the most pairs that no row has yet.
+            # Add the feature that is compatible with the whole row and covers the most pairs which are still missing.
             gains = {
                 name: sum(frozenset((name, other)) in left for other in row)
                 for name in FEATURES
@@ -448,13 +453,13 @@ def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
     }
 
 
-# The simulator is some thousand times slower than the CPU: it runs every option once, with simt's largest head
-# dimension instead of the one that only the CPU engine supports, and every pair of features, several pairs per row.
+# The simulator is several thousand times slower than the CPU. It runs every option once, with the largest head
+# dimension of simt instead of 320, which only the CPU engine supports, and every pair of features in rows of six.
 SIMULATED_OPTIONS = {name: case for name, case in OPTIONS.items() if name != "head-dim-320"}
 SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
 SIMULATED_PAIRS = covering(6)
 
-# Several tiles of queries and of keys, for tests that set the size of a plan's tiles.
+# Cases with several tiles of queries and of keys, for tests that choose the plan's tile.
 TILED = {
     name: replace(OPTIONS[name], q_len=min(OPTIONS[name].q_len + 45, 70), kv_len=61)
     for name in (
@@ -498,10 +503,10 @@ PACKED_OPTIONS = {
 
 
 def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: dict) -> pytest.MarkDecorator:
-    """parametrize over (backend, `names`) with rows that differ by backend: by_backend(cpu={id: row}, simulator=...).
-    Rows with an id in `exhaustive` run only with --exhaustive on any backend but the CPU.
+    """Parametrize over (backend, `names`), with a table of rows per backend: by_backend(cpu={id: row}, simulator=...).
 
-    A GPU runs the simulator's rows, which are for the same engines, unless `rows` has its own.
+    Ids in `exhaustive` run by default only on the CPU. A GPU runs the simulator's rows, because both run the same
+    engines, unless `rows` has a table for it.
     """
     if has_gpu():
         rows.setdefault("cuda", rows["simulator"])
@@ -513,7 +518,7 @@ def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: di
             id=f"{backend}-{name}",
             marks=pytest.mark.exhaustive if backend != "cpu" and name in exhaustive else (),
         )
-        for backend, of_backend in rows.items()
-        for name, row in of_backend.items()
+        for backend, table in rows.items()
+        for name, row in table.items()
     ]
     return pytest.mark.parametrize(f"backend,{names}", parameters, indirect=["backend"])

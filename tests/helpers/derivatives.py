@@ -1,4 +1,4 @@
-"""Forward mode and second order of a `cases.Case`: its direction, the results of the library, and the formula's."""
+"""JVPs and double backwards of a `cases.Case`: tangents, results of the library, and results of the formula."""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -21,7 +21,7 @@ ALL = ("tq", "tk", "tv", "tbias", "tsink")
 
 
 class Derivatives(NamedTuple):
-    """The results of a JVP and of a double backward in the same direction; None where there is no such result."""
+    """The results of a JVP and of a double backward with the same tangents; None for absent inputs."""
 
     out: np.ndarray
     tout: np.ndarray
@@ -37,14 +37,14 @@ class Derivatives(NamedTuple):
 
 
 def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
-    """The tangents of a case that are in `moving`, always the same. They are NaN where the inputs are."""
+    """The tangents of a case that `moving` names, drawn from a fixed seed; NaN where the inputs are NaN."""
     rng = np.random.default_rng([case.seed, 3])
     bias, sink = call.options.get("bias"), call.options.get("sink")
     inputs = dict(tq=call.q, tk=call.k, tv=call.v, tbias=bias, tsink=sink)
     tangents = {}
     for name, x in inputs.items():
         tangent = None if x is None else rng.normal(size=x.shape)
-        if case.scores != "normal" and x is not None:  # whole numbers, as in q and k: sums of products are exact
+        if case.scores != "normal" and x is not None:  # integers like q and k, so that sums of products are exact
             tangent = np.rint(2 * tangent)
         if name in moving and x is not None:
             wide = x.astype(np.float64)
@@ -53,7 +53,7 @@ def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
 
 
 def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
-    """Results of the public functions."""
+    """Derivatives by the public functions."""
     call = call or case.call()
     q, k, v, options, dout, dlse, packed = call
     options, direction = options | dict(backend=backend), direction_of(case, call, moving)._asdict()
@@ -76,7 +76,9 @@ def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
 
 
 def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
-    """Results of the CPU engine with plans changed by hand: other tiles, other threads."""
+    """Derivatives by the CPU engine with `changes` of the plans' fields, for example the tile or the number of
+    threads.
+    """
 
     def planned(problem):
         return backends.plan_for(problem)._replace(**changes)
@@ -85,7 +87,10 @@ def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
 
 
 def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
-    """Derivatives by the simulator, by one engine or by `jvp` and `engine`; `tile` is of both, None for the plan's."""
+    """Derivatives by an engine on the simulator; `jvp` names another engine for the JVP.
+
+    `tile` replaces the planned tile of both; a function receives the plan and returns the tile.
+    """
 
     def planned(problem):
         gpu = device.named(arch)
@@ -98,7 +103,7 @@ def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=star
 
 
 def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Derivatives:
-    """Results of both steps, each with the plan of its problem."""
+    """Run the JVP, then the double backward; `planned` returns the plan of a problem."""
     call = call or case.call()
     tangents = Tangents(*direction_of(case, call, moving))
     arrays, options = (call.q, call.k, call.v), Options(**call.options)
@@ -115,9 +120,10 @@ def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Deriva
 
 @cache
 def references(case: Case, moving=ALL, orders=8) -> tuple[Derivatives, Derivatives]:
-    """The formula in fp64 (longdouble for fp64), and the worst of several runs in low precision, element by element.
+    """Results of the formula in fp64 (longdouble for fp64), and the least accurate ones of several low-precision runs.
 
-    The runs differ in the order of the head dimensions, that is, of the sums.
+    The runs permute the head dimensions, which changes the order of the sums. The least accurate value is chosen per
+    element.
     """
     with threadpool_limits(1, user_api="blas"):
         exact = _run_reference(case, moving, None)
@@ -161,7 +167,7 @@ def _run_reference(case, moving, dtype, rng=None) -> Derivatives:
 
 
 def check(case: Case, result=None, backend="cpu", moving=ALL, only=Derivatives._fields) -> None:
-    """Compare a result, by default that of the public functions, with the formula by the rule of tolerance.py."""
+    """Compare derivatives, by default those of the public functions, with the formula by the rule of tolerance.py."""
     result = run(case, backend, moving) if result is None else result
     exact, low = references(case, moving)
     dtypes = dict.fromkeys(Derivatives._fields, DTYPES[case.dtype])

@@ -1,4 +1,4 @@
-"""The engines of this GPU with a dtype each; a forward and backward on CuPy or torch arrays; streams."""
+"""The engines of this GPU, each with a dtype; a forward and backward on CuPy or torch arrays; streams."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BATCH, LENGTH, HEADS, HEAD_DIM = (1, 8, 2, 8) if in_numpy() else (2, 100, 4, 64)
 
 
 def case(engine: str, seed: int = 0) -> Case:
-    """The case that `step` computes from `inputs`."""
+    """The case that `inputs` draws and `step` computes."""
     sizes = LENGTH, LENGTH, BATCH, HEADS, HEADS, HEAD_DIM, HEAD_DIM
     return Case(*sizes, ENGINES[engine], causal=True, dlse=False, seed=seed)
 
@@ -46,7 +46,7 @@ def inputs(framework: str, engine: str, seed: int = 0) -> list[Any]:
 
 
 def on_gpu(framework: str, x: np.ndarray) -> Any:
-    """A CuPy or torch copy of a NumPy array."""
+    """Copy a NumPy array to a CuPy or torch array on the GPU."""
     if framework == "cupy":
         return cupy.asarray(x)
     if x.dtype == ml_dtypes.bfloat16:
@@ -55,7 +55,7 @@ def on_gpu(framework: str, x: np.ndarray) -> Any:
 
 
 def on_host(x: Any) -> np.ndarray:
-    """A NumPy copy of a CuPy or torch array, ordered after the work on the current stream."""
+    """Copy a CuPy or torch array to NumPy, after the work on the current stream."""
     if isinstance(x, cupy.ndarray):
         return cupy.asnumpy(x)
     if x.dtype == torch.bfloat16:
@@ -64,7 +64,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def empty(framework: str, engine: str, length: int) -> list[Any]:
-    """Uninitialised q, k, v and dout of the given length."""
+    """Uninitialised q, k, v and dout with `length` tokens."""
     shape = BATCH, length, HEADS, HEAD_DIM
     if framework == "cupy":
         return [cupy.empty(shape, DTYPES[ENGINES[engine]]) for _ in range(4)]
@@ -72,23 +72,23 @@ def empty(framework: str, engine: str, length: int) -> list[Any]:
 
 
 def bits(x: Any) -> Any:
-    """The bytes of a contiguous array, for copies and comparisons of any dtype."""
+    """View a contiguous array as bytes, so that arrays of any dtype can be copied and compared."""
     return x.view(cupy.uint8 if isinstance(x, cupy.ndarray) else torch.uint8)
 
 
 def assign(arrays: list[Any], values: list[Any]) -> None:
-    """Copy values into arrays on the current stream."""
+    """Copy values into existing arrays on the current stream."""
     for array, value in zip(arrays, values, strict=True):
         bits(array)[...] = bits(value)
 
 
 def differ(actual: list[Any], expected: list[Any]) -> Any:
-    """Number of arrays that are not bitwise equal, as a scalar array on the GPU."""
+    """Number of arrays whose bits differ, as a scalar array on the GPU."""
     return sum((bits(a) != bits(b)).any() for a, b in zip(actual, expected, strict=True))
 
 
 def step(arrays: list[Any], engine: str, **options: Any) -> list[Any]:
-    """out, dq, dk and dv from q, k, v and dout; for torch by autograd."""
+    """Compute out, dq, dk and dv from q, k, v and dout; torch uses autograd."""
     q, k, v, dout = arrays
     options |= dict(causal=True, engine=engine)
     if isinstance(q, cupy.ndarray):
@@ -100,19 +100,19 @@ def step(arrays: list[Any], engine: str, **options: Any) -> list[Any]:
 
 
 def assert_right(results: list[Any], engine: str, seed: int = 0) -> None:
-    """Compare the results of `step` on `inputs` with the formula."""
+    """Assert that the results of `step` on `inputs` match the formula."""
     out, dq, dk, dv = map(on_host, results)
     check(case(engine, seed), Result(out, None, dq, dk, dv, None, None), only=("out", "dq", "dk", "dv"))
 
 
 def new_stream() -> Any:
-    """A stream that does not wait for the default stream."""
+    """Create a stream that does not synchronise with the default stream."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Make this stream current for CuPy, and for torch where torch has a GPU."""
+    """Make a stream current in CuPy, and in torch if torch has a GPU."""
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)) if torch_has_gpu() else nullcontext():
         yield
 
@@ -127,7 +127,7 @@ extern "C" __global__ void spin(long long cycles) {
 
 @contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make this device current for CuPy, and for torch where torch has a GPU."""
+    """Make a device current in CuPy, and in torch if torch has a GPU."""
     with cupy.cuda.Device(index), torch.cuda.device(index) if torch_has_gpu() else nullcontext():
         yield
 
@@ -138,7 +138,7 @@ def library_of(framework: str) -> Any:
 
 
 def keep_busy(milliseconds: float) -> None:
-    """Occupy CuPy's current stream, so that later work on it waits."""
+    """Enqueue long work on CuPy's current stream, so that later work on it has to wait."""
     cycles = 1 if in_numpy() else int(2e6 * milliseconds)
     cupy.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(cycles),))
 

@@ -1,8 +1,8 @@
-"""Clears the caches of plans: a test that changes engines or tiles must not get a plan made before."""
+"""Clears the caches of plans, so that a test which changes engines or tiles gets no plan made before the change."""
 
 from cupy_flash import plan
 
 
 def forget_plans():
-    """Plan every later problem anew."""
+    """Clear the caches: every later problem is planned anew."""
     plan.forget()

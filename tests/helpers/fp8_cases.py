@@ -1,4 +1,4 @@
-"""Calls in fp8 (e4m3): arguments of Case, quantised calls, and their references."""
+"""Calls in fp8 (e4m3): fields of Case, calls with quantised operands, and their references."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,8 @@ from cases import Result
 from cupy_flash import reference
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Several tiles of keys, in some rows of queries too, the last one partial. dtype is that of out, bias and sink.
+# Several tiles of keys, and for some rows several of queries, the last one partial. dtype is that of out, bias and
+# sink.
 LONG = dict(q_len=100, kv_len=150, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
 OPTIONS = {
     "plain": {},
@@ -37,7 +38,7 @@ OPTIONS = {
 
 
 def quantised(case, descales=True):
-    """The call of a case with q, k and v in e4m3 and random descales; rows past a length are NaN."""
+    """The call of a case with q, k and v quantised to e4m3 and random descales; rows past a length are NaN."""
     call = case.call()
     options = dict(call.options)
     if descales:
@@ -49,7 +50,7 @@ def quantised(case, descales=True):
 
 
 def references(call):
-    """Results of the formula in fp64, and of standard attention in fp8."""
+    """Results of the formula in fp64, and of its low-precision run in fp8."""
     results = []
     for dtype in (None, FP8):
         with np.errstate(invalid="ignore", over="ignore"):

@@ -1,4 +1,4 @@
-"""The forward in fp8 on a real GPU, as torch tensors (CuPy has no dtype for it)."""
+"""The fp8 forward on a real GPU with torch tensors, because CuPy has no fp8 dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cupy_flash
 
 
 def on_gpu(x: Any) -> Any:
-    """A NumPy array as a tensor on the GPU; anything else unchanged."""
+    """Copy a NumPy array to a tensor on the GPU; return anything else unchanged."""
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype.name in ("bfloat16", "float8_e4m3fn"):

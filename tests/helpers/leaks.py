@@ -1,6 +1,6 @@
-"""Finds tensors that outlive a backward: what autograd saved, what Python still holds, what is allocated at all.
+"""Finds tensors that outlive a backward: tensors saved by autograd, held by Python, or allocated at all.
 
-cupy_flash.memory.find_retained finds the tensors that a graph holds.
+cupy_flash.memory.find_retained finds tensors that are held by a graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Box:
-    """Holds a saved tensor where a weak reference can watch it."""
+    """Wraps a saved tensor in an object that a weak reference can watch."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Context that records every tensor which autograd saves in it, without keeping any alive."""
+    """Context manager that records every tensor saved by autograd, without keeping it alive."""
 
     def __init__(self) -> None:
         self.boxes: list[weakref.ref[Box]] = []
@@ -44,7 +44,7 @@ class SavedTensors(saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all storages saved, each counted once."""
+        """Total size of the saved storages, each counted once."""
         return sum(self.storages.values())
 
     @property
@@ -54,7 +54,9 @@ class SavedTensors(saved_tensors_hooks):
 
 
 class Kept:
-    """Context that finds tensors made inside it which Python still holds; compared by storage."""
+    """Context manager that finds tensors which were made inside it and which Python still holds; compared by
+    storage.
+    """
 
     def __enter__(self) -> Kept:
         gc.collect()
@@ -73,15 +75,15 @@ class Kept:
 
 
 class Allocated(TorchDispatchMode):
-    """Context that counts the memory of all tensors made in it, held by Python, by a graph or by C++."""
+    """Context manager that counts the memory of all tensors made inside it, held by Python, a graph or C++."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(it, DTensor) for it in types):
-            return NotImplemented  # it is dispatched again as operations on the shards
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # torch dispatches it again as operations on the shards
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if type(tensor) is torch.Tensor:
@@ -95,8 +97,8 @@ class Allocated(TorchDispatchMode):
 
 
 def _tensors_of_python() -> list[torch.Tensor]:
-    """All dense tensors with their own storage."""
-    # type(), not isinstance(): isinstance reads __class__ of every object, which makes lazy modules import.
+    """All dense tensors that have a storage."""
+    # type() instead of isinstance(): the latter reads __class__ of every object, which makes lazy modules import.
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     plain = [x for x in tensors if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]
     return [x for x in plain if x.layout is torch.strided and not x.is_meta and not x.is_nested]

@@ -1,4 +1,4 @@
-"""Masks that models use, as functions (b, h, q_idx, kv_idx) of NumPy's operators, and random ones."""
+"""Masks and score_mods of real models as functions (b, h, q_idx, kv_idx) of NumPy operators, and random masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LENGTH = 4096  # tokens that the captured arrays and the constants of the table are made for
+LENGTH = 4096  # number of tokens, for which the captured arrays are made
 
 
 def causal(b, h, q, kv):
@@ -34,7 +34,7 @@ def global_window(count, window):
 
 
 def batchify(length):
-    """Equal sequences one after the other, each causal."""
+    """Consecutive sequences of equal length, each with a causal mask."""
     return lambda b, h, q, kv: (q // length == kv // length) & (q % length >= kv % length)
 
 
@@ -50,7 +50,7 @@ def document(window=None, causal=False, logical=False, dtype=np.int32):
 
     def mask(b, h, q, kv):
         same = ids[q] == ids[kv]
-        if logical:  # positions inside the document
+        if logical:  # positions relative to the start of the document
             i, j = q - starts[ids[q]], kv - starts[ids[kv]]
         else:
             i, j = q, kv
@@ -62,13 +62,16 @@ def document(window=None, causal=False, logical=False, dtype=np.int32):
 
 
 def shared_prefix(length):
-    """Documents that all see the first tokens, which see themselves."""
+    """Causal documents after a prefix that every token sees."""
     ids, _ = documents(seed=1)
     return lambda b, h, q, kv: (kv < length) | ((ids[q] == ids[kv]) & (q >= kv))
 
 
 def block_diffusion(block):
-    """Noisy tokens, then the same tokens clean: noisy blocks see themselves and earlier clean blocks."""
+    """Block diffusion: half the tokens are noisy, the other half the same tokens clean.
+
+    Noisy blocks see themselves and earlier clean blocks.
+    """
     half = LENGTH // 2
 
     def mask(b, h, q, kv):
@@ -95,7 +98,7 @@ def tiled(width, tile):
 
 
 def morton(i):
-    """Row and column from interleaved bits."""
+    """Row and column of a pixel in Morton order, from the interleaved bits of its index."""
 
     def even_bits(x):
         x = x & 0x55555555
@@ -108,7 +111,7 @@ def morton(i):
 
 
 def natten(place, width, window):
-    """Each pixel sees the square around it, moved inside the image at its edges."""
+    """Neighborhood attention: each pixel sees a square around it, which is shifted inwards at the image's edges."""
     radius = window // 2
 
     def mask(b, h, q, kv):
@@ -121,7 +124,10 @@ def natten(place, width, window):
 
 
 def sliding_tiles(canvas, tile, window):
-    """Blocks of a picture or film see the blocks around them, moved inside at the edges; sizes in blocks."""
+    """Sliding tile attention: blocks of an image or video see the blocks around them, shifted inwards at the edges.
+
+    All sizes are counts of blocks.
+    """
     size = int(np.prod(tile))
 
     def place(i):
@@ -142,12 +148,12 @@ def sliding_tiles(canvas, tile, window):
 
 
 def frames(size, reach, first):
-    """Tokens of neighbouring frames; all see the first tokens."""
+    """Tokens see neighbouring frames; the first tokens see everything and are seen by all."""
     return lambda b, h, q, kv: (abs(q // size - kv // size) <= reach) | (kv < first) | (q < first)
 
 
 def across_frames(size, reach):
-    """The same place in all frames, and what lies near it."""
+    """Tokens see tokens at nearby positions of all frames."""
     return lambda b, h, q, kv: abs(q % size - kv % size) <= reach
 
 
@@ -157,7 +163,7 @@ def block_map(size):
 
 
 def top_blocks(size, count):
-    """Each block of queries sees the blocks of keys in its row of a table."""
+    """Block-sparse mask: a table lists the key blocks that each query block sees."""
     rng = np.random.default_rng(3)
     chosen = np.stack([rng.choice(LENGTH // size, count, replace=False) for _ in range(LENGTH // size)])
 
@@ -171,13 +177,13 @@ def top_blocks(size, count):
 
 
 def permuted():
-    """Segments in no order: no tile is empty or full, and none is said to be."""
+    """Documents with shuffled tokens: no tile is empty or full, so none may be classified as such."""
     ids = np.random.default_rng(4).permutation(documents()[0])
     return lambda b, h, q, kv: ids[q] == ids[kv]
 
 
 class Tokens(NamedTuple):
-    """The operands of random expressions."""
+    """Operands of random expressions."""
 
     q: Any
     kv: Any
@@ -190,7 +196,9 @@ class Tokens(NamedTuple):
 
 
 def random_mask(seed, depth):
-    """A mask of 320 tokens from random operators, the same at every call; for NumPy's arrays and for tracing."""
+    """A mask of 320 tokens made of random operators; every call gives the same mask, for NumPy arrays and for
+    tracing.
+    """
     rng = np.random.default_rng(seed)
     ids = np.sort(rng.integers(0, 9, 320)).astype(np.int32)
     wide = rng.integers(-40, 60, 320).cumsum()
@@ -198,7 +206,7 @@ def random_mask(seed, depth):
     hidden = np.arange(320) % 150 > 100
     huge = np.sort(rng.integers(-(2**63), 2**63 - 1, 320))
 
-    choices = f"{seed} {depth}"  # text, as a captured number stays symbolic in a trace
+    choices = f"{seed} {depth}"  # a string, because a captured number stays symbolic in a trace
 
     def mask(b, h, q, kv):
         seed, depth = map(int, choices.split())
@@ -208,7 +216,7 @@ def random_mask(seed, depth):
 
 
 def _read(array, *indices):
-    """array[indices], clamped."""
+    """Read array[indices] with indices clamped to the array."""
     if all(isinstance(index, np.ndarray) for index in indices):
         indices = [np.clip(index, 0, size - 1) for index, size in zip(indices, array.shape, strict=True)]
     return array[tuple(indices)]
@@ -266,7 +274,8 @@ def _small(rng, low, high):
     return np.int32(rng.integers(low, high))
 
 
-# name: (mask, least share proved of the empty tiles, of the full ones) for tiles of 128 x 128
+# name: (mask, smallest fraction of the empty tiles to be classified as empty, and of the full tiles as full); tiles of
+# 128 x 128
 MASKS = {
     "causal": (causal, 1, 1),
     "sliding": (sliding(512), 1, 1),
@@ -317,7 +326,7 @@ def relative(score, b, h, q, kv):
 
 
 def everything(score, b, h, q, kv):
-    """Every operator on reals."""
+    """Uses every operator on reals."""
     x = np.where(score > 0, np.log(np.abs(score) + 0.5), score) + np.exp(-np.abs(score)) * np.sin(score)
     x = np.maximum(x, -1.5) + np.minimum(score, 1.0) * np.cos(x) + np.sqrt(1.0 + np.square(score))
     x = x + np.expm1(score * 0.1) + np.log1p(np.abs(x)) + np.exp2(x * 0.125) + np.log2(1.5 + np.abs(x))

@@ -1,4 +1,4 @@
-"""Small PTX kernels for the simulator's tests, made of a body and its arrays."""
+"""Small PTX kernels for the simulator's tests, built from a body and its arrays."""
 
 import struct
 
@@ -11,8 +11,12 @@ def run(
     body, *arrays, threads=32, blocks=1, shared="", variables="", dynamic=0, outputs=(), constant=(), maps=(),
     target="sm_90", directives="", **options,
 ):  # fmt: skip
-    """Run a body. `outputs`: indices of arrays that start uninitialised; `constant`: of read-only ones; `maps`:
-    (index of an array, function from its address to a tensor map) pairs."""
+    """Run a kernel with this body on the simulator.
+
+    outputs: indices of arrays that start uninitialised.
+    constant: indices of read-only arrays.
+    maps: (index of an array, function from its address to a tensor map) pairs.
+    """
     memory = Memory()
     pointers = [
         memory.add(array, f"array {i}", initialised=i not in outputs, writable=i not in constant)

@@ -1,4 +1,4 @@
-"""Mods for the tests of attention, each over NumPy or torch and over arrays of either."""
+"""score_mods and mask_mods for the tests of attention, for NumPy and torch arrays."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def arrays_of(case):
         "buckets": rng.integers(0, 6, rows).astype(np.int32),
         "blocks": rng.random((batch, *(2 * [max(8, -(-rows // 4))]))) < 0.6,
     }
-    # Contiguous, transposed and repeated, as callers have them.
+    # Memory layouts that callers use: contiguous, transposed and repeated.
     strided = {"plane": np.ascontiguousarray(floating["plane"].swapaxes(2, 3)).swapaxes(2, 3)}
     return (
         {name: np.asarray(x, np.float32) for name, x in floating.items()}
@@ -34,7 +34,7 @@ def relative(xp, a):
 
 
 def learned_twice(xp, a):
-    """One table read twice by other tables."""
+    """A table that is read twice, with indices from other tables."""
 
     def mod(s, b, h, q, kv):
         first, second = a["buckets"][q], a["buckets"][kv]
@@ -59,7 +59,7 @@ MASK_MODS = {
     "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
     "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
     "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
-    "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # rows and heads that see nothing
+    "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # some rows, and all rows of a head, see no key
     "nothing": lambda xp, a: lambda b, h, q, kv: q < 0,
 }
 

@@ -1,4 +1,4 @@
-"""The GPU as a backend of the behaviour tests: NumPy arguments are copied to CuPy, results back to NumPy."""
+"""Runs behaviour tests on the GPU: copies NumPy arguments to CuPy, and results back to NumPy."""
 
 import os
 import sys
@@ -16,22 +16,22 @@ FUNCTIONS = (
 
 @cache
 def has_gpu():
-    """True if CuPy finds a GPU."""
+    """Return whether CuPy finds a GPU."""
     try:
         import cupy
-    except Exception:  # CuPy's import fails with any exception, for example where it cannot make its cache folder
+    except Exception:  # CuPy's import can fail with any exception, for example if it cannot create its cache folder
         return False
     return bool(cupy.cuda.is_available())
 
 
 def in_numpy():
-    """True if the GPU is one of tests/gpu_in_numpy, on which tests use small sizes and few repeats."""
+    """Return whether the GPU is one of tests/gpu_in_numpy, on which tests use small sizes and few repeats."""
     return "gpu_in_numpy" in sys.modules and sys.modules["gpu_in_numpy"].machine() is not None
 
 
 @cache
 def torch_has_gpu():
-    """True if torch finds a GPU; it does not see one of tests/gpu_in_numpy."""
+    """Return whether torch finds a GPU; torch does not see one of tests/gpu_in_numpy."""
     if in_numpy() or not has_gpu():
         return False
     import torch
@@ -42,8 +42,9 @@ def torch_has_gpu():
 def leave_a_lost_gpu():
     """End this process if its CUDA context is lost.
 
-    After an out-of-bounds access every later CUDA call of a process fails. xdist replaces a worker that has ended, so
-    no other test fails; without xdist the error is raised."""
+    After an out-of-bounds access every later CUDA call of the process fails. xdist replaces a worker that ends, so no
+    other test fails; without xdist the error is raised.
+    """
     import cupy
 
     try:
@@ -55,8 +56,9 @@ def leave_a_lost_gpu():
 
 
 def route(monkeypatch):
-    """Make every public function move its NumPy arrays to the GPU if backend="cuda"; outputs and workspaces there start
-    as NaN."""
+    """Make every public function copy NumPy arrays to the GPU if backend="cuda", with outputs and workspaces full of
+    NaN.
+    """
     import cupy
 
     empty = cupy.empty
@@ -72,7 +74,7 @@ def route(monkeypatch):
 
 
 def moving(function):
-    """`function` applied to CuPy copies of its NumPy arrays; CuPy arrays among its results become NumPy's."""
+    """Wrap `function`: it gets CuPy copies of NumPy arrays, and CuPy arrays among its results become NumPy arrays."""
     import cupy
 
     def to_gpu(x):

@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of docs/."""
+"""The Python blocks of README.md and docs/."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def python_blocks(text):
     """(line number, code) of each ```python block."""
     return [
-        (text[: found.start(1)].count("\n") + 1, found[1])
-        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+        (text[: match.start(1)].count("\n") + 1, match[1])
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
     ]
 
 
 def blocks(cupy):
-    """The Python blocks of all pages, either those that import CuPy or the others."""
+    """The Python blocks of all pages: those that import CuPy, or all others."""
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES
@@ -27,7 +27,7 @@ def blocks(cupy):
     ]
 
 
-BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs the latter
+BLOCKS, CUPY_BLOCKS = blocks(cupy=False), blocks(cupy=True)  # tests/gpu/test_gpu_docs.py runs CUPY_BLOCKS
 
 
 def run_block(page, line, code):

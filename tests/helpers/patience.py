@@ -1,15 +1,18 @@
-"""Time limits that no machine reaches, however slow: a test that waits for an event may use the whole timeout of pytest
-(setup.cfg), so that its outcome does not depend on how busy the machine is."""
+"""Replaces time limits by ones that even the slowest machine meets.
+
+A test that waits for an event may use the whole timeout of pytest (setup.cfg), so that its outcome does not depend on
+the load of the machine.
+"""
 
 import time
 
 from cupy_flash import isolated
 
-FOREVER = 7200.0  # seconds, longer than a test may take
+FOREVER = 7200.0  # seconds, longer than pytest's timeout
 
 
 def hang():
-    """Sleep until the waiting process ends this one; FOREVER bounds it if that process is gone."""
+    """Sleep until another process ends this one; FOREVER bounds the sleep if that process is gone."""
     time.sleep(FOREVER)
 
 
@@ -20,5 +23,5 @@ def give_workers_time(monkeypatch):
 
 
 def patiently(announce):
-    """`announce` with the time limit of each step removed."""
+    """Wrap `announce` so that no step has a time limit."""
     return lambda step, seconds: announce(step, FOREVER)

@@ -1,4 +1,4 @@
-"""Bugs planted in the kernels that a test compiles: in their assembled texts, or in one file of them."""
+"""Plants bugs in the kernels that a test compiles, by replacing text in the assembled source or in one file."""
 
 import shutil
 from contextlib import contextmanager
@@ -12,8 +12,10 @@ from cupy_flash.source import assemble, kernel_folder
 
 @contextmanager
 def planted(monkeypatch, *changes, in_header=False):
-    """Compile the kernels with replaced texts; each replaced text occurs once in all kernels, or in each kernel that
-    includes the header with it."""
+    """Compile the kernels with changes (original text, planted text).
+
+    Each original text must occur once in all kernels; with in_header, once in each kernel that contains it.
+    """
     places = {good: set() for good, _ in changes}
 
     def assemble_planted(kernel, constants, headers):
@@ -27,14 +29,16 @@ def planted(monkeypatch, *changes, in_header=False):
         patch.setattr(kernels, "assemble", assemble_planted)
         try:
             yield
-        finally:  # if the expected error was not raised, a text that no longer exists is the likely reason
-            for found in places.values():
-                assert found and len(found) == (len({kernel for kernel, _ in found}) if in_header else 1), places
+        finally:  # if the expected error is missing, the likely reason is a text that no longer exists
+            for occurrences in places.values():
+                assert occurrences and len(occurrences) == (
+                    len({kernel for kernel, _ in occurrences}) if in_header else 1
+                ), places
 
 
 @contextmanager
 def planted_in(monkeypatch, file, good, bad):
-    """Compile the kernels with a replaced text of one file, which has it once."""
+    """Compile the kernels with a text of one file replaced; the text must occur there exactly once."""
     with TemporaryDirectory() as place, monkeypatch.context() as patch:
         folder = Path(place) / "kernels_cu"
         shutil.copytree(kernel_folder(), folder)

@@ -1,4 +1,4 @@
-"""The bytes that CuPy's and torch's allocators hold, now and at most."""
+"""Bytes held by the allocators of CuPy and torch, current and peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from on_gpu import torch_has_gpu
 
 
 class CupyMemory(cupy.cuda.MemoryHook):
-    """Bytes of CuPy's pool, and the size of every allocation while the hook is active."""
+    """Memory hook that records the bytes of CuPy's pool and the size of every allocation while it is active."""
 
     most = 0
 
@@ -35,7 +35,7 @@ class CupyMemory(cupy.cuda.MemoryHook):
 
 
 class TorchMemory:
-    """Requested bytes of torch's allocator: its allocated bytes include the rounding of large blocks."""
+    """Requested bytes of torch's allocator; unlike allocated bytes, they are not rounded for large blocks."""
 
     def held(self) -> int:
         import torch
@@ -58,5 +58,5 @@ if torch_has_gpu():
 
 
 def nbytes(*arrays: Any) -> int:
-    """The bytes of all these arrays."""
+    """Total size of the arrays in bytes."""
     return sum(x.nbytes for x in arrays)

@@ -1,4 +1,6 @@
-"""Arrays of every framework made from NumPy's, and stand-ins for unknown libraries with DLPack or the array API."""
+"""Makes arrays of every framework from NumPy arrays, and stand-ins for unknown libraries with DLPack or the
+array API.
+"""
 
 from types import SimpleNamespace
 
@@ -10,31 +12,31 @@ from cupy_flash import arrays
 
 
 class Producer:
-    """An array of an unknown library that exports DLPack 1.x, made from a NumPy array or a torch tensor."""
+    """An array of an unknown library that exports DLPack 1.x; wraps a NumPy array or a torch tensor."""
 
     def __init__(self, array, device=(1, 0), patch=lambda tensor: None):
         self.array, self.device_, self.patch = array, device, patch
-        self.asked = {}
+        self.requested = {}
 
     def __dlpack_device__(self):
         return self.device_
 
     def __dlpack__(self, *, stream=None, max_version=None):
-        self.asked = {"stream": stream, "max_version": max_version}
+        self.requested = {"stream": stream, "max_version": max_version}
         capsule = self.array.__dlpack__(max_version=max_version)
         self.patch(arrays._read_capsule(capsule)[0])
         return capsule
 
 
 class OldProducer(Producer):
-    """DLPack before 1.0: no max_version, an unversioned capsule."""
+    """A producer of DLPack before 1.0: its __dlpack__ has no max_version and returns an unversioned capsule."""
 
     def __dlpack__(self, *, stream=None):
         return super().__dlpack__(stream=stream)
 
 
 class NamespaceProducer(Producer):
-    """A producer with an array API namespace, whose `empty` allocates another one with torch."""
+    """A producer with an array API namespace; its `empty` allocates with torch."""
 
     dtype = property(lambda self: self.array.dtype)
     device = property(lambda self: self.array.device)
@@ -50,7 +52,7 @@ class NamespaceProducer(Producer):
 
 
 def to_torch(array):
-    """A torch tensor of the same values; torch.tensor refuses ml_dtypes arrays."""
+    """Make a torch tensor of the same values; torch.tensor refuses arrays with dtypes of ml_dtypes."""
     return torch.tensor(array.astype(np.float64)).to(getattr(torch, array.dtype.name))
 
 

@@ -1,5 +1,7 @@
-"""Checks that run on several ranks: each process runs all of them in turn, in one process group, and writes its errors.
-Starting a process takes seconds, so there is one group per size and one test per check."""
+"""Runs checks on several ranks, in processes of one process group that run all checks in turn and record the errors.
+
+Starting a process takes seconds, so there is one group per size, and one test per check.
+"""
 
 import json
 import time
@@ -13,14 +15,14 @@ import pytest
 import torch
 from torch import distributed
 
-# Both are shorter than the timeout of pytest, so that the report names the check that hung.
+# Both limits are below pytest's timeout, so that the report names the check that hung.
 TIMEOUT = timedelta(seconds=1200)
 JOIN_SECONDS = 1500
 
 
 @dataclass(frozen=True)
 class World:
-    """The argument of a check: rank, number of ranks, and a folder that all ranks share."""
+    """Argument of a check: the rank, the number of ranks, and a folder shared by all ranks."""
 
     rank: int
     size: int
@@ -28,7 +30,7 @@ class World:
 
 
 def run(checks: dict[str, Any], size: int, folder: Path) -> dict[str, dict[int, str]]:
-    """Tracebacks by check and rank, "" for success. A rank whose process ended during a check has no entry."""
+    """Tracebacks by check and rank, "" for success; a rank has no entry if its process ended during the check."""
     context = torch.multiprocessing.get_context("spawn")
     processes = [context.Process(target=_work, args=(checks, World(rank, size, folder))) for rank in range(size)]
     for process in processes:
@@ -53,12 +55,12 @@ def _work(checks: dict[str, Any], world: World) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{world.folder / 'rendezvous'}"
     distributed.init_process_group("gloo", rendezvous, TIMEOUT, world.size, world.rank)
-    with (world.folder / f"{world.rank}.jsonl").open("w", buffering=1) as found:
+    with (world.folder / f"{world.rank}.jsonl").open("w", buffering=1) as report:
         for name, check in checks.items():
             try:
                 check(world)
                 complaint = ""
-            except (Exception, pytest.fail.Exception):  # a check may fail in any way, and the others still have to run
+            except (Exception, pytest.fail.Exception):  # any exception of a check is recorded, and the next check runs
                 complaint = traceback.format_exc()
-            found.write(json.dumps([name, complaint]) + "\n")
+            report.write(json.dumps([name, complaint]) + "\n")
     distributed.destroy_process_group()

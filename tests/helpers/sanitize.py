@@ -1,9 +1,9 @@
-"""Short calls, forward and backward, for compute-sanitizer: python -m sanitize ENGINE.
+"""Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, cache or derivatives, the latter two for calls of which the plan chooses the engine.
+ENGINE is simt, mma, wgmma, fp8, cache or derivatives; for the last two the plan chooses the engine. Without ENGINE all
+of them run, each in its own process, and the results are compared with the formula.
 
-Each array is allocated by the driver, because the tool does not detect out-of-bounds accesses inside a memory pool.
-Without an engine all of them run, each in its own process, and their results are compared with the formula.
+The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cupy_flash.pose import pose
 from cupy_flash.problem import Operands, Options, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
-# A few tiles each, the last one partial; together they cover every option, every kernel, and both orders of dQ.
+# A few tiles each, the last one partial. Together the cases cover every option, every kernel, and both orders of dQ.
 LONG = dict(q_len=150, kv_len=170, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64)
 CASES = {
     "causal-sink": Case(**LONG, causal=True, sink=True),
@@ -40,10 +40,11 @@ CASES = {
     "packed": Case(**LONG | dict(batch=3), packed=True, causal=True, q_lengths=(70, 0, 150), kv_lengths=(80, 9, 170)),
     "wide": Case(**LONG | dict(q_len=70, kv_len=90, head_dim=192, head_dim_v=128)),
 }
-# Properties of wgmma tiles that a plan chooses for larger problems only, if at all.
+# Properties of wgmma tiles that a plan chooses only for larger problems, or never.
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
-MODS = Case(**LONG, score_mod="relative", mask_mod="document")  # its gradient of a table has no order
+# the order in which the gradient of the table is summed is not fixed
+MODS = Case(**LONG, score_mod="relative", mask_mod="document")
 CACHES = {
     "cache": CacheCase(
         lengths=(5, 330, 0), capacity=400, appended=2, q_len=3, rotary=(8, False), alibi="h", sink=True, dtype="float16"
@@ -64,8 +65,8 @@ DERIVATIVES = {
     "derivatives": DIRECTION,
     "derivatives of mods": MODS,
     "derivatives on tensor cores": replace(
-        DIRECTION, dtype="bfloat16", q_len=600, kv_len=600
-    ),  # shorter ones go to simt
+        DIRECTION, dtype="bfloat16", q_len=1200, kv_len=1200
+    ),  # shorter cases go to simt
 }
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
@@ -79,21 +80,21 @@ TileOf = Callable[[Plan], Any]
 
 
 def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
-    """Yield (name, case, further options, the tile for a plan in place of its best)."""
+    """Yield (name, case, further options, tile to use instead of the planned one)."""
     for name, case in CASES.items():
         for deterministic in (False, True):
             order = "deterministic" if deterministic else "in any order"
             yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None
     if engine != "wgmma":
         yield "mods", replace(MODS, dtype=DTYPES[engine]), {}, None
-    if engine == "wgmma":  # whose blocks draw tiles from a counter only if they are unequal
+    if engine == "wgmma":  # its blocks draw tiles from a counter only if the tiles are unequal
         yield "drawn tiles", replace(CASES["causal-sink"], dtype=DTYPES[engine]), {}, best_having("persistent")
     for having in OTHER_TILES if engine == "wgmma" else ():
         yield having, replace(FULL, dtype=DTYPES[engine]), {}, best_having(having)
 
 
 def best_having(name: str) -> TileOf:
-    """A function that gives, for a plan, the tile with the smallest prediction that has a property, if any has it."""
+    """A function that returns a plan's cheapest tile with a given property, or None if no tile has it."""
 
     def tile(chosen: Plan) -> Any:
         return next(tile for tile, _ in candidates(chosen, chosen.engine) if getattr(tile, name, True))
@@ -102,7 +103,7 @@ def best_having(name: str) -> TileOf:
 
 
 def run_in(call: Call, tile: TileOf) -> Result:
-    """Results of a call on CuPy copies of its arrays, in this tile."""
+    """Results of a call on CuPy copies of its arrays, in the given tile."""
     import cupy
 
     q, k, v, dout, dlse = map(cupy.asarray, (call.q, call.k, call.v, call.dout, call.dlse))
@@ -140,7 +141,7 @@ def sanitize(engine: str, *, checked: bool) -> None:
 
 
 def _with_mods(case: Case) -> Call:
-    """The case's call with mods that read CuPy arrays."""
+    """The call of a case with mods that read CuPy arrays."""
     import cupy
 
     call = case.call()
@@ -181,9 +182,9 @@ def _fp8(checked: bool) -> None:
         print(f"fp8: {name}", flush=True)
 
 
-def main(asked: Sequence[str]) -> int:
-    if asked:
-        sanitize(asked[0], checked="checked" in asked)
+def main(arguments: Sequence[str]) -> int:
+    if arguments:
+        sanitize(arguments[0], checked="checked" in arguments)
         return 0
     command = (sys.executable, "-m", "sanitize")
     started = [subprocess.Popen([*command, engine, "checked"]) for engine in engines()]

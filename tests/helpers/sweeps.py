@@ -1,10 +1,10 @@
-"""Hand-made sweeps in the format of bench/sweep.py."""
+"""Builds sweep results in the format of bench/sweep.py."""
 
 from bench import gpu
 
 
 def case(regime, ours, *, peers=None, matmul=800.0, clock=1700.0):
-    """A record of tiles such as "mma 64x64 True" with their TFLOP/s, and of peers."""
+    """A record with the TFLOP/s of tiles, given as text such as "mma 64x64 True", and of peers."""
     tiles = [
         dict(name=name, engine=name.partition(" ")[0], size=name.split()[1], predicted_ms=1.0 + place)
         for place, name in enumerate(ours)

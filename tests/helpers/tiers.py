@@ -1,10 +1,10 @@
-"""Marks for the rows of a table: run by default, or only with --exhaustive."""
+"""Marks rows of a table as run by default or only with --exhaustive."""
 
 import pytest
 
 
 def in_tiers(rows, default):
-    """The rows {id: value} for parametrize; ids that are not in `default` are marked exhaustive."""
+    """The rows {id: value} for parametrize; ids missing from `default` are marked exhaustive."""
     assert set(default) <= set(rows), set(default) - set(rows)
     return [
         pytest.param(value, id=name, marks=[] if name in default else pytest.mark.exhaustive)

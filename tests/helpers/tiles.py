@@ -1,6 +1,6 @@
-"""The tiles in which most tests run kernels: short sequences have several of them, and their kernels compile fastest.
+"""Small tiles for most tests of kernels: short sequences span several of them, and their kernels compile fastest.
 
-test_kernels.py and test_mma.py run other tiles, and those that a plan chooses.
+test_kernels.py and test_mma.py run other tiles, among them those that a plan chooses.
 """
 
 from cupy_flash import backends
@@ -13,7 +13,7 @@ SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=
 
 
 def in_small_tiles(problem: Problem) -> Plan:
-    """The plan of a problem on its device; on the simulator in small tiles."""
+    """The plan of a problem on its device, with a small tile if the device is the simulator."""
     chosen = backends.plan_for(problem)
     if chosen.device.backend != "simulator":
         return chosen
@@ -21,15 +21,16 @@ def in_small_tiles(problem: Problem) -> Plan:
 
 
 def small_tile(chosen: Plan) -> simt.Tile | mma.Tiles:
-    """The small tile of the engine of a plan, simt or mma."""
+    """The small tile for a plan's engine, simt or mma."""
     return {"simt": lambda _: SMALL_TILE, "mma": fragments(SMALL_FRAGMENTS)}[chosen.engine](chosen)
 
 
 def fragments(tile, dq="own"):
-    """A function of a plan that gives the tiles of the mma kernels: this tile for each, with the fields that the kernel
-    has, and with one stage where its pipeline does not fit the shared memory.
+    """A function that returns the mma tiles of a plan: `tile` for every kernel, with the fields that the kernel has.
 
-    dQ has its "own" kernel, or is "added" atomically by that of dK and dV."""
+    A pipeline that exceeds the shared memory gets one stage. dq="own" computes dQ in a kernel of its own; dq="added"
+    adds dQ atomically in the kernel of dK and dV.
+    """
 
     def tiles(chosen: Plan) -> mma.Tiles:
         def of(kernel, **fields):

@@ -1,4 +1,4 @@
-"""Tiny decoders of transformers, their inputs, and their attention by the formula."""
+"""Tiny decoders of transformers, their inputs, and the formula as their attention."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ BATCH, LENGTH = 3, 12
 def formula(
     module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Textbook attention in the dtype of query: the reference in float64, also of models that sdpa refuses."""
+    """Textbook attention in the dtype of query: the float64 reference, also for models that refuse sdpa."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -54,7 +54,7 @@ def formula(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     sink = torch.full((query.shape[1],), -torch.inf) if s_aux is None else s_aux
     scores = torch.cat([scores, sink.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    probabilities = scores.softmax(-1)[..., :-1].nan_to_num()  # a row that sees nothing is 0
+    probabilities = scores.softmax(-1)[..., :-1].nan_to_num()  # rows that see no key are 0
     return (probabilities @ value).transpose(1, 2), None
 
 
@@ -64,7 +64,7 @@ def formula_mask(**arguments):
 
 @functools.cache
 def model_of(case):
-    """A random model with large weights: small initial ones would make attention nearly uniform."""
+    """A random model with large weights, because the usual small initial weights make attention almost uniform."""
     torch.manual_seed(0)
     config = DECODERS[case]
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
@@ -80,7 +80,7 @@ def tokens():
 
 
 def token_mask(padding):
-    """int64 (BATCH, LENGTH), 1 = token: rows of 12, 7 and 1 tokens."""
+    """int64 (BATCH, LENGTH), 1 = token: the rows have 12, 7 and 1 tokens."""
     lengths = torch.tensor([[LENGTH], [7], [1]])
     places = torch.arange(LENGTH)
     if padding == "left":
@@ -93,7 +93,9 @@ def token_mask(padding):
 
 
 def three_runs(model, case, get):
-    """`get(model)` with cupy_fa, with the formula in float64, and the worse of two other implementations in float32."""
+    """`get(model)` with cupy_fa, with the formula in float64, and the less accurate one of two float32
+    implementations.
+    """
     runs = []
     for implementation in ("cupy_fa", "formula", "eager" if case in REFUSED_BY_SDPA else "sdpa"):
         model.set_attn_implementation(implementation)

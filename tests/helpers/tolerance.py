@@ -1,12 +1,15 @@
-"""The tolerance rule of every numerical test, cupy_flash.checks.tolerance, as assertions. No test sets one by hand."""
+"""Asserts the tolerance rule of every numerical test, cupy_flash.checks.tolerance. No test chooses a tolerance
+by hand.
+"""
 
 from cupy_flash.checks.tolerance import deviation, special_values
 
 
 def assert_matches_reference(actual, reference64, low_precision, dtype, what):
-    """Compare `actual`, of `dtype`, with the fp64 (or longdouble) reference; the low-precision run sets the tolerance.
+    """Compare `actual` with the fp64 (or longdouble) reference; the error of the low-precision run sets the tolerance.
 
-    Arrays are anything np.asarray accepts, all of one shape; `what` names the quantity in the message.
+    Arrays are anything that np.asarray accepts, all of one shape. `dtype` is the dtype of `actual`; `what` names the
+    quantity in the message.
     """
     wrong = deviation(actual, reference64, low_precision, dtype)
     assert wrong is None, f"{what}: {wrong}"

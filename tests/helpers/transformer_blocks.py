@@ -1,4 +1,4 @@
-"""Blocks of a GPT and of a Llama, whose operators save the same tensors on a CPU as on a GPU."""
+"""GPT and Llama blocks whose operators save the same tensors on a CPU as on a GPU."""
 
 import torch
 from torch import nn
@@ -15,12 +15,12 @@ SMALL_LLAMA = Transformer(
 
 
 def dropout(x):
-    # It saves a mask of bytes, as on a GPU; F.dropout on a CPU saves one in the dtype of x.
+    # It saves a mask of bytes, as F.dropout does on a GPU; on a CPU F.dropout saves one in the dtype of x.
     return torch.native_dropout(x, 0.1, True)[0]
 
 
 def standard_attention(q, k, v, drop):
-    """softmax(q k^T) v with P in memory; k and v are not repeated for the heads of a GQA group."""
+    """Compute softmax(q k^T) v with P in memory, without repeating k and v for the query heads of a GQA group."""
     (_, s, heads, _), kv_heads = q.shape, k.shape[2]
     q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3) * q.shape[-1] ** -0.5  # (b, k, h/k s, D)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -43,7 +43,9 @@ class GPTBlock(nn.Module):
         d, f = sizes.embed_dim, sizes.mlp_dim
         self.attention, self.heads = ATTENTION[attention], sizes.heads
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out, self.mlp_in, self.mlp_out = (nn.Linear(*it) for it in ((d, 3 * d), (d, d), (d, f), (f, d)))
+        self.qkv, self.out, self.mlp_in, self.mlp_out = (
+            nn.Linear(*shape) for shape in ((d, 3 * d), (d, d), (d, f), (f, d))
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -52,7 +54,7 @@ class GPTBlock(nn.Module):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMS norm as one operator, as on a GPU; torch's on a CPU consists of several and saves more."""
+    """RMS norm as one operator, as on a GPU; torch's norm on a CPU is several operators and saves more."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -77,8 +79,8 @@ class LlamaBlock(nn.Module):
         self.attention, self.D = ATTENTION[attention], D
         self.norm1, self.norm2 = RMSNorm(d), RMSNorm(d)
         self.q, self.k, self.v, self.out, self.gate, self.up, self.down = (
-            nn.Linear(*it, bias=False)
-            for it in (
+            nn.Linear(*shape, bias=False)
+            for shape in (
                 (d, sizes.heads * D),
                 *2 * ((d, sizes.kv_heads * D),),
                 (sizes.heads * D, d),
@@ -97,13 +99,13 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (it(y).unflatten(-1, (-1, self.D)) for it in (self.q, self.k, self.v))
+        q, k, v = (projection(y).unflatten(-1, (-1, self.D)) for projection in (self.q, self.k, self.v))
         x = x + self.out(self.attention(self.rotate(q), self.rotate(k), v, False).flatten(-2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-# The README promises 2 %. Layer norm in bf16 on a CPU keeps its statistics in bf16, which is 0.2 % here.
+# README.md promises 2 %. Layer norm in bf16 keeps fp32 statistics on a GPU and bf16 on a CPU, 0.2 % of the total here.
 WITHIN = 0.005
 BLOCKS = {"gpt": (GPTBlock, SMALL_GPT), "llama": (LlamaBlock, SMALL_LLAMA)}
 DTYPES = {"mixed": torch.bfloat16, "float32": torch.float32}

@@ -1,10 +1,10 @@
-"""The keys that each query sees, computed pair by pair."""
+"""A slow definition of which keys each query sees, pair by pair."""
 
 import numpy as np
 
 
 def sees(mask, q_len, kv_len):
-    """bool (q_len, kv_len): i + o - left <= j <= i + o + right, one pair at a time."""
+    """bool (q_len, kv_len): i + o - left <= j <= i + o + right, computed one pair at a time."""
     o = 0 if mask.top_left else kv_len - q_len
     return np.array(
         [

@@ -1,6 +1,6 @@
-"""Arguments of Case for tests of the wgmma engine: a shape, and one set of options per row."""
+"""Fields of Case for tests of the wgmma engine: one shape, and one set of options per row."""
 
-# Several tiles of queries and of keys, the last of each partial.
+# Several tiles of queries and of keys; the last tile of each is partial.
 LONG = dict(q_len=150, kv_len=210, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64, dtype="float16")
 OPTIONS = {
     "plain": {},

@@ -1,5 +1,6 @@
 """The forward of fp8 (e4m3) on the simulator: every option, head dimensions, descales, orders of asynchronous work,
-planted bugs; V^T; sums over long rows; refusals."""
+planted bugs, V^T, sums over long rows, refusals.
+"""
 
 import functools
 import re
@@ -30,14 +31,14 @@ LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), hea
 
 
 def planned(call, tile=None):
-    """The plan of a call in a tile (None: the best), and its operands."""
+    """The plan of a call in this tile (by default the best one), and its operands."""
     options = Options(**call.options | HOPPER)
     problem, operands = pose("case", call[:3], options, call.packed)
     return plan(problem, backends.device_of(problem), tile), operands
 
 
 def forward(call, tile=None, blocks=None, start=start):
-    """(out, lse) of a call with `blocks` blocks per head; None: one block per tile of queries."""
+    """(out, lse) of a call with `blocks` blocks per head; None: one block per query tile."""
     chosen, operands = planned(call, tile)
     if blocks is not None:
         *others, last = chosen.launches
@@ -58,17 +59,17 @@ def test_option(options):
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims):
-    """The tile that a plan chooses for each head dimension, with partial last tiles."""
+    """The planned tile of each head dimension; the last tile of queries and of keys is partial."""
     dim, dim_v = dims
     check(Case(**LONG | dict(heads=1, kv_len=210, head_dim=dim, head_dim_v=dim_v, causal=True)))
 
 
 def test_descales():
-    """None is 1, a descale of 0 makes its operand 0, and any others equal a change of scale; any strides."""
+    """None equals 1, a descale of 0 makes its operand 0, and other values equal a change of scale, with any strides."""
     case = Case(**LONG | dict(batch=2, kv_heads=2, head_dim=32, head_dim_v=32, q_len=20, kv_len=40))
     call = quantised(case, descales=False)
-    of_one = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
-    plain, ones = forward(call), forward(call._replace(options=call.options | of_one))
+    unit_descales = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
+    plain, ones = forward(call), forward(call._replace(options=call.options | unit_descales))
     assert plain.out.tobytes() == ones.out.tobytes() and plain.lse.tobytes() == ones.lse.tobytes()
     strided = np.asfortranarray(np.array([[0, 1e3], [3e-3, 0.5]], np.float32))
     for changed in (
@@ -81,7 +82,7 @@ def test_descales():
 
 
 def test_every_order_gives_the_same_bits():
-    """Copies and wgmmas complete early, late or at random; one block computes all tiles, or each tile has a block."""
+    """Copies and wgmmas complete early, late or at random; the grid has one block for all tiles or one per tile."""
     call, results = quantised(LENGTHS), []
     for order, seed, blocks in (("early", 0, None), ("late", 0, 1), ("random", 0, 1), ("random", 1, 2)):
         results.append(forward(call, TILE, blocks, functools.partial(start, order=order, seed=seed)))
@@ -91,7 +92,7 @@ def test_every_order_gives_the_same_bits():
 
 
 def test_bytes_and_conflicts(watch):
-    """V is transposed once; each tile of queries reads its keys once; there are no bank conflicts."""
+    """V is transposed once, each query tile reads its keys once, and there are no bank conflicts."""
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=128, head_dim_v=128))
     forward(quantised(case, descales=False), TILE, start=watch.start)
     turn, count = watch.counters["vt"], watch.counters["forward_fp8"]
@@ -102,12 +103,12 @@ def test_bytes_and_conflicts(watch):
     assert count.bank_conflicts == 0
 
 
-# V^T
+# The transposed values, V^T
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_transposed_values(packed):
-    """V^T of each tile of keys: in groups of 16, the keys of a wgmma lane side by side; zeros past the last key."""
+    """Each group of 16 keys is in the order of P's fragments; columns past the last key are zero."""
     lengths = (150, 30, 0)
     case = Case(
         **LONG | dict(batch=3, kv_heads=2, head_dim_v=32, q_lengths=(9, 9, 9), kv_lengths=lengths, packed=packed)
@@ -115,14 +116,14 @@ def test_transposed_values(packed):
     call = quantised(case, descales=False)
     chosen, operands = planned(call, TILE)
     turning, _ = chosen.launches
-    found = []
+    workspaces = []
 
     def keep(work):
-        found.append(work.results["vt"].numpy())
+        workspaces.append(work.results["vt"].numpy())
         return start(work._replace(launches=(turning,)))
 
     kernels.forward(chosen, operands, keep)
-    (vt,) = found
+    (vt,) = workspaces
     order = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
     column = 0
     for b, length in enumerate(lengths):
@@ -132,8 +133,8 @@ def test_transposed_values(packed):
         V[:length] = (call.v if packed else call.v[b])[first : first + length].view(np.uint8)
         keys = (np.arange(0, tiles, 16)[:, None] + order).reshape(-1)
         column = (first // TILE.block_kv + b) * TILE.block_kv if packed else 0
-        of_sequence = vt[0 if packed else b, :, :, column : column + tiles]
-        assert (of_sequence == V[keys].transpose(1, 2, 0)).all()
+        sequence_vt = vt[0 if packed else b, :, :, column : column + tiles]
+        assert (sequence_vt == V[keys].transpose(1, 2, 0)).all()
 
 
 # Sums over long rows
@@ -148,8 +149,10 @@ PLAIN_SUMS = (
 
 
 def test_long_rows(monkeypatch):
-    """Sums over 2048 keys with values of one sign: separate accumulators per tile are right to 1 ulp of bfloat16; a
-    running sum in the tensor core, of 14 bits, loses every small product, and so does the plain baseline."""
+    """With 2048 keys and values of one sign, a separate accumulator per tile is right to 1 ulp of bfloat16.
+
+    A running sum in the tensor core keeps 14 bits and loses every small product; so does the low-precision reference.
+    """
     case = Case(**LONG | dict(q_len=64, kv_len=2048, heads=1))
     call = quantised(case, descales=False)
     call = call._replace(v=(1.5 + call.v.astype(np.float32) / 8).astype(FP8))
@@ -164,7 +167,7 @@ def test_long_rows(monkeypatch):
     assert error < band and min(error_of_baseline, error_of_plain) > 6 * error
 
 
-# name -> (original text, planted text, errors; AssertionError if only a wrong result reveals the bug)
+# name -> (original text, planted text, errors; AssertionError if only the result shows the bug)
 PLANTED = {
     "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
     "no fence of scores": ("wgmma_fence();\n  scores", "scores", errors.MissingFence),
@@ -199,10 +202,10 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
-    """One block computes all tiles, so that every slot is reused."""
-    good, bad, found = PLANTED[bug]
+    """A single block computes all tiles, so that every slot is reused."""
+    good, bad, error = PLANTED[bug]
     call = quantised(LENGTHS)
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check(LENGTHS, call, forward(call, TILE, 1))
 
 
@@ -219,7 +222,7 @@ def test_a_sequence_of_a_packed_batch_begins_with_a_tile(monkeypatch):
         check(case, tile=TILE)
 
 
-def test_launches_hold_every_constant_that_their_kernels_name():
+def test_launches_set_every_constant_that_their_kernels_use():
     case = Case(**LONG | OPTIONS["all"])
     chosen, _ = planned(quantised(case))
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
@@ -229,7 +232,7 @@ def test_launches_hold_every_constant_that_their_kernels_name():
 
 
 def test_every_tile_compiles_without_spills():
-    """And without warnings of serialized wgmma or of an ignored setmaxnreg."""
+    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
     for words in (
         dict(head_dim=128),
         dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),
@@ -250,13 +253,13 @@ def zeros(heads, dim):
     return np.zeros((2, 5, heads, dim), FP8)
 
 
-def asked(**changes):
-    """A small call in fp8."""
+def arguments(**changes):
+    """Arguments of a small call in fp8."""
     return dict(q=zeros(4, 32), k=zeros(2, 32), v=zeros(2, 32)) | changes
 
 
 def test_served_without_asking_for_the_engine():
-    call = asked(q_descale=np.ones((2, 2), np.float32), **HOPPER)
+    call = arguments(q_descale=np.ones((2, 2), np.float32), **HOPPER)
     text = cupy_flash.explain(**call)
     assert "forward, float8_e4m3fn to bfloat16 bshd" in text and "full, q_descale" in text
     assert "engine     wgmma" in text and "launch     wgmma/vt:" in text
@@ -286,18 +289,18 @@ def test_served_without_asking_for_the_engine():
 )
 def test_unsupported(changes, words):
     with pytest.raises(UnsupportedError) as error:
-        cupy_flash.attention(**asked(**HOPPER | changes))
+        cupy_flash.attention(**arguments(**HOPPER | changes))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_other_architectures():
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         with pytest.raises(UnsupportedError, match=f"wgmma: {arch} lacks the instructions of sm_90a"):
-            cupy_flash.attention(**asked(backend=f"simulator:{arch}"))
+            cupy_flash.attention(**arguments(backend=f"simulator:{arch}"))
 
 
 def test_no_gradient():
-    call = asked(**HOPPER)
+    call = arguments(**HOPPER)
     out, vjp = cupy_flash.attention_vjp(**call)
     with pytest.raises(UnsupportedError, match="wgmma: fp8 has no gradients"):
         vjp(np.zeros_like(out))
@@ -309,14 +312,14 @@ def test_no_gradient():
 
 
 def test_illegal_descales():
-    """One error lists all of them."""
+    """One error lists all illegal descales."""
     wrong = dict(
         q_descale=np.ones((2, 4), np.float32),
         k_descale=np.ones((2, 2)),
         v_descale=np.array([[1, 1], [1, -1]], np.float32),
     )
     with pytest.raises(TypeError) as error:
-        cupy_flash.attention(**asked(**wrong))
+        cupy_flash.attention(**arguments(**wrong))
     for words in (
         "q_descale must be (B, Hk) = (2, 2), not (2, 4)",
         "k_descale must be float32, not float64",
@@ -324,16 +327,17 @@ def test_illegal_descales():
         "3 requirements are not met",
     ):
         assert words in str(error.value), str(error.value)
-    others = {name: x.astype(np.float32) for name, x in asked().items()}
+    others = {name: x.astype(np.float32) for name, x in arguments().items()}
     with pytest.raises(TypeError, match="q_descale is for float8_e4m3fn, and q, k and v are float32"):
         cupy_flash.attention(**others, q_descale=np.ones((2, 2), np.float32))
     huge = np.broadcast_to(np.float32(1), (1, 1 << 40, 2, 8))  # reading it would take terabytes
     with pytest.raises(ValueError, match=r"q_descale must be \(B, Hk\) = \(2, 2\)"):
-        cupy_flash.attention(**asked(q_descale=huge))
+        cupy_flash.attention(**arguments(q_descale=huge))
     with pytest.raises(ValueError, match="k_descale must be finite"):
-        cupy_flash.attention(**asked(k_descale=np.full((2, 2), np.nan, np.float32)), **HOPPER)
-    again = asked(k_descale=np.ones((2, 2), np.float32), **HOPPER)
+        cupy_flash.attention(**arguments(k_descale=np.full((2, 2), np.nan, np.float32)), **HOPPER)
+    again = arguments(k_descale=np.ones((2, 2), np.float32), **HOPPER)
     cupy_flash.explain(**again)
     again["k_descale"][0, 1] = np.inf
-    with pytest.raises(ValueError, match="k_descale must be finite"):  # although the call is cached
+    # the plan is cached, but the values are checked in every call
+    with pytest.raises(ValueError, match="k_descale must be finite"):
         cupy_flash.explain(**again)

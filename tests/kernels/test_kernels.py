@@ -1,4 +1,4 @@
-"""The simt kernels on the simulator beyond the behaviour tests: layouts, tiles, order, offsets, traffic, planted bugs.
+"""The simt kernels on the simulator: layouts, tiles, orders, offsets, global traffic, planted bugs.
 
 The behaviour tests compare the headers with their Python twins: mask.cuh in the rows causal*, top-left*, window*,
 lengths* and mask* of cases.OPTIONS, score.cuh in scale*, softcap, alibi* and bias*, softmax.cuh in sink*, scores* and
@@ -32,21 +32,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_the_simulator_knows_every_inline_instruction():
-    """The mnemonic of each line of inline PTX in kernels_cu, also of kernels that no test compiles."""
+    """Reads the mnemonic of each line of inline PTX in kernels_cu, also in kernels that no test compiles."""
     texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
     inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(((?:[\s\\]*"[^"]*")+)', text)]
     lines = [re.sub(r'[\s\\"{}]+', " ", line).strip() for asm in inline for line in asm.split(";")]
-    # Labels and guards are removed; a declaration has no opcode.
+    # Remove labels and guards; a declaration has no opcode.
     words = [re.sub(r"^(\w+: )?(@!?\S+ )?", "", line).split(" ")[0] for line in lines]
     opcodes = {word.split(".")[0] for word in words if word and not word.startswith(".") and not word.endswith(":")}
     assert opcodes and opcodes <= OPCODES
 
 
-# Layouts that C++ and Python share
+# Struct layouts that C++ and Python share
 
 
 def layout_assertions(structs):
-    """static_asserts that every struct has the size, and every field the offset, of its NumPy dtype."""
+    """static_asserts that every struct has the size of its NumPy dtype, and every field its offset."""
     for name, dtype in structs.items():
         yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
         for member, (kind, offset, *_) in dtype.fields.items():
@@ -89,14 +89,14 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
+    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     call, result = case.call(), run_kernels(case, tile=tile)
-    padding = 8 * case.accumulation.itemsize  # padding after the last row of P, at the end of the forward's memory
+    padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory
     with pytest.raises(OutOfBounds, match="shared"):
         backends.run_forward(*planned(case, tile=tile, fewer_bytes=padding + 1))
     chosen, operands = planned(case, Saved(call.dout, result.out, result.lse, call.dlse), tile=tile)
-    found = []
+    checked = []
     for number, step in enumerate(chosen.launches):
         if step.shared_bytes == 0:
             continue
@@ -104,15 +104,15 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
         launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
         with pytest.raises(OutOfBounds, match="shared"):
             backends.run_backward(chosen._replace(launches=tuple(launches)), operands)
-        found.append(step.function)
-    assert found == ["backward_kv", "backward_q", "backward_bias"]
+        checked.append(step.function)
+    assert checked == ["backward_kv", "backward_q", "backward_bias"]
 
 
 @pytest.mark.parametrize(
     ("engine", "arch"), [("simt", "sm_80"), ("mma", "sm_80"), ("mma", "sm_90"), ("wgmma", "sm_90a")]
 )
-def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
-    """A plan may leave out only constants that a kernel does not use, because the default would replace them."""
+def test_launches_set_every_constant_that_their_kernels_use(engine, arch):
+    """A plan may leave out only constants that a kernel does not use, because config.cuh has defaults for them."""
     case = replace(EVERYTHING, q_lengths=(9, 20), kv_lengths=(40, 11), dtype="float16")
     call = case.call()
     how = dict(engine=engine, arch=arch)
@@ -124,7 +124,7 @@ def test_launches_hold_every_constant_that_their_kernels_name(engine, arch):
         assert named <= set(dict(step.constants)), step.kernel
 
 
-# Any tile, any GPU, any order
+# Tiles, GPUs and orders
 
 
 TILES = [simt.Tile(8, 8, 64), simt.Tile(64, 16, 128), simt.Tile(16, 64, 64), simt.Tile(32, 32, 64)]
@@ -137,7 +137,7 @@ TILED = {
 @pytest.mark.parametrize(
     ("case", "tile"),
     [
-        # The default tier has every case and every tile.
+        # The default tier runs each case in at least one tile and each tile with at least one case.
         pytest.param(
             case,
             tile,
@@ -149,7 +149,7 @@ TILED = {
     ],
 )
 def test_any_tiles(case, tile):
-    """The size of the plan's tiles changes nothing but rounding."""
+    """Other tiles than the planned one change results only by rounding."""
     check(case, run_kernels(case, tile=tile))
 
 
@@ -169,7 +169,7 @@ def test_the_tiles_of_a_plan(dtype, arch):
 
 
 def test_bitwise_equal_in_any_order():
-    """No sum depends on the order of warps and blocks."""
+    """No sum depends on the order of warps or blocks."""
     case = replace(EVERYTHING, batch=2, dropout=0.0)
     first = run_kernels(case, tile=small_tile)
     for seed in range(3):
@@ -179,7 +179,7 @@ def test_bitwise_equal_in_any_order():
 
 @pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
 def test_dropout_draws_the_bits_of_its_twin(tile):
-    """If v is the identity, out is P: its zeros are where the bits drop a probability."""
+    """If v is the identity, out is P, which is 0 exactly where dropout.py drops a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, heads=2, dropout=0.5)
     q, k, v, options, *_ = case.call()
     on_cpu, operands = posed(case)
@@ -194,7 +194,7 @@ def test_dropout_draws_the_bits_of_its_twin(tile):
 
 
 def test_rows_that_are_not_aligned_change_no_bit():
-    """Vector loads of aligned rows and scalar loads of others give the same values."""
+    """Aligned rows are read with vector loads, others with scalar loads; the results are bitwise equal."""
     case = Case(head_dim=20, head_dim_v=20)
     call = case.call()
 
@@ -208,7 +208,7 @@ def test_rows_that_are_not_aligned_change_no_bit():
 
 
 def test_offsets_of_64_bits(tmp_path):
-    """Strides beyond 2**32 elements, in a sparse file."""
+    """Arrays with strides above 2**32 bytes, in a sparse file."""
     case = Case(q_len=4, kv_len=4, batch=1, heads=1, kv_heads=1, dtype="float16")
     call = case.call()
     stride = 2**30
@@ -225,12 +225,12 @@ def test_offsets_of_64_bits(tmp_path):
     assert_bitwise_equal(run(case, "simulator", far), run(case, "simulator"), case)
 
 
-# Traffic
+# Global traffic
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float32", 128), ("float64", 64)])
 def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
-    """No bank conflicts. Q, O and lse are accessed once in global memory, K and V once per tile of queries."""
+    """Q, O and lse are accessed once in global memory, K and V once per query tile; there are no bank conflicts."""
     case = Case(q_len=64, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=dtype)
     call = case.call()
     forward, _ = planned(case)
@@ -246,7 +246,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
     assert written == call.dout.nbytes + 64 * case.accumulation.itemsize
 
 
-# Planted bugs: a changed line of the kernels must fail a check of the simulator or give a wrong value.
+# Planted bugs: with one line of a kernel changed, a check of the simulator fails or a result is wrong.
 
 SYNC = "__syncthreads();\n"
 BUGS = {
@@ -299,7 +299,7 @@ def test_planted_bugs_are_found(file, old, new, case, error, monkeypatch):
 
 @pytest.mark.parametrize("engine", ["simt", "mma"])
 def test_keys_are_addressed_in_one_place(engine, monkeypatch):
-    """As CONTRIBUTING.md says of a loader: keys that lie in memory in reverse are a change of Sequence::key_rows."""
+    """CONTRIBUTING.md, "Adding a loader": keys that are stored in reverse need a change of Sequence::key_rows alone."""
     dtype = "float16" if engine == "mma" else "float32"
     case = Case(q_len=19, kv_len=23, batch=1, causal=True, dtype=dtype)
     call = case.call()

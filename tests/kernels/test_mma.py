@@ -1,5 +1,8 @@
-"""The mma kernels on the simulator: every option, sizes and tiles, the rescaling threshold, dropout's bits, orders,
-addresses, traffic, planted bugs. test_kernels.py tests the parts that they share with engine simt."""
+"""The mma kernels on the simulator: every option, sizes and tiles, the threshold of lazy rescaling, dropout masks,
+orders, addresses, global traffic, planted bugs.
+
+test_kernels.py tests the headers that mma shares with simt.
+"""
 
 import functools
 import math
@@ -44,8 +47,9 @@ from cupy_flash.problem import Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-BUILDS = {"sm_75": "float16", "sm_80": "bfloat16", "sm_90": "bfloat16"}  # the dtype that is most common on each
-DQ = {"sm_80": "added", "sm_90": "added"}  # single numbers, and vectors of four; test_every_option has dQ's own kernel
+BUILDS = {"sm_75": "float16", "sm_80": "bfloat16", "sm_90": "bfloat16"}  # the usual dtype of each architecture
+# dQ is added as single numbers on sm_80 and as vectors of four on sm_90; test_every_option runs dQ's own kernel.
+DQ = {"sm_80": "added", "sm_90": "added"}
 
 
 def run_mma(case, arch="sm_80", **how):
@@ -54,7 +58,7 @@ def run_mma(case, arch="sm_80", **how):
 
 # Every option and all pairs of options
 
-# Half precision: without the rows that test float32 or float64.
+# Half precision: leaves out the rows that test float32 or float64.
 HALF_OPTIONS = {
     name: case
     for name, case in OPTIONS.items()
@@ -63,13 +67,15 @@ HALF_OPTIONS = {
 
 
 def half_rows(rows, *archs, default=None, **dtypes):
-    """(case, arch) of every distinct case, in the dtype of the build or in another. `default` maps an architecture to
-    the rows that run by default; all rows of other architectures do."""
+    """Parametrize over the distinct (case, arch), in the usual dtype of the architecture or the one in `dtypes`.
+
+    `default` maps an architecture to the rows that run by default; architectures not in it run all rows.
+    """
     parameters = {}
     for arch in archs:
         for name, case in rows.items():
             case = replace(case, dtype=dtypes.get(arch, BUILDS[arch]))
-            if case.dtype == "float16":  # the formula's own gradients overflow
+            if case.dtype == "float16":  # the gradients of the formula itself overflow
                 if name == "scale-large":
                     continue
                 if case.scores == "huge" and case.scale is not None:
@@ -79,12 +85,12 @@ def half_rows(rows, *archs, default=None, **dtypes):
     return pytest.mark.parametrize(("case", "arch"), parameters.values())
 
 
-# sm_75 differs in its mma instructions, copies and dtype, not in the code of options.
-OF_TURING = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
+# sm_75 has other mma instructions, copies and dtypes, but the same code for options.
+TURING_OPTIONS = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
 
 
 @half_rows(
-    HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": OF_TURING, "sm_80": HALF_OPTIONS.keys() - set(SCORES_AGAIN)}
+    HALF_OPTIONS, "sm_75", "sm_80", default={"sm_75": TURING_OPTIONS, "sm_80": HALF_OPTIONS.keys() - set(SCORES_AGAIN)}
 )
 def test_every_option(case, arch):
     check(case, run_mma(case, arch, tile=small_tile))
@@ -95,12 +101,12 @@ def test_all_pairs_of_options(case, arch):
     check(case, run_mma(case, arch, tile=fragments(SMALL_FRAGMENTS, DQ[arch])))
 
 
-# Packing differs from the options of a rectangle in the addresses and the lengths only.
-OF_PACKING = ("plain", "causal", "window-causal", "alibi-per-sequence", "sink", "dropout", "grouped-wide-values")
-OF_PACKING += ("zero-length-in-the-middle", "zero-length-last", "no-sequence")
+# A packed batch differs from a padded one only in addresses and lengths.
+PACKING_OPTIONS = ("plain", "causal", "window-causal", "alibi-per-sequence", "sink", "dropout", "grouped-wide-values")
+PACKING_OPTIONS += ("zero-length-in-the-middle", "zero-length-last", "no-sequence")
 
 
-@half_rows(PACKED_OPTIONS, "sm_90", default={"sm_90": OF_PACKING})
+@half_rows(PACKED_OPTIONS, "sm_90", default={"sm_90": PACKING_OPTIONS})
 def test_packed(case, arch):
     check(case, run_mma(case, arch, tile=fragments(SMALL_FRAGMENTS, DQ[arch])))
 
@@ -139,7 +145,7 @@ TILES = {
     "tile", in_tiers(TILES, default=["three-stages", "eight-warps", "four-columns-of-warps", "columns-and-two-rows"])
 )
 def test_any_tiles(tile):
-    """Sizes of tiles, numbers of warps and of stages change nothing but rounding."""
+    """Other tiles, numbers of warps and numbers of stages change results only by rounding."""
     check(EVERYTHING, run_mma(EVERYTHING, tile=fragments(tile)))
 
 
@@ -153,7 +159,7 @@ def test_any_tiles_accumulate_dq(tile, arch):
 
 @pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
 def test_tiles_on_the_edge_of_a_window(left, right):
-    """Tiles that the window just covers, or misses by one key, on either side: only covered tiles skip the mask."""
+    """Tiles at either end of the window, covered by it exactly or but for one key: only covered tiles skip the mask."""
     case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
     check(case, run_mma(case, tile=small_tile))
 
@@ -173,8 +179,8 @@ def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
 
 
 def test_shared_memory_is_what_the_kernels_use():
-    """With one byte less than planned each kernel accesses memory out of bounds, so no plan asks for too much."""
-    found = []
+    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
+    checked = []
     case = replace(EVERYTHING, q_len=70, kv_len=70, head_dim_v=40)
     call = case.call()
     for dq in ("own", "added"):
@@ -190,15 +196,23 @@ def test_shared_memory_is_what_the_kernels_use():
                     launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
                     with pytest.raises(OutOfBounds, match="shared"):
                         run(chosen._replace(launches=tuple(launches)), operands)
-                    found.append(step.function)
-    assert found == ["forward", "backward_kv", "backward_q", "backward_bias", "forward", "backward_kv", "backward_bias"]
+                    checked.append(step.function)
+    assert checked == [
+        "forward",
+        "backward_kv",
+        "backward_q",
+        "backward_bias",
+        "forward",
+        "backward_kv",
+        "backward_bias",
+    ]
 
 
 # The threshold of lazy rescaling
 
 
 def creeping(powers):
-    """Scores in log2 units that grow by `powers` from each tile of 16 keys to the tile visited after it."""
+    """Scores, in units of log2, that grow by `powers` from each tile of 16 keys to the tile visited next."""
 
     def scores(q, k):
         q[...], k[...] = 0, 0
@@ -214,7 +228,7 @@ STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
 
 
 def forward(case, rescale_above=RESCALE_ABOVE):
-    """(out, lse) of a case with another threshold."""
+    """(out, lse) of a case with the given threshold of lazy rescaling."""
     chosen, operands = planned(case, None, "sm_75" if case.dtype == "float16" else "sm_80", small_tile, engine="mma")
     (launch,) = chosen.launches
     constants = dict(launch.constants) | {"RESCALE_ABOVE": rescale_above}
@@ -231,7 +245,7 @@ def check_forward(case, *rescale_above):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "hidden-first"])
 @pytest.mark.parametrize("name", CREEPING)
 def test_the_threshold_at_its_extremes(name, causal, dtype, monkeypatch):
-    """A row max that grows by less than the threshold causes no rescaling, and P, O and l do not overflow."""
+    """A row max that grows by less than the threshold does not rescale O; P, O and l must not overflow."""
     monkeypatch.setitem(SCORES, f"creeping-{name}", creeping(CREEPING[name]))
     case = replace(STEEP, scores=f"creeping-{name}", causal=causal, dtype=dtype)
     check(case, run_mma(case, "sm_75" if dtype == "float16" else "sm_80", tile=small_tile))
@@ -245,8 +259,8 @@ def test_any_threshold_that_fp16_holds(rescale_above, monkeypatch):
         check_forward(case, rescale_above)
 
 
-def test_a_threshold_that_fp16_does_not_hold(monkeypatch):
-    """The tests above reach the threshold: they fail if 2**threshold exceeds the largest fp16."""
+def test_scores_that_grow_past_the_range_of_fp16(monkeypatch):
+    """Growth by more than the threshold rescales O: without it, 2**16.5 would exceed the largest fp16."""
     monkeypatch.setitem(SCORES, "creeping-past", creeping(16.5))
     case = replace(STEEP, scores="creeping-past", dtype="float16")
     check_forward(case)
@@ -254,13 +268,16 @@ def test_a_threshold_that_fp16_does_not_hold(monkeypatch):
         check_forward(case, 17.0)
 
 
-# Dropout's bits
+# Dropout masks
 
 
 @pytest.mark.parametrize("dq", ["own", "added"])
 def test_dropout_draws_the_bits_of_its_twin(dq):
-    """If v is the identity, out is P. If q, k and dout are the identity and v is ones, dv is P, and dq and dk are dS,
-    which changes sign where a probability was dropped, because dP is 1 everywhere."""
+    """The zeros and signs of out and of the gradients show which probabilities were kept.
+
+    If v is the identity, out is P. If q, k and dout are the identity too and v is ones, dv is P, and dq and dk are dS,
+    which is negative where a probability was dropped, because dP is 1 everywhere.
+    """
     how = dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     case = Case(40, 48, heads=2, head_dim=48, head_dim_v=48, dropout=0.5, dtype="bfloat16", dlse=False)
     seed = case.call().options["seed"]
@@ -278,19 +295,19 @@ def test_dropout_draws_the_bits_of_its_twin(dq):
     chosen, others = planned(case, Saved(dout, out, lse, None), **how)
     assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
     gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
-    of_queries, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
-    np.testing.assert_array_equal(of_queries > 0, kept)
-    np.testing.assert_array_equal(of_queries < 0, ~kept)
+    dq_rows, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
+    np.testing.assert_array_equal(dq_rows > 0, kept)
+    np.testing.assert_array_equal(dq_rows < 0, ~kept)
     np.testing.assert_array_equal((dv[..., :40] != 0).swapaxes(-1, -2), kept)
     np.testing.assert_array_equal((dk[..., :40] > 0).swapaxes(-1, -2), kept)
 
 
-# Orders
+# Orders of blocks, warps and copies
 
 
 @pytest.mark.parametrize("orders", [6, exhaustive(30)])
 def test_bitwise_equal_in_any_order(orders):
-    """The order of warps and blocks and the completion of copies change no bit."""
+    """No bit depends on the order of warps and blocks, or on when copies complete."""
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=37, dropout=0.0)
     how = dict(tile=fragments(SMALL_FRAGMENTS), deterministic=True)
     first = run_mma(case, "sm_90", **how)
@@ -301,7 +318,7 @@ def test_bitwise_equal_in_any_order(orders):
 
 
 def test_dq_is_added_in_any_order():
-    """Only the rounding of dQ depends on the order."""
+    """Only the rounding of dQ depends on the order of the blocks."""
     tile = fragments(SMALL_FRAGMENTS, "added")
     case = replace(EVERYTHING, batch=1, heads=2, kv_heads=1, kv_len=70, dropout=0.0)
     first = run_mma(case, "sm_90", tile=tile)
@@ -315,21 +332,21 @@ def test_dq_is_added_in_any_order():
 
 
 def shifted(x, by, extra):
-    """The same values with a row stride larger by `extra` elements, at an offset of `by` elements."""
+    """The same values in rows that are `extra` elements longer, starting at an offset of `by` elements."""
     wide = np.full((*x.shape[:-1], x.shape[-1] + extra), np.nan, x.dtype)
     wide[..., by : by + x.shape[-1]] = x
     return wide[..., by : by + x.shape[-1]]
 
 
 def run_on(case, arch, **arrays):
-    """Run with some of the case's arrays replaced."""
+    """Results of a case with some of its arrays replaced."""
     return run_mma(case, arch, tile=small_tile, call=case.call()._replace(**arrays))
 
 
 @pytest.mark.parametrize(("by", "extra"), [(1, 8), (0, 1), (4, 8), (0, 4)], ids=["pointer", "row", "by-8", "row-by-8"])
 @pytest.mark.parametrize("arch", [exhaustive("sm_75"), "sm_80"])
 def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra):
-    """16-byte loads of aligned rows and scalar loads of others give the same values."""
+    """Aligned rows are read with 16-byte loads, others with scalar loads; the results are bitwise equal."""
     case = Case(head_dim=24, head_dim_v=16, dtype=BUILDS[arch])
     call = case.call()
     arrays = {name: shifted(getattr(call, name), by, extra) for name in ("q", "k", "v", "dout")}
@@ -337,7 +354,7 @@ def test_rows_that_are_not_aligned_change_no_bit(arch, by, extra):
 
 
 def test_layouts_and_steps_backwards():
-    """Any strides, also negative ones."""
+    """Any strides give the same results, negative ones included."""
     case = Case(dtype="bfloat16", causal=True)
     call = case.call()
     arrays = {}
@@ -347,7 +364,7 @@ def test_layouts_and_steps_backwards():
     assert_bitwise_equal(run_on(case, "sm_80", **arrays), run_on(case, "sm_80"), case)
 
 
-# Hidden inputs and exact zeros
+# Hidden inputs and gradients that are exactly 0
 
 
 @pytest.mark.parametrize("dq", ["own", exhaustive("added")])
@@ -361,8 +378,8 @@ def test_layouts_and_steps_backwards():
         pytest.param(Case(kv_len=0), id="no-keys"),
     ],
 )
-def test_rows_that_see_nothing_pass_no_gradient(case, dq):
-    """The gradients stay finite although dout and dlse are NaN in these rows, as a loss of lse = -inf makes them."""
+def test_rows_that_see_no_key_have_no_gradient(case, dq):
+    """Gradients are finite although dout and dlse are NaN in these rows, as for a loss that contains lse = -inf."""
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
@@ -378,20 +395,22 @@ def test_rows_that_see_nothing_pass_no_gradient(case, dq):
 
 
 def test_keys_outside_every_window_are_never_read():
-    """60 leading keys of NaN that no query sees change nothing: the window is aligned to the end."""
+    """The first 60 keys lie outside every query's window, which is aligned to the end: NaN in them changes nothing."""
     case = Case(q_len=20, kv_len=40, window=(19, 0), dtype="bfloat16")
     call = case.call()
     k, v = (np.pad(x, [(0, 0), (60, 0), (0, 0), (0, 0)], constant_values=np.nan) for x in (call.k, call.v))
     check(case, run_on(case, "sm_80", k=k, v=v), only=("out", "lse"))
 
 
-# Traffic
+# Global traffic
 
 
 @pytest.mark.parametrize("arch", BUILDS)
 @pytest.mark.parametrize("dim", [exhaustive(64), exhaustive(96), 128])
 def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
-    """No bank conflicts. A block reads its own tile once from global memory, and the tiles that it loops over once."""
+    """A block reads its own tile once from global memory and the tiles of its loop once; there are no bank
+    conflicts.
+    """
     case = Case(128, 128, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=BUILDS[arch])
     call = case.call()
     run_mma(case, arch, start=watch.start)
@@ -411,7 +430,8 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
             "backward_q": (2 * tensor + 2 * numbers + blocks * 2 * tensor, tensor),
             "dq": (sums, tensor),
         }
-        if launch.function in expected:  # all lanes of a warp read the same number, which is counted once per lane
+        # other kernels read one number with all lanes of a warp, which is counted per lane
+        if launch.function in expected:
             read, written = expected[launch.function]
             assert counters.global_bytes_written == written, launch.function
             assert read <= counters.global_bytes_read <= 1.1 * read, launch.function
@@ -419,7 +439,7 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
 
 
 def test_a_planted_error_of_the_swizzle_has_bank_conflicts(monkeypatch, watch):
-    """Reads and writes use the same wrong swizzle, so every value is right."""
+    """Reads and writes use the same wrong swizzle, so results are right, but there are bank conflicts."""
     case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
     good, bad = "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;"
     with planted_in(monkeypatch, "mma/tile.cuh", good, bad):
@@ -427,7 +447,7 @@ def test_a_planted_error_of_the_swizzle_has_bank_conflicts(monkeypatch, watch):
     assert watch.counters["forward"].bank_conflicts > 100
 
 
-# Planted bugs: a changed line of the kernels must fail a check of the simulator or give a wrong value.
+# Planted bugs: with one line of a kernel changed, a check of the simulator fails or a result is wrong.
 
 
 class Bug(NamedTuple):
@@ -444,7 +464,7 @@ class Bug(NamedTuple):
 SYNC = "__syncthreads();\n"
 ONE_STAGE = SMALL_FRAGMENTS._replace(stages=1)
 LONG = Case(70, 70, batch=1, heads=2, kv_heads=1, dtype="bfloat16")
-DIAGONAL = replace(LONG, q_len=110, causal=True)  # its first rows, and so its first tile, see no key
+DIAGONAL = replace(LONG, q_len=110, causal=True)  # the first rows, and so the first tile, see no key
 DROPPED = replace(LONG, dropout=0.3)
 BUGS = {
     # Barriers and copies
@@ -599,7 +619,7 @@ BUGS = {
 def test_planted_bugs_are_found(bug, monkeypatch):
     how = dict(arch=bug.arch, engine="mma", tile=fragments(bug.tile, bug.dq))
     with planted_in(monkeypatch, bug.file, bug.old, bug.new), pytest.raises(bug.error):
-        # The backward is not compiled after a wrong forward.
+        # Check the forward first: if it is wrong, the backward need not be compiled.
         out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, **how)))
         check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
         check(bug.case, run_kernels(bug.case, **how))

@@ -1,9 +1,11 @@
-"""The static gate: no spills, warnings or bank conflicts in the kernels that plans choose; instruction counts."""
+"""The static gate: kernels of plans have no spills, warnings or bank conflicts; counts of their instructions."""
 
+import functools
 import inspect
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench import sass, static, static_mods
@@ -20,7 +22,7 @@ def unseen(_):
 
 @pytest.fixture(scope="module")
 def problems(pytestconfig):
-    """Problems with high register pressure; python -m bench static has all problems."""
+    """Problems with high register pressure; `python -m bench static` compiles all problems."""
     return ["fp16 D 128", *(["fp64 D 64", "KV cache fp16 D 128"] if pytestconfig.option.exhaustive else [])]
 
 
@@ -31,7 +33,9 @@ def compiled(problems):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Counts of kernels as a call compiles them: conftest's cheaper PTX unrolls less."""
+    """Instruction counts of kernels compiled with the flags of a user's call, which unroll more than the tests'
+    flags.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
         cache.compiled.cache_clear()
@@ -41,28 +45,32 @@ def steps():
 
 def test_gate(compiled, steps):
     assert static.complaints(compiled, steps) == []
-    assert {it.arch for it in compiled} == set(static.ARCHS)
-    assert all(0 < it.registers <= 255 and it.cubin_bytes > 0 and it.seconds > 0 for it in compiled)
+    assert {record.arch for record in compiled} == set(static.ARCHS)
+    assert all(0 < record.registers <= 255 and record.cubin_bytes > 0 and record.seconds > 0 for record in compiled)
 
 
 def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
     for arch in static.ARCHS:
         for problem in problems:
             launches = ahead.launches(device.named(arch, "cuda"), **static.PROBLEMS[problem])
-            there = {(it.kernel, it.tile) for it in compiled if (it.arch, it.problem) == (arch, problem)}
-            assert there == {(launch.kernel, launch.tile) for launch in launches}
+            kernels = {
+                (record.kernel, record.tile) for record in compiled if (record.arch, record.problem) == (arch, problem)
+            }
+            assert kernels == {(launch.kernel, launch.tile) for launch in launches}
 
 
-def test_a_tile_step_is_its_products(steps):
-    """FMA per score: 2 D in the forward, 4 D in the dK/dV kernel, 3 D in the dQ kernel."""
+def test_fma_per_score(steps):
+    """FMAs per score: 2 D in the forward, 4 D in the dK/dV kernel, 3 D in the dQ kernel."""
     fma = {step.kernel: step.per_score["fma"] for step in steps if step.sass is None}
     for kernel, products in {"simt/forward": 2, "simt/backward_kv": 4, "simt/backward_q": 3}.items():
         assert 64 * products <= fma[kernel] < 64 * products * 1.05
 
 
-def test_the_steady_loop_is_its_products(steps):
-    """mma.m16n8k16: 2 D multiplications per score are D / 32 instructions of a warp for 32 scores. One exponential per
-    score, and at D 64 a bounded number of other instructions."""
+def test_instructions_of_the_steady_loop(steps):
+    """An mma.m16n8k16 has 2048 products, so 2 D products per score are D / 32 instructions of a warp per 32 scores.
+
+    There is one exponential per score, and at D 64 the number of other instructions is bounded.
+    """
     sass = {step.kernel: step.sass.per_score for step in steps if step.sass is not None}
     for kernel, products, most in (("mma/forward", 2, 9.0), ("mma/backward_kv", 4, 16.0), ("mma/backward_q", 3, 13.0)):
         assert sass[kernel]["products"] == 64 * products / 64
@@ -70,10 +78,38 @@ def test_the_steady_loop_is_its_products(steps):
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
 
 
-def test_hoppers_own_instructions():
-    """sm_90a only. wgmma is 64 x N x 16: at D 128 a warpgroup of the forward's mainloop needs 8 for S of a tile and one
-    per 16 keys for P V; the prologue's are not counted. The backward needs 8 each for S and dP, one per 16 queries for
-    dV and dK, and one per 16 keys for dQ."""
+JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that move
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tangents", JVP_LIMITS, ids="-".join)
+def test_instructions_of_derivatives(tangents):
+    """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
+
+    The products are 6, 5 or 4 of the forward's 2, and 15 of the backward's 7.
+    """
+
+    def per_score(*kernels, **config):
+        chosen = [x for backward in (False, True) for x in static._chosen(config, backward, "sm_80")]
+        counts = [static._sass(x, "sm_80").per_score for x in chosen if x.kernel in kernels]
+        assert len(counts) == len(kernels)
+        return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])
+
+    first = functools.partial(per_score, dtype="bfloat16", head_dim=64, engine="mma")
+    derivatives = functools.partial(first, tangents=tangents)
+    backward, second = first("mma/backward_kv", "mma/backward_q"), derivatives("mma/second_kv", "mma/second_q")
+    jvp = derivatives("mma/jvp")
+    assert (jvp <= JVP_LIMITS[tangents] * first("mma/forward")).all()
+    assert (second <= 2.3 * backward).all()
+    assert (jvp + second <= 3.3 * backward).all()
+
+
+def test_wgmma_per_score():
+    """wgmma of sm_90a is 64 x N x 16. The counts are for D 128.
+
+    In the mainloop of the forward a warpgroup issues 8 wgmmas for S of a tile, and one per 16 keys for P V. In the
+    backward it issues 8 each for S and dP, one per 16 queries for dV and dK, and one per 16 keys for dQ.
+    """
     name = "Hopper bf16 D 128"
     assert [static.is_served(name, arch) for arch in static.ARCHS] == [False, False, True]
     assert static.count_steps([name], "sm_80", unseen) == []
@@ -81,23 +117,23 @@ def test_hoppers_own_instructions():
     block_q, block_kv, _ = forward.tile
     assert forward.sass.per_score["products"] == (8 + block_kv / 16) * 2 * block_q / (block_q * block_kv)
     block_q, block_kv, _ = backward.tile
-    of_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
-    assert backward.sass.per_score["products"] == of_warpgroup * 256 / (block_q * block_kv)
-    # The backward's include the additions to dQ: 8 instructions and their addresses for 32 scores of a thread.
+    per_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
+    assert backward.sass.per_score["products"] == per_warpgroup * 256 / (block_q * block_kv)
+    # The backward also adds dQ to global memory: 8 instructions and their addresses per 32 scores of a thread.
     for step, most in ((forward, 7), (backward, 15)):
         per_score = step.sass.per_score
         assert per_score["exp"] == 1
         assert 4 < sum(per_score.values()) - per_score["products"] <= most
         assert sum(per_score.values()) < step.sass.longest < 2 * sum(per_score.values())
         assert static.complaints([], [step]) == [] and step.bytes_over_least == 1
-    # Exponentials run while the tensor cores multiply: all of a tile before the forward waits for its last product,
-    # P V, and before the backward waits for its second, dP.
+    # Exponentials overlap with wgmma: the forward computes all of a tile before it waits for its last product, P V, and
+    # the backward before it waits for its second, dP.
     for step, number in ((forward, -1), (backward, 1)):
         waits = [wait for wait in step.sass.waits if "WARPGROUP" in wait.instruction]
         assert waits[number].exps == step.tile[0] * step.tile[1] / 256
 
 
-def fences_of_all_memory(kernel, **constants):
+def gpu_scope_fences(kernel, **constants):
     """Number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
     on = device.named("sm_90a", "cuda")
     launches = ahead.launches(on, dtype="bfloat16", head_dim=128, engine="wgmma")
@@ -109,10 +145,14 @@ def fences_of_all_memory(kernel, **constants):
 
 
 def test_fences_of_global_memory():
-    """A GPU-scope fence takes as long as a read of global memory. A KV-multicast pair has one, before it exits, and
-    releases its slots without; blocks that add dQ in order have one, which releases each turn."""
-    assert fences_of_all_memory("wgmma/forward", KV_MULTICAST=True, PERSISTENT=False, PINGPONG=False) == 1
-    assert fences_of_all_memory("wgmma/backward", DQ_IN_ORDER=True, DQ_IN_BULK=False) == 1
+    """A GPU-scope fence takes as long as a read of global memory, so each kernel has only one in its mainloop or
+    epilogue.
+
+    With KV multicast it precedes the exit of the pair, and releases of slots need none. In a deterministic backward it
+    precedes the release of a turn.
+    """
+    assert gpu_scope_fences("wgmma/forward", KV_MULTICAST=True, PERSISTENT=False, PINGPONG=False) == 1
+    assert gpu_scope_fences("wgmma/backward", DQ_IN_ORDER=True, DQ_IN_BULK=False) == 1
 
 
 LISTING = """
@@ -133,8 +173,8 @@ LISTING = """
 """
 
 
-def test_the_way_round_a_loop():
-    """The shortest round includes the predicated copy and skips the rescaling."""
+def test_the_shortest_path_through_a_loop():
+    """The shortest path through the loop includes the predicated copy and skips the rescaling of O."""
     instructions, labels = sass.parse(LISTING)
     assert sass.loops(instructions, labels) == [(1, 9)]
     executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 9)]
@@ -148,7 +188,7 @@ def test_the_way_round_a_loop():
         pytest.param(dict(warnings=("warning: C7510",)), "warning: C7510", id="warnings"),
     ],
 )
-def test_gate_shuts_for_a_kernel(compiled, change, words):
+def test_gate_fails_for_a_kernel(compiled, change, words):
     (complaint,) = static.complaints([replace(compiled[0], **change)], [])
     assert words in complaint and compiled[0].arch in complaint
 
@@ -160,13 +200,13 @@ def test_gate_shuts_for_a_kernel(compiled, change, words):
         pytest.param(dict(bytes_over_least=1.2), "1.20 times the minimum", id="bytes"),
     ],
 )
-def test_gate_shuts_for_a_step(steps, change, words):
+def test_gate_fails_for_a_step(steps, change, words):
     (complaint,) = static.complaints([], [replace(steps[0], **change)])
     assert words in complaint
 
 
 def test_command(tmp_path, capsys, monkeypatch):
-    """The JSON has the contents of the tables; the exit status is 1 if the gate fails."""
+    """The JSON holds the contents of the tables; the exit status is 1 if the gate fails."""
     monkeypatch.setattr(static, "PROBLEMS", {"tiny": dict(dtype="float32", head_dim=8, backward=False)})
     monkeypatch.setattr(static, "compile_all", lambda *_: [static._compile_launch("tiny", launch, "sm_75")])
     monkeypatch.setattr(static, "count_steps", lambda *_: [])
@@ -185,9 +225,9 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 def test_stored_result_has_no_spill():
-    """bench/results has the result of --all: every architecture, NVRTC 12 and 13, no spill, no warning."""
+    """bench/results/static.json, made with --all, covers every architecture with NVRTC 12 and 13."""
     section = json.loads((ROOT / "bench" / "results" / "static.json").read_text())["static"]
     compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
-    assert {it["arch"] for it in compiled} == set(static.EVERY_ARCH)
-    assert {it["compiler"].split(".")[0] for it in compiled} == {"12", "13"}
-    assert not [it for it in compiled if it["spills"] or it["warnings"]]
+    assert {kernel["arch"] for kernel in compiled} == set(static.EVERY_ARCH)
+    assert {kernel["compiler"].split(".")[0] for kernel in compiled} == {"12", "13"}
+    assert not [kernel for kernel in compiled if kernel["spills"] or kernel["warnings"]]

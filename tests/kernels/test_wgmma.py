@@ -1,5 +1,6 @@
-"""The wgmma engine's forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work,
-planted bugs, refusals, and the tensor maps of its launches."""
+"""The wgmma forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work, planted bugs,
+refusals, and the tensor maps of its launches.
+"""
 
 import functools
 from itertools import cycle, product
@@ -14,6 +15,7 @@ from wgmma_cases import LONG, OPTIONS
 
 import cupy_flash
 from cupy_flash import ahead, device, nvrtc
+from cupy_flash.arrays import as_array
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import errors
 from cupy_flash.backends.simulator.run import start
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TILE = wgmma.forward.Tile(block_q=128, block_kv=64, stages=2, persistent=False, takes_turns=False, paired=False)
 DRAWING, PAIRED = TILE._replace(persistent=True, takes_turns=True), TILE._replace(paired=True, takes_turns=True)
 BUFFERED = DRAWING._replace(o_buffer=True)
-# Above 64 columns of V and 80 keys, PV is issued in two parts.
+# With more than 64 columns of V and 80 keys, PV is issued in two parts.
 IN_PARTS = TILE._replace(block_kv=96)
 PLAIN = Case(**LONG)
 WIDE = Case(**LONG | dict(heads=1, head_dim=32, head_dim_v=96, causal=True))
@@ -39,7 +41,7 @@ PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=
 
 
 def forward(case, tile=TILE, blocks=None, start=start, call=None):
-    """(out, lse) of a case in a tile (None: that of its plan); a persistent grid has `blocks` blocks."""
+    """(out, lse) of a case in a tile (None: the planned one); a persistent grid has `blocks` blocks."""
     chosen, operands = planned(case, None, "sm_90a", tile, call, engine="wgmma")
     if blocks is not None:
         *others, step = chosen.launches
@@ -57,16 +59,19 @@ def test_option(options):
     check_forward(Case(**LONG | options))
 
 
-# The state of one tile must not leak into the next tile of a block: lengths, options of a head, phases.
-DRAWN = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
+# Cases in which one tile could leak state into the next tile of its block: lengths, options per head, phases.
+DRAWN_CASES = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
     "bias": dict(bias="bhqk", batch=2),
     "heads-of-a-cache": dict(heads=5, kv_heads=5, causal=True),
 }
 
 
-@pytest.mark.parametrize(("options", "tile"), [*zip(DRAWN.values(), cycle([DRAWING, BUFFERED]))], ids=DRAWN)
+@pytest.mark.parametrize(("options", "tile"), [*zip(DRAWN_CASES.values(), cycle([DRAWING, BUFFERED]))], ids=DRAWN_CASES)
 def test_blocks_draw_tiles(options, tile, monkeypatch):
-    """The tile scheduler gives out each tile once. L2 holds the keys of two heads here: the last of five is alone."""
+    """The tile scheduler must hand out each tile exactly once.
+
+    L2 is planted to hold the keys of two heads, so that the last of five heads is in a group of its own.
+    """
     case = Case(**LONG | options)
     with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
         result = forward(case, tile, blocks=3)
@@ -76,7 +81,7 @@ def test_blocks_draw_tiles(options, tile, monkeypatch):
 @pytest.mark.parametrize("dtype", [exhaustive("float16"), "bfloat16"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_planned_tile(dims, dtype):
-    """The tile that a plan chooses for each head dimension, with partial last tiles."""
+    """The planned tile of each head dimension; the last tile of queries and of keys is partial."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, kv_len=290, head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=True))
     check_forward(case, forward(case, tile=None))
@@ -84,8 +89,9 @@ def test_planned_tile(dims, dtype):
 
 @pytest.mark.parametrize(("case", "other"), [(PLAIN, PAIRED), (LENGTHS, DRAWING)], ids=["plain", "lengths"])
 def test_every_order_gives_the_same_bits(case, other):
-    """Copies and wgmmas complete early, late or at random; one block, several, a multicast pair or a block per
-    tile."""
+    """Copies and wgmmas complete early, late or at random; the grid has one block, several, multicast pairs, or a block
+    per tile.
+    """
     results = []
     for order, seed, *how in (
         ("early", 0),
@@ -111,8 +117,10 @@ def test_products_in_parts(order, block_kv):
 
 @pytest.mark.parametrize("how", [(TILE,), (DRAWING, 1), (PAIRED,)], ids=["grid", "draws", "pairs"])
 def test_bytes_and_conflicts(how, watch):
-    """Each tile of queries loads its keys once, in a grid, persistent or with KV multicast; no bank conflicts. Tiles of
-    one cost are dealt out without a counter."""
+    """Each query tile loads its keys once, also in a persistent grid or with KV multicast; there are no bank conflicts.
+
+    Tiles of equal cost are assigned without a counter in global memory.
+    """
     case = Case(**LONG | dict(q_len=256, kv_len=192, heads=1))
     forward(case, *how, start=watch.start)
     count, row = watch.counters["forward"], 2 * case.head_dim
@@ -276,16 +284,16 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, how, good, bad, found, monkeypatch):
-    """One persistent block computes all tiles, so that every slot is reused; or a pair of blocks."""
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+@pytest.mark.parametrize(("case", "how", "good", "bad", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, good, bad, error, monkeypatch):
+    """A single persistent block computes all tiles, so that every slot is reused; KV multicast needs two blocks."""
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_forward(case, forward(case, *how))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_wait_without_a_loop_is_found(seed, monkeypatch):
-    """A try_wait may return before the phase is complete."""
+def test_a_wait_without_a_loop_is_found(seed, monkeypatch):
+    """A single try_wait may return before the phase is complete."""
     in_order = functools.partial(start, order="random", seed=seed)
     with planted(monkeypatch, ('"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
         forward(PLAIN, start=in_order)
@@ -294,8 +302,8 @@ def test_wait_without_a_loop_is_found(seed, monkeypatch):
 HOPPER = device.named("sm_90a", "cuda")
 
 
-def asked(**words):
-    """The problem of a call on a GPU with these options of `cupy_flash.compile`."""
+def posed_forward(**words):
+    """The forward problem of these options of `cupy_flash.compile`."""
     (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
     return problem
 
@@ -304,16 +312,18 @@ def asked(**words):
     "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
 )
 def test_the_largest_tiles_compile_without_spills(words):
-    """And without warnings of serialized wgmma or of an ignored setmaxnreg. python -m bench static compiles every tile
-    that a plan may choose."""
+    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either.
+
+    `python -m bench static` compiles every tile that a plan may choose.
+    """
     largest_of = {
         (tile.block_q, tile.persistent): tile
-        for tile in sorted(wgmma.tiles(asked(**words), HOPPER))
+        for tile in sorted(wgmma.tiles(posed_forward(**words), HOPPER))
         if tile.persistent == tile.takes_turns and not tile.paired
     }
     assert len(largest_of) >= 3
     for largest in largest_of.values():
-        step = wgmma.launches(asked(**words), HOPPER, largest)[-1]
+        step = wgmma.launches(posed_forward(**words), HOPPER, largest)[-1]
         result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, "sm_90a")
         took = result.resources[step.function]
         assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), largest
@@ -321,12 +331,15 @@ def test_the_largest_tiles_compile_without_spills(words):
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_switches_of_the_tiles(dims):
-    """Every head dimension has tiles with and without each switch; KV multicast only if neighbours visit the same keys,
-    a persistent grid if there are many unequal tiles."""
-    problem = asked(head_dim=dims[0], head_dim_v=dims[1], causal=True)
+    """Every head dimension has tiles with and without each switch.
+
+    KV multicast is legal only if neighbouring query tiles visit the same keys, and a persistent grid is planned only
+    for many unequal tiles.
+    """
+    problem = posed_forward(head_dim=dims[0], head_dim_v=dims[1], causal=True)
     ways = {(*way, False) for way in product((False, True), repeat=2)}
     pairs = {(False, True, True), (False, False, True)}
-    full = asked(head_dim=dims[0], head_dim_v=dims[1])._replace(q_len=4096)
+    full = posed_forward(head_dim=dims[0], head_dim_v=dims[1])._replace(q_len=4096)
     for each, expected in ((problem, ways), (full, ways | pairs), (full._replace(q_len=100), ways)):
         assert {tile[3:6] for tile in wgmma.tiles(each, HOPPER)} == expected
     few = plan(problem._replace(q_len=1000, kv_len=1000, heads=2, kv_heads=2), HOPPER)
@@ -335,7 +348,7 @@ def test_switches_of_the_tiles(dims):
     assert [step.function for step in many.launches] == ["clear", "forward"]
     assert [workspace.name for workspace in many.workspaces(4096, 4096)] == ["drawn"]
     assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
-    # Tiles of one cost are dealt out in turn.
+    # Tiles of equal cost are assigned round-robin, without a counter.
     dealt = plan(full, HOPPER, next(tile for tile in wgmma.tiles(full, HOPPER) if tile.persistent))
     assert [step.function for step in dealt.launches] == ["forward"] and dealt.workspaces(4096, 4096) == ()
 
@@ -370,8 +383,10 @@ def test_refusal(how, words):
     assert words in reason
 
 
-def test_rows_that_no_box_can_take():
-    """Strides and addresses that TMA refuses; without a choice of engine another one runs, and explain says why."""
+def test_strides_and_addresses_that_tma_cannot_load():
+    """TMA refuses some strides and addresses; unless the engine is requested, another one runs, and explain says
+    why.
+    """
     case = Case(**LONG)
     call = case.call()
 
@@ -381,7 +396,7 @@ def test_rows_that_no_box_can_take():
         return wide[..., by : by + x.shape[-1]]
 
     repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
-    columns = np.asfortranarray(call.v)  # copied to contiguous rows before the kernel
+    columns = np.asfortranarray(call.v)  # copied to contiguous rows before the launch
     for arrays, aligned in (
         (dict(q=shifted(call.q, 8)), True),
         (dict(q=shifted(call.q, 1)), False),
@@ -401,8 +416,8 @@ def test_rows_that_no_box_can_take():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("q_rows", "kv_rows"), [(0, 5), (5, 0)])
-def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
-    """max_seqlen allows rows, but there are none: refused before any tensor map is encoded."""
+def test_packed_batches_without_rows_are_refused(q_rows, kv_rows, dtype):
+    """max_seqlen allows rows but the arrays have none: the call is refused before a tensor map is encoded."""
     q, k = (np.zeros((rows, 2, 64), np.dtype(getattr(ml_dtypes, dtype))) for rows in (q_rows, kv_rows))
     bounds = [np.array([0, rows], np.int32) for rows in (q_rows, kv_rows)]
     how = dict(backend="simulator:sm_90a", engine="wgmma")
@@ -415,8 +430,10 @@ def test_packed_rows_that_are_not_there(q_rows, kv_rows, dtype):
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 60])
-def test_odd_rows_that_a_box_can_take(head_dim_v):
-    """Rows of 60 elements with a stride of 64, which TMA cannot store; column-major V, which is copied first."""
+def test_rows_that_tma_can_load_but_not_store(head_dim_v):
+    """TMA loads rows of 60 elements with a stride of 64 but cannot store them; V in column-major order is copied
+    first.
+    """
     case = Case(**LONG | dict(head_dim=60, head_dim_v=head_dim_v, kv_heads=2))
     call = case.call()
 
@@ -434,21 +451,35 @@ def test_odd_rows_that_a_box_can_take(head_dim_v):
 
 
 def test_maps_of_every_layout():
-    """Dimensions (column, row, head, batch) of an array, strides in bytes."""
+    """Shapes are (column, row, head, batch); strides are in bytes."""
     expected = {"bshd": (2 * 6 * 64, 2 * 64, 2 * 6 * 64 * 50), "bhsd": (2 * 64, 2 * 64 * 50, 2 * 6 * 64 * 50)}
     for layout in ("bshd", "bhsd"):
         case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
         _, operands = posed(case)
-        maps = pack_maps([Box("q", 32, 64)], {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
-        found = decode(maps.tobytes())
-        assert (found.address, found.shape, found.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
-        assert (found.strides, found.swizzle, found.item_bytes) == (expected[layout], 128, 2)
+        maps = pack_maps((Box("q", 32, 64),), {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
+        tensor_map = decode(maps.tobytes())
+        assert (tensor_map.address, tensor_map.shape, tensor_map.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
+        assert (tensor_map.strides, tensor_map.swizzle, tensor_map.item_bytes) == (expected[layout], 128, 2)
+
+
+def test_map_of_memory_that_another_array_has_had():
+    """Maps of arrays with one address and one number of bytes differ where their shapes, strides or boxes do."""
+    q = np.zeros((2, 8, 4, 64), np.float16)
+    arrays = [as_array(x, "q") for x in (q, q.reshape(2, 4, 8, 64), q[:, ::2], q[:1], q.reshape(2, 8, 2, 128))]
+    boxes = [(Box("q", rows, 64),) for rows in (8, 16)]
+    maps = {
+        pack_maps(box, {"q": x}, layout, lambda x: x.pointer, encode_for_simulator).tobytes()
+        for x in arrays
+        for box in boxes
+        for layout in ("bshd", "bhsd")
+    }
+    assert len({x.pointer for x in arrays}) == 1 and len(maps) == len(arrays) * 4
 
 
 def test_map_of_a_packed_batch():
-    """All sequences are one batch entry; with one head, its stride is any legal value."""
+    """All sequences form one batch entry; the stride of a single head may be any legal value."""
     _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
-    boxes = [Box("q", 128, 64), Box("k", 64, 64)]
+    boxes = (Box("q", 128, 64), Box("k", 64, 64))
     maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
     q, k = decode(maps[:128]), decode(maps[128:])
     assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))

@@ -1,4 +1,4 @@
-"""The wgmma engine's backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
+"""The wgmma backward on the simulator: every option, head dimensions, tiles, orders, planted bugs."""
 
 import functools
 from dataclasses import replace
@@ -21,7 +21,7 @@ from cupy_flash.source import assemble
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# 64 keys per warpgroup, or two warpgroups that share 64 keys; and each way to accumulate dQ.
+# Each warpgroup has 64 keys, or two warpgroups share 64 keys; each tile accumulates dQ in another way.
 TILES = {
     "keys": Tile(block_q=64, block_kv=128, stages=2, dq_in_bulk=False),
     "shared keys": Tile(block_q=64, block_kv=64, stages=2, dq_in_bulk=True),
@@ -31,11 +31,11 @@ LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)
 
 
 def run(case, tile=None, **how):
-    """Results with this tile of the backward, and the plan's of the forward."""
-    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=of_backward(tile), **how)
+    """Results with this tile in the backward, and the planned tile in the forward."""
+    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(tile), **how)
 
 
-def of_backward(tile):
+def backward_tile(tile):
     return lambda chosen: tile if chosen.problem.backward else None
 
 
@@ -46,9 +46,20 @@ def check_gradients(case, result):
 BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
 
 
-# Options with other code paths if warpgroups share keys.
-OF_SHARES = ("causal", "window-empty-tiles", "softcap", "dropout", "all", "packed-causal", "grouped", "wide-values")
-SHARED_KEYS = in_tiers({name: OPTIONS[name] for name in OF_SHARES}, ["causal", "dropout", "all", "packed-causal"])
+# Options with another code path if warpgroups share keys.
+SHARED_KEYS_OPTIONS = (
+    "causal",
+    "window-empty-tiles",
+    "softcap",
+    "dropout",
+    "all",
+    "packed-causal",
+    "grouped",
+    "wide-values",
+)
+SHARED_KEYS = in_tiers(
+    {name: OPTIONS[name] for name in SHARED_KEYS_OPTIONS}, ["causal", "dropout", "all", "packed-causal"]
+)
 
 
 @pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
@@ -63,7 +74,7 @@ def test_option_with_shared_keys(options):
     check_gradients(case, run(case, TILES["shared keys"]))
 
 
-# Exponentials of unmasked tiles precede the wait for dP; those of masked tiles with so many queries follow it.
+# In this tile the exponentials of unmasked tiles precede the wait for dP, and those of masked tiles follow it.
 MANY_QUERIES = Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=False)
 MASKS = {"full": Case(**LONG | dict(heads=1)), "causal": Case(**LONG | dict(heads=1, causal=True))}
 
@@ -83,7 +94,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
 def posed_backwards(dims, **words):
-    """Backward problems with these head dimensions."""
+    """The backward problems of these head dimensions."""
     words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
     return [problem for problem in ahead.problems(**words) if problem.backward]
 
@@ -92,25 +103,25 @@ def posed_backwards(dims, **words):
     "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
 )
 def test_every_tile(dims):
-    """Every tile that a plan may choose for these head dimensions, with partial last tiles of queries and of keys."""
+    """Runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")
-    found = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
-    assert {tile.dq_in_bulk for tile in found} == ({False, True} if dim < 192 else {False})
-    assert {tile.shares for tile in found} == {1 if dim < 192 else 2}
-    for tile in found:
+    legal_tiles = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
+    assert {tile.dq_in_bulk for tile in legal_tiles} == ({False, True} if dim < 192 else {False})
+    assert {tile.shares for tile in legal_tiles} == {1 if dim < 192 else 2}
+    for tile in legal_tiles:
         check_gradients(case, run(case, tile))
 
 
 ORDERS = [dict(order="early"), dict(order="late"), *(dict(order="random", seed=seed) for seed in range(2))]
 IN_ORDER = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, window=(200, 100)))
-ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # two blocks, one tile of queries
+ONE_TURN = Case(**LONG | dict(q_len=60, kv_len=200, heads=1))  # two blocks, one query tile
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_bitwise_equal_in_any_order(tile):
-    """The order of blocks, warps, copies and wgmmas changes no bit; dQ is added in order."""
+    """No bit depends on the order of blocks, warps, copies and wgmmas, because dQ is added in order."""
     how = dict(tile=TILES[tile]._replace(dq_in_bulk=False), deterministic=True)
     first = run(IN_ORDER, **how)
     check_gradients(IN_ORDER, first)
@@ -118,7 +129,7 @@ def test_bitwise_equal_in_any_order(tile):
         assert_bitwise_equal(run(IN_ORDER, start=functools.partial(start, **order), **how), first, IN_ORDER)
 
 
-# name -> (original text, in a header of several kernels, planted text, error message)
+# name -> (original text, which several headers contain, planted text, error message)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
 WAITED = "while (ld_acquire(of(row, half)) != before) {}"
@@ -139,8 +150,9 @@ TURNS_PLANTED = {
 
 @pytest.mark.parametrize("bug", TURNS_PLANTED)
 def test_planted_bug_of_turns_is_found(bug, monkeypatch):
-    """The race is found even if the sums were in order: on a GPU only release and acquire order the additions of
-    different blocks."""
+    """The race is found even if the additions happen to be in order, because only release and acquire order them on a
+    GPU.
+    """
     good, bad, message = TURNS_PLANTED[bug]
     with planted(monkeypatch, (good, bad), in_header=True), pytest.raises(errors.Race, match=message):
         run(ONE_TURN, TILES["keys"], deterministic=True)
@@ -159,7 +171,7 @@ def test_dq_is_added_in_any_order(tile):
 
 @pytest.mark.parametrize(("tile", "dim"), [("keys", 64), ("keys", 96), ("shared keys", 64)])
 def test_bytes_and_conflicts(tile, dim, watch):
-    """K and V are read once, Q and dO once per block; no bank conflicts."""
+    """K and V are read once in total, Q and dO once per block; there are no bank conflicts."""
     case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1, head_dim=dim, head_dim_v=dim))
     run(case, TILES[tile], start=watch.start)
     count, blocks = watch.counters["backward"], 256 // TILES[tile].block_kv
@@ -169,9 +181,9 @@ def test_bytes_and_conflicts(tile, dim, watch):
     assert count.bank_conflicts == 0
 
 
-def test_a_gradient_that_no_box_can_take():
-    """dout with strides of 0, as from a sum, or at an unaligned address is copied first."""
-    case, how = Case(**LONG), dict(arch="sm_90a", engine="wgmma", tile=of_backward(TILES["keys"]))
+def test_dout_that_tma_cannot_load_is_copied():
+    """dout is copied first if its strides are 0, as for the gradient of a sum, or its address is not aligned."""
+    case, how = Case(**LONG), dict(arch="sm_90a", engine="wgmma", tile=backward_tile(TILES["keys"]))
     call = case.call()
     same = np.broadcast_to(np.ones((), call.dout.dtype), call.dout.shape)
     odd = np.ones(call.dout.size + 1, call.dout.dtype)[1:].reshape(call.dout.shape)
@@ -183,12 +195,12 @@ def test_a_gradient_that_no_box_can_take():
         )
         for dout in (same.copy(), same, odd)
     ]
-    expected, *results = (backends.run_backward(*planned(case, its, **how)) for its in saved)
+    expected, *results = (backends.run_backward(*planned(case, each, **how)) for each in saved)
     for result, name in product(results, ("dk", "dv")):
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
 
-# name -> (tile, original text, planted text, errors; AssertionError if only a wrong result reveals the bug)
+# name -> (tile, original text, planted text, errors; AssertionError if only the result shows the bug)
 PLANTED = {
     "no wait for K": ("keys", "rings.K.wait(), rings.V.wait();", "rings.V.wait();", errors.PendingCopy),
     "no wait for V": ("keys", "rings.K.wait(), rings.V.wait();", "rings.K.wait();", errors.PendingCopy),
@@ -285,8 +297,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
-    tile, good, bad, found = PLANTED[bug]
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+    tile, good, bad, error = PLANTED[bug]
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
 
 
@@ -300,7 +312,7 @@ def test_planted_bug_is_found(bug, monkeypatch):
     ids=str,
 )
 def test_every_tile_compiles_without_spills(dims, words):
-    """And without warnings of serialized wgmma or of an ignored setmaxnreg."""
+    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
     (problem,) = posed_backwards(dims, **words)
     hopper = device.named("sm_90a", "cuda")
     for tile in wgmma.backward.tiles(problem, hopper):

@@ -1,5 +1,7 @@
-"""Buckets of lengths: all lengths of one have its engine and tile, whatever calls came before; launches and workspaces
-are those of the exact lengths."""
+"""Buckets of lengths: all lengths in a bucket share its engine and tile, in any order of calls.
+
+Launches and workspaces follow the exact lengths.
+"""
 
 import random
 from collections import defaultdict
@@ -26,7 +28,9 @@ ORDERS = 6
 
 
 def test_buckets_partition_the_lengths():
-    """Every octave has BUCKETS of them, the last of which ends at the power of two; short lengths have their own."""
+    """Every octave has BUCKETS buckets, and the last one ends at the power of two; each short length is its own
+    bucket.
+    """
     buckets = sorted({bucket_of(length) for length in range(5000)})
     assert all(last + 1 == first for (_, last), (first, _) in pairwise(buckets))
     for length in (*range(2 * BUCKETS + 1), *(2**n for n in range(32))):
@@ -39,7 +43,9 @@ def test_buckets_partition_the_lengths():
 
 
 def test_the_lengths_in_shapes_are_in_the_bucket():
-    """A bias and a dense mask, which broadcast, have the lengths of q and k in their shapes."""
+    """A broadcast bias or dense mask has the lengths of q and k in its shape, and last_of_bucket replaces them there
+    too.
+    """
     problem = PROBLEM._replace(q_len=1000, kv_len=1300, bias=(2, 1, 1000, 1300), dense_mask=(1300,))
     other = problem._replace(q_len=1024, kv_len=1536, bias=(2, 1, 1024, 1536), dense_mask=(1536,))
     assert last_of_bucket(problem) == last_of_bucket(other) == other
@@ -48,7 +54,7 @@ def test_the_lengths_in_shapes_are_in_the_bucket():
 
 
 def problems(engine, backward):
-    """A problem of an engine on a device that it runs on."""
+    """A problem that selects this engine, and a device on which it runs."""
     if engine in ("cpu", "cpu_decode"):
         return PROBLEM._replace(backward=backward, engine=engine), CPU
     if engine == "mma_decode":
@@ -63,7 +69,7 @@ def problems(engine, backward):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("engine", [engine for engine in MODULES if "decode" not in engine])
 def test_a_bucket_shares_its_tile(engine, backward):
-    """The tile, the threads and the refusals of a bucket's last lengths; the launches of the exact ones."""
+    """Tile, threads and refusals are those of the bucket's last lengths; launches are those of the exact lengths."""
     check_buckets(engine, backward, (1, 100, 1100))
 
 
@@ -76,8 +82,8 @@ def check_buckets(engine, backward, q_lengths, kv_lengths=(7, 137, 2100)):
     problem, device = problems(engine, backward)
     for q_length, kv_length in product(q_lengths, kv_lengths):
         lasts = (bucket_of(q_length)[1], bucket_of(kv_length)[1])
-        of_bucket = plan(problem._replace(q_len=lasts[0], kv_len=lasts[1]), device)
-        shared = (of_bucket.engine, of_bucket.tile, of_bucket.threads, of_bucket.cost, of_bucket.refused)
+        last = plan(problem._replace(q_len=lasts[0], kv_len=lasts[1]), device)
+        shared = (last.engine, last.tile, last.threads, last.cost, last.refused)
         for q_len, kv_len in product(*({*bucket_of(length), length} for length in (q_length, kv_length))):
             exact = problem._replace(q_len=q_len, kv_len=kv_len)
             chosen = plan(exact, device)
@@ -88,16 +94,18 @@ def check_buckets(engine, backward, q_lengths, kv_lengths=(7, 137, 2100)):
 
 @pytest.mark.parametrize("engine", MODULES)
 def test_an_engine_serves_a_bucket_or_refuses_it(engine):
-    """An engine with a limit of lengths has it at the end of a bucket: else lengths that it serves would be refused."""
+    """An engine must not limit lengths inside a bucket, or it would refuse lengths that it serves."""
     problem, device = problems(engine, backward=False)
     for q_len, kv_len in product((*range(20), 33, 100), repeat=2):
         exact = problem._replace(q_len=q_len, kv_len=kv_len, engine=engine)
-        of_exact, of_last = (MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact)))
-        assert bool(of_exact) == bool(of_last), (q_len, kv_len, of_exact, of_last)
+        exact_reasons, bucket_reasons = (
+            MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact))
+        )
+        assert bool(exact_reasons) == bool(bucket_reasons), (q_len, kv_len, exact_reasons, bucket_reasons)
 
 
 def test_a_growing_cache_of_keys_plans_once_per_bucket():
-    """A decode has a new length at every step."""
+    """The number of keys grows by one in each decode step."""
     problem, device = problems("mma", backward=False)
     with cold():
         for kv_len in range(1025, 2049):
@@ -106,13 +114,16 @@ def test_a_growing_cache_of_keys_plans_once_per_bucket():
         assert plan.cache_info().misses == 1024
 
 
-# (128, 128) of engine cpu has a tile for itself, (129 .. 160, 129 .. 160) several, were they chosen by exact length.
+# Chosen by exact length, the tiles of engine cpu would differ within a bucket: (128, 128) would have a tile of its own,
+# and (129 .. 160, 129 .. 160) several.
 LENGTHS = [*product((129, 144, 160), (129, 150, 160)), (128, 128), (113, 120), (120, 113), (1, 129), (1, 160)]
 
 
 @contextmanager
 def cold(*, planted=False):
-    """Forget all plans before and after; optionally plant the bug that the first problem of a bucket stands for it."""
+    """Clear the caches of plans before and after; `planted` plans for the first problem of a bucket instead of its
+    last.
+    """
     representatives, last = {}, module.last_of_bucket
     with pytest.MonkeyPatch.context() as patch:
         if planted:
@@ -125,17 +136,17 @@ def cold(*, planted=False):
 
 
 def changed_by_order(run, *, planted):
-    """The lengths for which run(q_len, kv_len) depends on the calls before it, in random orders from a cold start."""
+    """The lengths for which run(q_len, kv_len) gives different results in random orders of calls with cold caches."""
     results = defaultdict(set)
     for seed in range(ORDERS):
         with cold(planted=planted):
             for lengths in random.Random(seed).sample(LENGTHS, len(LENGTHS)):
                 results[lengths].add(run(*lengths))
-    return {lengths for lengths, of_orders in results.items() if len(of_orders) > 1}
+    return {lengths for lengths, distinct in results.items() if len(distinct) > 1}
 
 
 def run_on_cpu(q_len, kv_len):
-    """The bits of a forward and its backward, by the public functions."""
+    """The bytes of the results of a forward and a backward by the public functions."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, length, 2, 16)).astype(np.float32) for length in (q_len, kv_len, kv_len))
     out, vjp = cupy_flash.attention_vjp(q, k, v, causal=True)
@@ -161,13 +172,15 @@ RUNS = {
 @pytest.mark.parametrize("planted", [False, True], ids=["right", "planted"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_no_call_changes_a_later_one(run, planted):
-    """Results are bitwise equal, and plans are equal, in any order of calls. If the first problem of a bucket were
-    planned for, they would not be."""
+    """Plans, and the bits of results, do not depend on the order of calls.
+
+    With the planted bug, which plans for the first problem of a bucket, they do.
+    """
     assert bool(changed_by_order(run, planted=planted)) == planted
 
 
-def test_blocks_multicast_where_the_lengths_allow_it():
-    """KV multicast needs an even number of query tiles; a tile of the whole bucket goes without where it is odd."""
+def test_kv_multicast_needs_an_even_number_of_query_tiles():
+    """KV multicast needs an even number of query tiles; for an odd number the bucket's tile runs without it."""
     (problem,) = ahead.problems(dtype="bfloat16", head_dim=64, engine="wgmma", backward=False)
     problem = problem._replace(kv_len=512)
     device = HOPPER._replace(backend="cuda")
@@ -185,4 +198,4 @@ def test_explain_says_which_bucket():
     q, k = np.zeros((1, 1, 2, 16), np.float32), np.zeros((1, 1100, 2, 16), np.float32)
     text = cupy_flash.explain(q, k, k)
     assert "bucket     1 queries x 1025 to 1280 keys" in text and "1 queries x 1100 keys" in text
-    assert "takes at most 8 queries, not 1100" in cupy_flash.explain(k, k, k)  # its own lengths, not the bucket's
+    assert "takes at most 8 queries, not 1100" in cupy_flash.explain(k, k, k)  # refusals are those of the exact lengths

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: reused, never torn, never trusted if damaged or writable by others."""
+"""Compiled kernels on disk: entries are reused, written atomically, and trusted only if undamaged and safely owned."""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ ENTRY_FILES = ["entry.json", "kernel.cubin", "log.txt", "source.cu"]
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Clear the caches in memory and the warnings already given, as in a new process."""
+    """Clear the caches in memory and the record of warnings given, as in a new process."""
     monkeypatch.setattr(cache, "failures", itertools.count())
     cache.compiled.cache_clear()
     yield
@@ -56,7 +56,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return compile(text, name, target)
 
-    nvrtc.identity()  # also a kernel, compiled once per process
+    nvrtc.identity()  # it compiles a kernel, once per process
     monkeypatch.setattr(nvrtc, "compile", counted)
     return names
 
@@ -67,7 +67,7 @@ def forget() -> None:
 
 
 def store(text: str = TEXT) -> Path:
-    """Compile into the cache folder and return the folder of the entry."""
+    """Compile into the cache folder; return the folder of the entry."""
     path = cache.compiled(text, NAME, TARGET).path
     assert path is not None
     forget()
@@ -75,7 +75,7 @@ def store(text: str = TEXT) -> Path:
 
 
 def assert_unstored(count: int = 1) -> str:
-    """Compile `count` kernels that cannot be stored, and return the text of the only warning."""
+    """Compile `count` kernels that cannot be stored; return the text of the warning, which is given once."""
     with pytest.warns(RuntimeWarning) as caught:
         for number in range(count):
             compiled = cache.compiled(TEXT.replace("1; }", f"{7 + number}; }}"), NAME, TARGET)
@@ -87,7 +87,7 @@ def assert_unstored(count: int = 1) -> str:
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
-    """Patch os.lstat so that `path` belongs to `user`; this process is user 4242."""
+    """Patch os.lstat so that `path` belongs to `user`, and make this process user 4242."""
     lstat = os.lstat
 
     def changed(name: os.PathLike[str] | str, **options: int) -> os.stat_result:
@@ -170,8 +170,8 @@ def test_text_flags_and_compiler_are_the_key(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of the loads of the compiler library, one entry per load."""
+def library_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry per load of the compiler's library."""
     calls: list[str] = []
     library = nvrtc.library
 
@@ -183,27 +183,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, asked: list[str], compiles: list[str]) -> None:
+def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, library_loads: list[str], compiles: list[str]) -> None:
     store()
-    asked.clear()
+    library_loads.clear()
     nvrtc.identity.cache_clear()
     assert cache.compiled(TEXT, NAME, TARGET).path is not None
-    assert asked == [] and compiles == [NAME]
+    assert library_loads == [] and compiles == [NAME]
 
 
 def test_another_compiler_compiles_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]
 ) -> None:
-    """An upgraded compiler, or one of another environment; the kernels of the first one stay in the cache."""
+    """A new release of the compiler compiles again; the entries of the first one stay valid."""
     first, said = store(), nvrtc.identity()
     libraries = [tmp_path / name for name in ("libnvrtc.so.13", "libnvrtc.so.14")]
     for library in libraries:
         library.write_text("a library")
     monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
     monkeypatch.setattr(cache.environment, "libraries", lambda: ("another",))
-    assert store() == first and compiles == [NAME]  # the same compiler in another environment
+    assert store() == first and compiles == [NAME]  # another environment with the same library file
     monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
-    assert store() == first and compiles == [NAME]  # no sign that it is another compiler
+    assert store() == first and compiles == [NAME]  # the file has not changed, so the stored identity is used
     libraries[0].write_text("the next release")
     second = store()
     assert second != first and compiles == [NAME] * 2
@@ -215,7 +215,7 @@ def test_another_compiler_compiles_again(
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1, 2]", '["/nowhere", 1, 2, "release"]', "\xff"], ids=repr)
-def test_a_note_that_says_nothing_is_replaced(folder: Path, compiles: list[str], text: str) -> None:
+def test_an_invalid_note_of_a_compiler_is_replaced(folder: Path, compiles: list[str], text: str) -> None:
     entry = store()
     (note,) = folder.glob("compiler.*.json")
     good = note.read_bytes()
@@ -270,7 +270,7 @@ def test_a_folder_that_others_can_write_is_not_used(folder: Path, compiles: list
     contents = sorted(folder.iterdir())
     message = assert_unstored(3)
     assert f"{folder} can be written by other users (chmod go-w would close it)" in message
-    assert compiles == [NAME] * 4  # the entry was not used either
+    assert compiles == [NAME] * 4  # the existing entry was not used either
     assert sorted(folder.iterdir()) == contents
 
 
@@ -343,7 +343,7 @@ def test_without_a_home_kernels_stay_in_memory(
 
 
 def test_a_relative_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A relative folder would be another one in every working directory.
+    # A relative path would be another folder in every working directory.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", "cache")
     assert "cache is not an absolute path" in assert_unstored()
@@ -351,7 +351,7 @@ def test_a_relative_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("fails_at", ENTRY_FILES)
-def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
+def test_a_full_disk_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
     write = cache.write
 
     def full(path: Path, content: bytes, mode: int) -> None:
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_owners_and_modes_are_not_checked_on_windows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on Windows.
+    # Windows has no os.geteuid.
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.delattr(os, "geteuid")
@@ -486,10 +486,10 @@ def test_a_damaged_note_of_a_compiler_is_ignored(
     assert cache.noted_compiler(folder) is None
     cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME]
-    assert cache.noted_compiler(folder) == nvrtc.identity()  # the note was written again
+    assert cache.noted_compiler(folder) == nvrtc.identity()  # the note has been rewritten
 
 
-def test_the_next_publisher_removes_what_a_killed_one_left(folder: Path) -> None:
+def test_publishing_removes_old_files_of_killed_processes(folder: Path) -> None:
     entry = store()
     day = 24 * 60 * 60
     ages = {"publishing-0ld": day + 60, "publishing-recent": day - 60, "publishing-foreign": 9 * day, "mine": 9 * day}
@@ -506,7 +506,7 @@ def test_the_next_publisher_removes_what_a_killed_one_left(folder: Path) -> None
     assert [path.name for path in (folder / "publishing-foreign").iterdir()] == ["notes.txt"]
 
 
-def test_a_quicker_process_wins(folder: Path) -> None:
+def test_the_first_process_to_publish_wins(folder: Path) -> None:
     entry = store()
     inode = entry.stat().st_ino
     result = nvrtc.compile(TEXT, NAME, TARGET)
@@ -560,11 +560,11 @@ def test_a_failed_compilation_is_reported_if_nothing_can_be_written(folder: Path
 # -- many processes --------------------------------------------------------------------------------------------------
 
 PROCESSES, KERNELS = 8, 25
-PAYLOAD = 1 << 18  # large enough that a write takes several steps
+PAYLOAD = 1 << 18  # large enough that writing takes several system calls
 
 
 def hammer(rank: int, folder: Path, start: Barrier) -> None:
-    """One of many processes that publish and read the same entries at once, every second time over a damaged one."""
+    """Publish and read the same entries as the other processes; every second entry starts damaged."""
     os.environ["CUPY_FLASH_CACHE_DIR"] = str(folder)
     warnings.simplefilter("error")
     try:
@@ -581,8 +581,9 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
             before = entry.load()
             entry.publish(files)
             after = entry.load()
-            assert {None if found is None else found.code for found in (before, after)} <= {None, result.code}
-            # After a damaged entry, another process may mistake the new one for it and be about to replace it.
+            assert {None if loaded is None else loaded.code for loaded in (before, after)} <= {None, result.code}
+            # If the entry was damaged, another process may mistake the new entry for the damaged one and be about to
+            # replace it.
             assert after is not None or damaged
     except BaseException:
         start.abort()
@@ -611,7 +612,7 @@ def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_folder(folder: Path) -> Path:
-    """Two entries, leftovers of a killed process, and foreign files."""
+    """Two entries, files left by a killed process, and foreign files."""
     entry = store()
     store(OTHER)
     shutil.copytree(entry, folder / "publishing-k1lled" / "entry")
@@ -622,7 +623,7 @@ def full_folder(folder: Path) -> Path:
     return folder
 
 
-def test_clear_removes_what_is_ours(full_folder: Path) -> None:
+def test_clear_removes_only_our_files(full_folder: Path) -> None:
     cache.clear(full_folder)
     kept = ["k.0123456789abcdef0123456789abcdef", "notes.txt", "simt.mine"]
     assert sorted(path.name for path in full_folder.iterdir()) == kept
@@ -664,7 +665,7 @@ def test_clear_says_why_a_folder_cannot_be_cleared(
     def denied(path: Path, *_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    for method in ("iterdir", "unlink"):  # root may read and write anyway
+    for method in ("iterdir", "unlink"):  # root can read and write in any folder, so the failure is simulated
         with monkeypatch.context() as patch:
             patch.setattr(Path, method, denied)
             assert main(["cache", "clear"]) == 1

@@ -1,4 +1,4 @@
-"""cupy_flash check: a wrong, hanging or crashing kernel is named and disqualifies its engine; the others are served."""
+"""cupy_flash check: a wrong, hanging or crashing kernel is named and disqualifies its engine, but no other engine."""
 
 import json
 import os
@@ -27,12 +27,14 @@ HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
 WITHOUT_CACHE = [engine for engine in DTYPES if engine not in DECODERS]
-STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # of simt/forward
+STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # a line of simt/forward.cu
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
-    """One small call per engine, evidence of this test alone, the kernels of all tests, and workers that have time."""
+    """Run one small call per engine, with a new evidence folder, the shared kernel cache, and workers without time
+    limits.
+    """
     kernel_folder = os.environ["CUPY_FLASH_CACHE_DIR"]
     monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernel_folder))
     monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
@@ -44,7 +46,7 @@ def small(tmp_path, monkeypatch):
 
 
 def planted(task, announce, good, bad):
-    """The work of a check in a worker process, with `good` replaced by `bad` in every kernel that has it."""
+    """Do the work of a check in a worker process, with `good` replaced by `bad` in every kernel that contains it."""
     changed = []
 
     def assemble_planted(*arguments):
@@ -70,7 +72,7 @@ def wrong_decode(task, announce):
 
 
 def hangs(task, announce):
-    """The kernel of simt never ends; only its run has a limit."""
+    """The simt kernel loops for ever; only the step that runs it has a time limit."""
 
     def limited(step, seconds):
         announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)
@@ -108,7 +110,7 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     result = run_check("simulator", None, False, report.append, work)
     assert {row.engine: row.verdict for row in result.rows} == {"simt": verdict, "mma": "passed"}
     assert not result.passed and result.engines["mma"] is None and words in result.engines["simt"]
-    assert str(SMALL) in result.engines["simt"]  # the case is named
+    assert str(SMALL) in result.engines["simt"]  # the failed case is named
     assert set(result.refused) == {"wgmma"} and "sm_80 lacks the instructions" in result.refused["wgmma"]
     assert f"simt              1      0  FAILED: {result.engines['simt']}" in str(result)
     assert report[0].startswith(f"1/2 simt: {SMALL}: {verdict}, ") and report[1].startswith("2/2 mma: ")
@@ -116,10 +118,10 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     stored = evidence.check_of("simt", named("sm_80"))
     assert not stored.passed and words in stored.reason and evidence.check_of("mma", named("sm_80")).passed
     (case,) = json.loads(stored.path.read_text())["cases"]
-    assert Trial.of(case["trial"]) == SMALL  # by which it can be made again
+    assert Trial.of(case["trial"]) == SMALL  # and can be reproduced
     with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
         explained()
-    assert "checked    simt failed" in explained("simt")  # an explicit engine is never replaced
+    assert "checked    simt failed" in explained("simt")  # but an engine that is requested explicitly runs
 
 
 def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
@@ -132,7 +134,7 @@ def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
 
 @pytest.mark.exhaustive
 def test_an_engine_of_kv_caches(monkeypatch):
-    """A check covers mma_decode, contiguous and paged; the planted bug drops a factor of the softmax."""
+    """A check of mma_decode covers contiguous and paged caches; the planted bug changes a factor of the softmax."""
     monkeypatch.setitem(CASES, "mma_decode", [DECODE])
     assert run_check("simulator", "mma_decode", False, lambda line: None, calls.work).passed
     assert evidence.check_of("mma_decode", named("sm_80")).passed
@@ -173,12 +175,12 @@ def test_a_backend_without_kernels(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_does_not_serve_the_card_has_not_passed(capsys):
+def test_an_engine_that_refuses_the_card_has_not_passed(capsys):
     assert main(["check", "--backend", "simulator:sm_80", "--engine", "wgmma", "--quick"]) == 1
     assert "wgmma             -      -  sm_80 lacks the instructions of sm_90a" in capsys.readouterr().out
 
 
-def test_verdicts_that_cannot_be_stored_cost_no_minutes(tmp_path, monkeypatch):
+def test_verdicts_that_cannot_be_stored_run_no_checks(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))
     report = []
@@ -188,7 +190,7 @@ def test_verdicts_that_cannot_be_stored_cost_no_minutes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", [None, 5])
-def test_a_backend_that_is_no_text(backend):
+def test_a_backend_that_is_not_a_string(backend):
     with pytest.raises(TypeError, match=f'backend must be "cuda" or "simulator:ARCH", not {backend}'):
         cupy_flash.check(backend=backend)
 
@@ -228,7 +230,7 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
 
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)
 def test_no_case_of_the_covering_set_is_refused(engine):
-    """On a real GPU a refusal would read as a failure; the plans need none."""
+    """On a real GPU a refusal would be reported as a failure. Plans show refusals without a GPU."""
     arch = "sm_90a" if engine == "wgmma" else "sm_80"
     for simulated in (False, True):
         for trial in trials(engine, arch, simulated, quick=False):

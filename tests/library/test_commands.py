@@ -1,4 +1,4 @@
-"""The command line: what explain, ptx, compile and info print, and that every error is one line without a traceback."""
+"""The command line: the output of explain, ptx, compile and info; every error is one line without a traceback."""
 
 import argparse
 import re
@@ -27,7 +27,7 @@ def run(capsys, *arguments):
 
 
 def status_of(arguments):
-    """The exit status of a command, whether it parses or not."""
+    """The exit status of a command, also if its arguments cannot be parsed."""
     try:
         return main(arguments)
     except SystemExit as stop:
@@ -42,7 +42,7 @@ def test_version(capsys):
 # Explain
 
 
-def test_explain_is_the_plan_of_a_gpu_that_is_not_here(capsys):
+def test_explain_prints_the_plan_of_an_absent_gpu(capsys):
     sizes = ["--head-dim", "128", "--seqlen", "4096", "--batch", "2", "--heads", "16", "--group", "4"]
     printed = run(capsys, "explain", "--arch", "sm_90a", "--dtype", "bfloat16", *sizes, "--causal")
     forward, backward = printed.split("\n\n")
@@ -55,7 +55,7 @@ def test_explain_is_the_plan_of_a_gpu_that_is_not_here(capsys):
     assert forward == plan(problem, device.named("sm_90a", "cuda")).explain()
 
 
-def test_explain_has_the_engine_that_is_named(capsys):
+def test_explain_uses_the_requested_engine(capsys):
     words = ["--arch", "sm_90a", "--head-dim", "128", "--engine", "wgmma", "--no-backward"]
     printed = run(capsys, "explain", *words, "--seqlen", "100", "--seqlen-k", "3000")
     assert "engine     wgmma on cuda (sm_90a" in printed and "100 queries x 3000 keys" in printed
@@ -63,11 +63,12 @@ def test_explain_has_the_engine_that_is_named(capsys):
 
 
 def test_options_are_those_of_features():
-    """Every option that a kernel is compiled for, and every kind of value that it may have."""
+    """The command line has every option for which kernels are compiled, with every kind of value."""
     parser = argparse.ArgumentParser()
     add_problem(parser)
     parsed = vars(parser.parse_args(["--head-dim", "8"]))
-    compiled = [feature for feature in FEATURES if feature.constant and feature.kind != MOD]  # functions
+    # functions have no command-line form
+    compiled = [feature for feature in FEATURES if feature.constant and feature.kind != MOD]
     assert {"causal", "window", "deterministic", "return_lse", "engine"} <= parsed.keys()
     assert {feature.name for feature in compiled} <= parsed.keys()
     assert all(parsed[feature.name] == feature.default for feature in compiled)
@@ -94,7 +95,7 @@ def test_explain_takes_the_options(words, text, capsys):
     assert text in run(capsys, "explain", *sizes, *words)
 
 
-def test_a_length_that_no_array_could_have_is_planned():
+def test_lengths_beyond_any_array_are_planned():
     (forward,) = plans("sm_80", 1, None, 2**30, None, dtype="float16", head_dim=64, group=8, backward=False)
     assert forward.problem.heads == 256 and forward.problem.q_len == forward.problem.kv_len == 2**30
 
@@ -117,7 +118,7 @@ def test_ptx_is_written(tmp_path, capsys):
     assert all(".entry" in (folder / name).read_text() for name in names)
 
 
-def test_a_reader_that_ends_early_is_no_error():
+def test_a_closed_pipe_is_no_error():
     command = [sys.executable, "-m", "cupy_flash", "ptx", *TINY, "--seqlen", "64", "--no-backward"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -222,15 +223,15 @@ def test_an_unsupported_problem_has_the_reasons_of_each_engine(capsys):
     assert "wgmma: fp8 has no gradients" in error and all(f"  - {engine}: " in error for engine in MODULES)
 
 
-def test_without_a_gpu_one_is_named(capsys, monkeypatch):
+def test_without_a_gpu_the_error_asks_for_an_architecture(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     for command in ("explain", "ptx", "compile"):
         assert main([command, "--head-dim", "8"]) == 1
         assert re.fullmatch(r'there is no GPU .*; name one, as in arch="sm_90a" .*\n', capsys.readouterr().err)
 
 
-def test_numbers_are_those_of_the_call():
-    """Explain plans the same problem as a call on arrays of these sizes."""
+def test_explain_plans_the_problem_of_a_call():
+    """`explain` of the command line plans the same problem as a call with arrays of these sizes."""
     (forward,) = plans("sm_80", 2, 4, 48, 32, dtype="float32", head_dim=16, group=2, backward=False, softcap=3.0)
     q, kv = np.zeros((2, 48, 4, 16), np.float32), np.zeros((2, 32, 2, 16), np.float32)
     text = cupy_flash.explain(q, kv, kv, softcap=3.0)

@@ -1,4 +1,4 @@
-"""compile() ahead of the first call: it covers all launches of later calls, reports them, and needs no GPU."""
+"""compile() before the first call: it covers all launches of later calls, reports them, and needs no GPU."""
 
 import sys
 
@@ -33,7 +33,7 @@ def planned(problem, on):
 
 
 def words(case):
-    """The options of compile() for a case: dtypes instead of arrays."""
+    """Arguments of compile() for a case: dtypes in place of arrays."""
     given = {}
     for name, value in case.call().options.items():
         if isinstance(value, np.ndarray):
@@ -46,7 +46,7 @@ def words(case):
 
 @pytest.mark.parametrize("name", [name for name, case in OPTIONS.items() if case.head_dim <= 256])
 def test_covers_the_call(name):
-    """compile() covers the launches of a forward and a backward with every option."""
+    """compile() covers the launches of a forward and a backward, for every option."""
     case, on = OPTIONS[name], device.named("sm_80", "cuda")
     covered = kernels(ahead.launches(on, **words(case)))
     call, result = case.call(), run(case)
@@ -71,15 +71,19 @@ def test_covers_every_length(dtype, head_dim, backward, arch):
                 chosen = planned(problem._replace(**sizes), on)
                 tiles.add((chosen.block_q, chosen.block_kv, chosen.threads))
                 assert kernels(chosen.launches) <= covered, sizes
-    assert len(tiles) > 1 or head_dim > 64  # the tile depends on the length if several tiles fit
+    assert len(tiles) > 1 or head_dim > 64  # if several tiles fit, the plan's tile depends on the length
 
 
 def test_compiles_into_the_cache(folder):
     made = cupy_flash.compile(dtype="float32", head_dim=16, arch="sm_75", backward=False)
-    assert made and {it.name for it in made} == {"simt/forward"} and {it.target for it in made} == {"sm_75"}
-    assert all(it.path.is_relative_to(folder) and it.path.read_bytes() == it.code for it in made)
-    assert all(it.resources["forward"].registers > 0 for it in made)
-    assert len({it.path for it in made}) == len(made)
+    assert (
+        made
+        and {kernel.name for kernel in made} == {"simt/forward"}
+        and {kernel.target for kernel in made} == {"sm_75"}
+    )
+    assert all(kernel.path.is_relative_to(folder) and kernel.path.read_bytes() == kernel.code for kernel in made)
+    assert all(kernel.resources["forward"].registers > 0 for kernel in made)
+    assert len({kernel.path for kernel in made}) == len(made)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "float32", torch.float32], ids=repr)
@@ -90,9 +94,12 @@ def test_takes_every_spelling_of_a_dtype(dtype):
 
 
 def test_gradients_of_lse_cost_one_small_kernel():
-    """Only the delta kernel depends on whether lse has a gradient."""
+    """Only the delta kernel depends on the presence of a gradient of lse."""
     on = device.named("sm_80", "cuda")
-    without, both = (kernels(ahead.launches(on, dtype="float32", head_dim=8, return_lse=it)) for it in (False, True))
+    without, both = (
+        kernels(ahead.launches(on, dtype="float32", head_dim=8, return_lse=has_gradient))
+        for has_gradient in (False, True)
+    )
     assert without < both and {kernel for kernel, *_ in both - without} == {"delta"}
 
 
@@ -132,7 +139,7 @@ def test_command_without_nvrtc(folder, capsys, monkeypatch):
         raise ImportError(nvrtc.MISSING)
 
     monkeypatch.setattr(nvrtc, "library", missing)
-    monkeypatch.setattr(nvrtc, "identity", missing)  # the process may have cached the answer
+    monkeypatch.setattr(nvrtc, "identity", missing)  # the process may have cached the identity
     cache.compiled.cache_clear()
     assert main(["compile", "--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]) == 1
     output = capsys.readouterr()

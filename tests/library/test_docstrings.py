@@ -1,6 +1,6 @@
-"""Every example runs: doctests of all modules, and the Python blocks of the README and of docs/.
+"""All examples run: the doctests of all modules, and the Python blocks of README.md and docs/.
 
-The docstrings of the public functions describe exactly their arguments, and `help` shows them as they are written.
+Docstrings of public functions describe exactly their arguments, and `help` shows them unchanged.
 """
 
 import doctest
@@ -22,18 +22,18 @@ MODULES = sorted(
 
 
 def documented():
-    """The functions, classes and methods of the API reference, by their full names."""
-    found = {}
+    """The functions, classes and methods of the API reference, by full name."""
+    items = {}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         module = importlib.import_module(re.search(r"^::: (\S+)$", text, re.M)[1])
         members = text.partition("members:")[2]
         for name in re.findall(r"\w+", members):
-            item = found[f"{module.__name__}.{name}"] = getattr(module, name)
+            item = items[f"{module.__name__}.{name}"] = getattr(module, name)
             for method in vars(item) if inspect.isclass(item) else ():
                 if inspect.isfunction(vars(item)[method]) and not method.startswith("_"):
-                    found[f"{module.__name__}.{name}.{method}"] = vars(item)[method]
-    return found
+                    items[f"{module.__name__}.{name}.{method}"] = vars(item)[method]
+    return items
 
 
 DOCUMENTED = documented()
@@ -43,7 +43,7 @@ WITH_ARGUMENTS = {
 
 
 def described_arguments(item):
-    """The names in the Args section of a docstring, in order; keyword arguments as **name."""
+    """The names in the Args section of a docstring, in order; **name for keyword arguments."""
     section = re.search(r"^Args:\n((?:(?: {4}.*)?\n)*)", inspect.getdoc(item) + "\n", re.M)
     return re.findall(r"^ {4}(\*{0,2}\w+): ", section[1], re.M) if section else []
 
@@ -72,7 +72,8 @@ def test_every_argument_has_a_type(name):
 
 def test_every_public_name_is_in_the_api_reference():
     names = {name.partition(".")[2] for name in DOCUMENTED if name.count(".") == 1}
-    assert names | {"memory"} == set(cupy_flash.__all__)  # memory has a page of its own
+    # docs/ has a page about memory instead of a list of its functions
+    assert names | {"memory"} == set(cupy_flash.__all__)
 
 
 def test_the_api_reference_is_found():
@@ -85,7 +86,7 @@ def test_help_shows_the_docstring_as_it_is_written(name):
     text = inspect.getdoc(DOCUMENTED[name])
     shown = pydoc.render_doc(DOCUMENTED[name], renderer=pydoc.plaintext)
     assert [line for line in text.splitlines() if line not in shown] == []
-    markup = re.findall(r"::$|``|^:\w+|^\.\. |\t", text, re.M)  # of Sphinx, which a terminal shows as it stands
+    markup = re.findall(r"::$|``|^:\w+|^\.\. |\t", text, re.M)  # markup of Sphinx, which a terminal shows literally
     assert markup == []
 
 
@@ -97,11 +98,12 @@ def test_there_are_docstring_examples():
     assert min(attempted.values()) > 0, attempted
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
+# torch's forward mode uses torch.jit.script
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("page", "line", "code"), BLOCKS)
 def test_page(page, line, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if page.name == "fp8.md":  # Hopper alone serves fp8
+    if page.name == "fp8.md":  # fp8 needs Hopper
         monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator:sm_90a")
     run_block(page, line, code)
 
@@ -119,15 +121,15 @@ def test_readme_is_short():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(page):
-    """mkdocs checks the anchors too, but only CI has it, and it does not see the README as it stands."""
+    """mkdocs also checks links and anchors, but runs in CI only, and does not read the README in place."""
     links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_quoted_messages_are_those_of_the_code():
-    """The first column of docs/troubleshooting.md quotes error texts, so that a search finds them."""
+def test_quoted_messages_are_in_the_code():
+    """The first column of docs/troubleshooting.md quotes error messages, so that users can search for them."""
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
-    quoted = [found for row in rows for found in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
+    quoted = [match for row in rows for match in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
     code = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
     assert len(quoted) >= 3
     assert [text for pair in quoted if (text := "".join(pair)) not in code] == []

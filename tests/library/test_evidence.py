@@ -1,4 +1,6 @@
-"""Evidence: plans use what has passed a check and been measured; damaged, foreign and stale records are ignored."""
+"""Evidence: plans use engines that passed a check and tiles that were measured; invalid or foreign records are
+ignored.
+"""
 
 import json
 import logging
@@ -32,7 +34,7 @@ SINGLE = posed(Case(dtype="float32", **SIZES))[0].problem._replace(backend="simu
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The cache folder of this test alone, without evidence."""
+    """A new cache folder without evidence."""
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_FLASH_EVIDENCE_DIR", raising=False)
     forget_plans()
@@ -48,7 +50,9 @@ def passed(device, engine, reason=None):
 
 
 def measured(problem, device, *fastest, **changes):
-    """Store measurements by which these (engine, tile) are the fastest, in this order, and the default the slowest."""
+    """Store measurements in which these (engine, tile) are the fastest, in this order, and the planned tile the
+    slowest.
+    """
     bucket = last_of_bucket(problem)
     default = predicted(bucket, device)
     names = [*fastest, (default.engine, repr(default.tile))]
@@ -61,7 +65,7 @@ def measured(problem, device, *fastest, **changes):
 
 
 def slowest(problem, device, engine):
-    """The name of the tile with the largest prediction, which no plan chooses by itself."""
+    """(engine, tile) with the largest predicted time, which a plan would not choose by prediction."""
     tile, _ = candidates(plan(problem, device), engine)[-1]
     return engine, repr(tile)
 
@@ -74,7 +78,7 @@ def test_an_engine_on_request_needs_a_passed_check_and_a_measurement():
     assert "no check has passed on this card yet (python -m cupy_flash check)" in plan(HALF, HOPPER).explain()
     tile = slowest(HALF, HOPPER, "wgmma")
     measured(HALF, HOPPER, tile)
-    assert plan(HALF, HOPPER).engine == "mma"  # faster, but not known to be right
+    assert plan(HALF, HOPPER).engine == "mma"  # faster, but not checked
     passed(HOPPER, "wgmma")
     chosen = plan(HALF, HOPPER)
     assert (chosen.engine, repr(chosen.tile)) == tile
@@ -83,7 +87,7 @@ def test_an_engine_on_request_needs_a_passed_check_and_a_measurement():
         "why        measured the fastest of 2 tiles in this bucket, 10 warp instructions, the predicted best 11" in text
     )
     assert "checked    wgmma passed on simulator (sm_90a)" in text and "measured   not yet" not in text
-    elsewhere = HALF._replace(q_len=100)  # another bucket
+    elsewhere = HALF._replace(q_len=100)  # a problem of another bucket
     assert plan(elsewhere, HOPPER).engine == "mma"
     assert "checked, but not measured in this bucket" in plan(elsewhere, HOPPER).explain()
     assert plan(HALF, named("sm_90a")._replace(units=114)).engine == "mma"  # another card
@@ -111,15 +115,17 @@ def test_a_measured_tile_beats_a_predicted_one_in_its_bucket():
     measured(SINGLE, AMPERE, name)
     assert repr(plan(SINGLE, AMPERE).tile) == name[1]
     assert repr(plan(SINGLE._replace(engine="simt", scale=3.0), AMPERE).tile) == name[1]
-    assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile by hand stays
+    assert plan(SINGLE, AMPERE, by_prediction.tile) == by_prediction  # a tile that the caller passes is kept
     assert predicted(SINGLE, AMPERE).tile == by_prediction.tile
     others = (dict(kv_len=2000), dict(batch=64), dict(softcap=3.0), dict(backward=True), dict(deterministic=True))
     for other in (*others, dict(derivative="JVP", tangents=("q",))):
         assert plan(SINGLE._replace(**other), AMPERE).measured == "", other
 
 
-def test_a_measured_tile_that_is_not_legal_is_passed_over():
-    """The fastest measured tile that is legal is chosen: calls of a bucket share measurements, not alignment."""
+def test_measured_tiles_that_are_not_legal_are_skipped():
+    """Calls of a bucket share measurements although they may differ in alignment, so the fastest legal tile is
+    chosen.
+    """
     legal = slowest(SINGLE, AMPERE, "simt")
     measured(SINGLE, AMPERE, ("simt", "Tile(block_q=7, block_kv=7, threads=7)"), ("gone", "Tile()"), legal)
     assert repr(plan(SINGLE, AMPERE).tile) == legal[1]
@@ -137,8 +143,8 @@ def test_split_size_keeps_the_predicted_tile():
     assert _tune(problem._replace(cache=cache._replace(split_size=64)), AMPERE) is None
 
 
-def test_compile_knows_the_measured_tiles():
-    """A graph capture after compile() must find the kernels of the tiles that plans choose by measurement."""
+def test_compile_builds_the_measured_tiles():
+    """compile() must build the kernels of measured tiles, because a later graph capture cannot compile."""
     arguments = dict(dtype="float32", head_dim=64, causal=True, backward=False)
     card = AMPERE._replace(backend="cuda", card="NVIDIA A100", driver="12.8")
     before = ahead.launches(card, **arguments)
@@ -171,11 +177,11 @@ def test_the_first_plan_on_a_gpu_without_evidence_names_the_command(caplog):
 # ---- predictions refitted to a card
 
 SMALL = posed(Case(dtype="float16", q_len=64, kv_len=64, heads=8, kv_heads=8, head_dim=64, head_dim_v=64))[0].problem
-SMALL = SMALL._replace(device="cuda:0", aligned=True)  # simt is predicted to take 1.6 times as long as mma
+SMALL = SMALL._replace(device="cuda:0", aligned=True)  # the predicted time of simt is 1.6 times that of mma
 
 
 def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
-    """Store measurements of a bucket that are the predictions of its engines times these factors."""
+    """Store measurements of a bucket: the predicted time of each engine times its factor."""
     bucket = last_of_bucket(problem)
     best = {engine: candidates(predicted(bucket, CARD), engine)[0] for engine in factors}
     costs = {engine: each.cost for engine, (_, each) in best.items()}
@@ -191,7 +197,7 @@ def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
 
 
 def longer(length, problem=SMALL):
-    """The plan for another bucket."""
+    """The plan for another length, in another bucket."""
     return plan(problem._replace(q_len=length, kv_len=length), CARD)
 
 
@@ -206,8 +212,10 @@ def test_an_engine_that_is_measured_twice_as_fast_wins_in_other_buckets():
     assert "refitted   to measurements on NVIDIA H200: simt x 0.5 (1 bucket), mma x 1 (1 bucket)" in text
     assert f"predicted time of all legal tiles, for the bucket's last lengths: {chosen.cost * 1e3:.3g} ms" in text
     assert f"not mma    its smallest predicted time is {before * 1e3:.3g} ms" in text
-    assert chosen.cost < before and longer(1000).engine == "mma"  # where simt is predicted far slower than twice
-    assert predicted(SMALL._replace(q_len=100, kv_len=100), CARD).engine == "mma"  # the default that a tune compares
+    # at this length simt is predicted to be far more than twice as slow
+    assert chosen.cost < before and longer(1000).engine == "mma"
+    # the default with which a tune compares ignores refits
+    assert predicted(SMALL._replace(q_len=100, kv_len=100), CARD).engine == "mma"
 
 
 def test_a_refit_is_the_median_of_the_buckets():
@@ -218,7 +226,7 @@ def test_a_refit_is_the_median_of_the_buckets():
     assert "refitted" not in longer(100, SMALL._replace(backward=True)).explain()
 
 
-def test_an_engine_without_measurements_gets_what_the_others_have_in_common():
+def test_an_engine_without_measurements_gets_the_mean_factor():
     refit(simt=4.0, mma=1.0)
     assert scales_of(SMALL, CARD, ("simt", "mma", "wgmma")) == pytest.approx({"simt": 4, "mma": 1, "wgmma": 2})
 
@@ -231,26 +239,26 @@ NO_REFIT = {
 
 
 @pytest.mark.parametrize("why", NO_REFIT)
-def test_measurements_that_refit_nothing(why):
+def test_measurements_that_do_not_refit_predictions(why):
     tune = refit(simt=0.5, mma=1.0, **NO_REFIT[why])
     assert longer(100).engine == "mma" and "refitted" not in longer(100).explain()
-    assert longer(64).engine == "simt"  # they count in their own bucket
+    assert longer(64).engine == "simt"  # they still count in their own bucket
     ignored = f"ignored    {tune.path}: its predictions alone: they are of another cost model"
     assert (ignored in longer(100).explain()) == (why == "another-model")
 
 
-def test_a_refit_leaves_split_size_alone():
+def test_a_refit_does_not_apply_to_split_size():
     cache = Cache("bshd", SMALL.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=64)
     refit(simt=0.5, mma=1.0)
     assert scales_of(SMALL._replace(cache=cache), CARD, ("mma_decode",)) == {}
     assert scales_of(SMALL._replace(cache=cache._replace(split_size=None)), CARD, ("mma_decode",)) != {}
 
 
-# ---- records that do not count
+# ---- records that are ignored
 
 
 def rewritten(path, change):
-    """Change a record and give it a valid checksum."""
+    """Change a record on disk and update its checksum."""
     record = json.loads(path.read_text())
     del record["sha256"]
     change(record)
@@ -310,8 +318,8 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", ["check", "tune"])
-def test_a_record_that_does_not_count(kind, bad):
-    """It changes no plan, and explain() says why."""
+def test_invalid_records_are_ignored(kind, bad):
+    """A record that is ignored changes no plan, and explain() states the reason."""
     tile = slowest(HALF, HOPPER, "wgmma")
     paths = dict(check=passed(HOPPER, "wgmma"), tune=measured(HALF, HOPPER, tile))
     assert plan(HALF, HOPPER).engine == "wgmma"
@@ -343,8 +351,8 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("bad", FIELDS)
-def test_a_record_with_a_wrong_field_does_not_count(bad, tmp_path, capsys):
-    """Its checksum is right; plans, info and report ignore it and say which field is wrong."""
+def test_records_with_a_wrong_field_are_ignored(bad, tmp_path, capsys):
+    """The checksum is right, but a field is not: plans, info and report ignore the record and name the field."""
     kind, name, value = FIELDS[bad]
     path = passed(AMPERE, "simt") if kind == "check" else measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
     field(name, value)(path)
@@ -393,16 +401,16 @@ def test_a_parent_that_others_can_write_to(where, folder, tmp_path, monkeypatch)
     assert f"{parent} can be written by other users" in evidence.ignored[path]
 
 
-def test_a_measurement_without_the_default_does_not_count():
-    """It would not show that its fastest tile is faster than the prediction's."""
+def test_measurements_without_the_default_are_ignored():
+    """Without a time of the default tile, the record does not show that its fastest tile is faster."""
     path = measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
     rewritten(path, lambda record: record["measured"].pop())
     forget_plans()
     assert plan(SINGLE, AMPERE).measured == "" and "it has no default" in plan(SINGLE, AMPERE).explain()
 
 
-def test_a_gpu_that_is_only_named_has_no_evidence():
-    """compile(arch=...) and explain --arch plan for no card in particular."""
+def test_an_architecture_without_a_card_has_no_evidence():
+    """compile(arch=...) and explain --arch plan for an architecture, not for a card."""
     somewhere = named("sm_90a", "cuda")
     assert somewhere.card == "" and evidence.check_of("wgmma", somewhere) is None
     passed(HOPPER, "wgmma")
@@ -456,10 +464,10 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     root = Path(cupy_flash.__file__).parents[1]
     writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
     assert [writer.wait() for writer in writers] == [0, 0]
-    found = evidence.tunes(AMPERE)
-    assert len(found) == 120 and evidence.ignored == {}
+    stored = evidence.tunes(AMPERE)
+    assert len(stored) == 120 and evidence.ignored == {}
     for name in ("first", "second"):
-        assert sum(tune.measured[0].tile == name for tune in found if name in tune.key) == 40
+        assert sum(tune.measured[0].tile == name for tune in stored if name in tune.key) == 40
     assert not list(folder.rglob("publishing-*"))
 
 
@@ -491,7 +499,7 @@ def test_processes_and_threads_that_tune_one_bucket_lose_nothing():
 
 
 def test_a_reader_sees_a_whole_record():
-    """A new record replaces the old one atomically: a reader that has opened the old one reads it to its end."""
+    """Records are replaced atomically: a reader that has opened the old record reads it to the end."""
     path = passed(HOPPER, "mma")
     old = path.read_bytes()
     with path.open("rb") as reader:
@@ -499,14 +507,14 @@ def test_a_reader_sees_a_whole_record():
         assert reader.read() == old != path.read_bytes()
 
 
-def test_a_process_that_has_measured_less_takes_nothing_away():
+def test_storing_fewer_measurements_keeps_the_others():
     key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
     evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), {}, True)
     stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), {}, False)
     assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
     assert evidence.tune_of(key, AMPERE) == stored
     other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
-    assert len(other.measured) == 1 and not other.complete  # measured against another default
+    assert len(other.measured) == 1 and not other.complete  # it was measured against another default tile
 
 
 # ---- commands
@@ -537,12 +545,12 @@ def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
     report = json.loads(out.read_text())
     assert report["failed"] == [failed] and len(report["evidence"]) == len(report["ignored"]) == 1
     assert any(line.startswith("cupy_flash ") for line in report["info"])
-    assert main(["report", "--out", str(out)]) == 1  # the file exists
+    assert main(["report", "--out", str(out)]) == 1  # the file exists already
     assert "File exists" in capsys.readouterr().err
 
 
 def test_explain_of_arrays(capsys):
-    """The public explain() states the evidence for a tile."""
+    """The public explain() states which measurement chose the tile."""
     name = slowest(SINGLE, AMPERE, "simt")
     measured(SINGLE._replace(q_len=20, kv_len=20, batch=1, heads=1, kv_heads=1), AMPERE, name)
     x = np.zeros((1, 20, 1, 64), np.float32)

@@ -1,4 +1,4 @@
-"""The table of options: what people read and what kernels define agree with it."""
+"""The table of options agrees with signatures, docstrings, types and kernels."""
 
 import inspect
 import re
@@ -20,32 +20,32 @@ BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
 
 
 def documented(name):
-    """The entry of an option in attention()'s docstring, on one line."""
+    """The entry of an option in attention()'s docstring, joined to one line; None if there is none."""
     arguments = attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
     names = rf"(?:\w+, )*{name}(?:, \w+)*"
     match = re.search(rf"(?:^ +|\. ){names}: (.*?)(?=^ {{8}}\w[\w, ]*: |\Z)", arguments, re.M | re.S)
     return re.sub(r"\s+", " ", match[1]) if match else None
 
 
-def test_the_signature_is_the_table():
+def test_the_signature_has_the_options_of_the_table():
     assert tuple(OPTIONS) == NAMES
     assert [parameter.default for parameter in OPTIONS.values()] == [feature.default for feature in FEATURES]
 
 
-def typed(options):
-    """{option: type} of a class of arguments.py, for arrays of any library."""
+def types_of(options):
+    """{option: type} of a TypedDict of arguments.py, for arrays of any library."""
     return {name: re.sub(r"\bT\b", "AnyArray", kind.__forward_arg__) for name, kind in options.__annotations__.items()}
 
 
 def test_the_types_of_the_signature_are_those_of_keyword_arguments():
-    assert typed(arguments.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
+    assert types_of(arguments.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
 
 
 def test_the_types_of_calls_on_a_cache_are_those_of_the_signature():
     signature = inspect.signature(attention_with_kv_cache).parameters.values()
     types = {x.name: x.annotation for x in signature if x.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert typed(arguments.CacheArguments) == types
-    assert typed(arguments.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
+    assert types_of(arguments.CacheArguments) == types
+    assert types_of(arguments.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
 
 
 def test_every_kind_of_option_has_its_type():
@@ -65,7 +65,7 @@ def test_every_kind_of_option_has_its_type():
         or types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
         for feature in FEATURES
     }
-    assert typed(arguments.PaddedOptions) == expected | {"layout": "Layout"}
+    assert types_of(arguments.PaddedOptions) == expected | {"layout": "Layout"}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_every_kind_of_option_has_its_type():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_calls_take_the_options_that_the_table_serves(options, serves):
+def test_typed_dicts_have_the_options_of_the_table(options, serves):
     names = {feature.name for feature in FEATURES if serves(feature)}
     assert options.__annotations__.keys() == names
     without_lse = getattr(arguments, f"{options.__name__}WithoutLse")
@@ -108,7 +108,7 @@ def test_every_option_is_documented(feature):
 
 @BY_NAME
 def test_every_option_reaches_its_field(feature, monkeypatch):
-    """attention() hands its options on by position."""
+    """attention() passes its options to Options by position."""
     monkeypatch.setattr(api, "_forward", lambda function, arrays, options: options)
     value = object()
     options = attention(None, None, None, **{feature.name: value})
@@ -117,7 +117,7 @@ def test_every_option_reaches_its_field(feature, monkeypatch):
 
 
 @BY_NAME
-def test_kernels_define_what_a_feature_becomes(feature):
+def test_kernels_define_the_constants_and_members_of_a_feature(feature):
     config = (kernel_folder() / CONFIG).read_text()
     members = dtypes()["Params"].names
     if feature.constant:
@@ -131,7 +131,7 @@ def test_kernels_define_what_a_feature_becomes(feature):
         assert member in members
 
 
-def test_the_columns_of_a_kind_are_given_where_it_has_them():
+def test_each_kind_of_feature_has_its_columns():
     for feature in FEATURES:
         assert (feature.kind == features.ARRAY) == bool(feature.axes) == bool(feature.dtypes)
         assert (feature.kind == features.NUMBER) == bool(feature.range)

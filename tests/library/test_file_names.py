@@ -1,10 +1,10 @@
-"""Files that comments, docstrings and pages name: each exists."""
+"""File names in comments, docstrings and pages belong to files that exist."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not the tests, which make up names.
+# Tests are left out, because they invent names.
 READ = (
     "cupy_flash",
     "kernels_cu",
@@ -18,12 +18,12 @@ READ = (
 )
 SUFFIXES = {".py", ".cu", ".cuh", ".md", ".sh", ".cfg"}
 NAME = re.compile(r"(?<![\w./{}<>*-])((?:[\w-]+/)*[\w-]+\.(?:py|cuh?|sh|md))\b(?![\w(])")
-# By the cache; by whoever has run the bench on a GPU; by mods/cuda_code.py.
+# Written at run time: by the cache, by a run of the bench on a GPU, by mods/cuda_code.py.
 WRITTEN = {"source.cu", "bench/results/NOTES.md", "captured.cuh", "traced.cuh"}
 
 
 def missing_names(root):
-    """(file, name) of every file name in the texts of a checkout that no file's path ends with."""
+    """(file, name) of every file name in a checkout that is not the end of an existing path."""
     paths = [
         path
         for folder in READ
@@ -44,7 +44,7 @@ def test_named_files_exist():
     assert missing_names(ROOT) == set()
 
 
-def test_a_name_that_has_rotted_is_found(tmp_path):
+def test_a_stale_name_is_found(tmp_path):
     (tmp_path / "docs").mkdir()
     for name in READ[5:]:
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Length of the functions in kernels_cu."""
+"""No function in kernels_cu is longer than LONGEST lines."""
 
 import re
 
@@ -6,9 +6,9 @@ import pytest
 
 from cupy_flash.source import kernel_folder
 
-LONGEST = 90  # lines, from the first of the declaration to the closing brace
-# Text whose braces open no block: comments, strings, preprocessor lines with their continuations, initialisers on one
-# line. Attributes, because they look like calls.
+LONGEST = 90  # lines, from the start of the declaration to the closing brace
+# Text whose braces open no block: comments, strings, preprocessor lines with their continuations, and initialisers on
+# one line. Attributes are removed too, because they look like function calls.
 NO_BLOCK = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|\{[^{};\n]*\}|__\w+__(?: *\([^()]*\))?',
     re.MULTILINE | re.DOTALL,
@@ -17,10 +17,10 @@ FUNCTION = re.compile(r"[^=]*?(?P<name>\w+|operator\W+)\s*\(.*", re.DOTALL)
 
 
 def functions(text):
-    """(name, number of lines) of every function of a C++ text, apart from those inside another function."""
+    """(name, number of lines) of every function in C++ code, without those inside another function."""
     code = NO_BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
-    names = []  # of the open blocks; None: no function
-    start = 0  # of the current declaration
+    names = []  # of the functions whose blocks are open; None for other blocks
+    start = 0  # start of the current declaration
     for mark in re.finditer(r"[{};]", code):
         if mark[0] == "{":
             if not any(names):
@@ -34,7 +34,7 @@ def functions(text):
 
 
 def lengths(folder):
-    """Number of lines by (file, function) of every kernel file and header in a folder."""
+    """Number of lines by (file, function) for all kernel files and headers of a folder."""
     return {
         (path.relative_to(folder).as_posix(), name): lines
         for path in sorted(folder.rglob("*.cu*"))

@@ -1,4 +1,4 @@
-"""Imports have no cycles, need only NumPy, are fast, and write nothing."""
+"""Imports have no cycles, need only NumPy, are fast, and write no files."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cupy_flash"
 
-# Modules in the order in which a call passes through them. A module imports only modules above it.
+# Modules in the order in which a call passes through them; a module imports only modules above it.
 FLOW = (
     "environment",
     "isolated",
@@ -71,7 +71,6 @@ FLOW = (
     "mods.facts",
     "mods.explain",
     "mods.plot",
-    "mods.blocks",
     "pose",
     "spans",
     "pose_cache",
@@ -131,8 +130,10 @@ FLOW = (
     "backends.simulator",
     "backends.simulator.run",
     "backends",
+    "mods.blocks",
     "adapters",
     "adapters.torch.fp8",
+    "adapters.torch.autograd_kernel",
     "adapters.torch.op",
     "adapters.torch.derivatives",
     "adapters.torch.transforms",
@@ -169,6 +170,12 @@ FLOW = (
     "distributed",
     "checks",
     "checks.instructions",
+    "checks.hopper.case",
+    "checks.hopper.wgmma",
+    "checks.hopper.bulk",
+    "checks.hopper.shared_memory",
+    "checks.hopper.subnormals",
+    "checks.hopper.synchronisation",
     "checks.hopper",
     "checks.micro_kernels",
     "checks.simulated",
@@ -244,7 +251,7 @@ sys.addaudithook(record)
 
 
 def python(code: str, **variables: str) -> str:
-    """Output of `code` in a fresh process that imports this checkout."""
+    """The output of `code` in a fresh process that imports this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -253,7 +260,7 @@ def python(code: str, **variables: str) -> str:
 
 
 def module_name(path: Path) -> str:
-    """The name used in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
+    """The name in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -262,16 +269,16 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def package_of(module: str) -> str:
-    """The package from which the relative imports of `module` are counted."""
+    """The package to which the relative imports of `module` refer."""
     return ".".join(("cupy_flash", *MODULES[module].parent.relative_to(PACKAGE).parts))
 
 
 def imports_of(module: str) -> Iterator[tuple[str, bool]]:
-    """The modules of cupy_flash that `module` imports, and whether the import is inside a function."""
+    """The modules of cupy_flash that `module` imports; True if the import is inside a function."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
-    # Imports under TYPE_CHECKING do not run.
+    # Imports under TYPE_CHECKING never run.
     for_types = [
         node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
@@ -290,7 +297,7 @@ def imports_of(module: str) -> Iterator[tuple[str, bool]]:
             library, *path = name.split(".")
             if library != "cupy_flash":
                 continue
-            while path and ".".join(path) not in MODULES:  # the last part names a function or a class
+            while path and ".".join(path) not in MODULES:  # the last part may name a function or a class
                 path.pop()
             yield ".".join(path) or "__init__", id(node) in inside
 
@@ -304,7 +311,7 @@ def test_imports_go_one_way(module: str) -> None:
     earlier = FLOW[: FLOW.index(module)]
     for imported, lazy in imports_of(module):
         assert imported in earlier, f"{module} imports {imported}, which is not earlier in the flow"
-        # An adapter imports its framework, so other modules import the adapter only inside functions.
+        # An adapter imports its framework at its top, so other modules may import the adapter only inside functions.
         from_outside = imported.startswith("adapters.") and not module.startswith("adapters.")
         assert lazy or not from_outside, f"{module} imports {imported} at its top"
 
@@ -324,7 +331,7 @@ def test_numpy_attention_needs_no_optional_library() -> None:
 
 
 def test_numpy_attention_works_where_importing_cupy_fails(tmp_path: Path) -> None:
-    # CuPy raises this instead of ImportError if it cannot make its cache folder.
+    # CuPy raises this instead of ImportError if it cannot create its cache folder.
     (tmp_path / "cupy.py").write_text('raise FileNotFoundError("no place for the kernel cache")')
     assert "no place" in python(
         "try:\n    import cupy\nexcept FileNotFoundError as error:\n    print(error)", PYTHONPATH=str(tmp_path)
@@ -333,7 +340,7 @@ def test_numpy_attention_works_where_importing_cupy_fails(tmp_path: Path) -> Non
 
 
 def test_import_and_numpy_attention_write_nothing(tmp_path: Path) -> None:
-    # Python itself writes bytecode; HOME shows writes that the audit hook does not see.
+    # Python itself may write bytecode. HOME shows writes that the audit hook does not see.
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     assert python(RECORD_WRITES + ATTENTION + "print(writes)", **home) == "[]"
     assert not list(tmp_path.iterdir())
@@ -357,8 +364,10 @@ print(calls)
 
 
 def test_import_is_quick(tmp_path: Path) -> None:
-    """Counts calls, which are the same on any machine: some 13,000 of them take 44 ms. The first process compiles the
-    modules to bytecode, as an installation does."""
+    """Importing makes some 13,000 function calls, which take 44 ms; the number is the same on any machine.
+
+    A first process compiles the modules to bytecode, as an installation does.
+    """
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     _, calls = (int(python(COUNT_CALLS, **compiled)) for _ in range(2))
     assert 1000 < calls <= 20_000

@@ -1,4 +1,4 @@
-"""cupy_flash.isolated: results of a separate process, and every way to lose the process."""
+"""cupy_flash.isolated: results from a separate process, and every way in which the process can be lost."""
 
 import math
 import multiprocessing
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def work(how, announce):
-    """Announce two steps, then fail in the way that `how` names or return the process id."""
+    """Announce two steps, then return the process id or fail in the way that `how` names."""
     announce("a first step", FOREVER)
     announce("the step", 0 if how == "hangs" else FOREVER)
     if how in ("hangs", "waits"):
@@ -49,7 +49,7 @@ def workers_have_time(monkeypatch):
 
 def is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:  # a killed process stays a zombie until it is waited for
+        with open(f"/proc/{pid}/stat") as file:  # a killed process is a zombie until its parent waits for it
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
@@ -108,7 +108,7 @@ with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as w
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_run_that_is_ended_ends_its_worker(number):
-    """`timeout` sends its signal only to the run, not to its worker, and SIGKILL leaves the run no time for it."""
+    """`timeout` signals only the run, not its worker; after SIGKILL the run cannot end the worker itself."""
     folders = (ROOT, ROOT / "tests" / "helpers", Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     run = subprocess.Popen([sys.executable, "-c", RUN], env=environment, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,6 @@
-"""The memory model: published counts, the paper's formulas, measurements, the largest sizes that fit, its command."""
+"""The memory model: published parameter counts, formulas of papers, measurements, the largest sizes that fit, the
+command.
+"""
 
 import contextlib
 import functools
@@ -36,7 +38,7 @@ from cupy_flash.memory import PRESETS, Training, Transformer, coefficients, esti
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# ------------------------------------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------------------------------ published numbers
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_parameters_of_published_models(name, parameters):
 
 def test_parameters_of_megatron_turing():
     model = PRESETS["mt-530b"]
-    # Equation (2) of Narayanan et al. 2021, which leaves the final norm out.
+    # Equation (2) of Narayanan et al. 2021 leaves out the final norm.
     layers, d = model.layers, model.embed_dim
     formula = 12 * layers * d**2 * (1 + 13 / (12 * d) + (model.vocab_size + model.context) / (12 * layers * d))
     assert model.parameters == pytest.approx(530e9, rel=1e-3)
@@ -62,7 +64,7 @@ def test_parameters_of_megatron_turing():
 
 
 def paper(training, a, s, h, t):
-    """Bytes of one layer per s b h in table 2 of Korthikanti et al. 2022, in its letters: a heads, h wide."""
+    """Bytes of one layer, divided by s b h, by table 2 of Korthikanti et al. 2022: a heads, hidden size h, t GPUs."""
     scores = 0 if training.checkpoint == "selective" else 5 * a * s / (h * t)
     if training.checkpoint == "full":
         return 2 / t if training.sequence_parallel else 2
@@ -73,8 +75,8 @@ def paper(training, a, s, h, t):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "tensor-sequence"])
 @pytest.mark.parametrize("t", [1, 8])
 @pytest.mark.parametrize("name", ["gpt2", "mt-530b"])
-def test_coefficients_are_those_of_the_paper(name, t, sequence_parallel, checkpoint):
-    # 8 GPUs cannot share GPT-2's 12 heads; the formula also holds for 16 heads of another size.
+def test_coefficients_equal_those_of_the_paper(name, t, sequence_parallel, checkpoint):
+    # 8 GPUs cannot share the 12 heads of gpt2, so it gets 16 smaller heads, for which the formula holds too.
     model = replace(PRESETS[name], heads=16, kv_heads=16, head_dim=48) if name == "gpt2" else PRESETS[name]
     training = Training(4, 2048, "standard", checkpoint, tensor=t, sequence_parallel=sequence_parallel)
     a, s, h = model.heads, training.seqlen, model.embed_dim
@@ -82,12 +84,13 @@ def test_coefficients_are_those_of_the_paper(name, t, sequence_parallel, checkpo
     assert alpha + beta * a * s / h == pytest.approx(paper(training, a, s, h, t), rel=1e-12)
 
 
-def test_embedding_and_head_are_those_of_the_paper():
-    # Section 4.3: 34 s b h L / t + 4 s b h (1 + v / h) / t, and s b h / t for the embedding's dropout.
+def test_embedding_and_head_equal_those_of_the_paper():
+    # Section 4.3: 34 s b h L / t + 4 s b h (1 + v / h) / t, plus s b h / t for the dropout after the embedding.
     model, training = PRESETS["mt-530b"], Training(1, 2048, tensor=8, checkpoint="selective")
     sbh = training.seqlen * model.embed_dim
     expected = (34 * model.layers + 1 + 4 * (1 + model.vocab_size / model.embed_dim)) * sbh / 8
-    assert estimate(model, training).activations == pytest.approx(expected, rel=2e-3)  # without statistics and ids
+    # the paper ignores statistics and token ids
+    assert estimate(model, training).activations == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_states(precision, parameters, working, gradients, optimizer):
 def test_ratio_of_activations_to_the_rest(name, tokens_per_width):
     model = PRESETS[name]
     memories = estimate(model, Training(1, int(tokens_per_width * model.embed_dim)))
-    blocks = 18 * model.layers * model.block_parameters  # of states in mixed precision
+    blocks = 18 * model.layers * model.block_parameters  # bytes of their states in mixed precision
     assert round(memories.blocks / blocks / tokens_per_width, 1) == 0.2
 
 
@@ -123,18 +126,22 @@ def test_float32_doubles_all_but_masks_and_statistics():
 
 
 def test_statistics():
-    """Two per row of a layer norm, one of an rms norm, and flash attention's lse, in fp32 in every precision."""
+    """A layer norm has two statistics per row, an RMS norm one, flash attention lse; all are fp32 in every
+    precision.
+    """
     for precision in memory.ITEMSIZE:
-        gammas = [coefficients(PRESETS[it], Training(1, 64, precision=precision)).gamma for it in ("gpt2", "llama2-7b")]
+        gammas = [
+            coefficients(PRESETS[name], Training(1, 64, precision=precision)).gamma for name in ("gpt2", "llama2-7b")
+        ]
         assert gammas == [16 + 4 * 12, 8 + 4 * 32]
 
 
 def test_grouped_heads_are_shared_until_there_is_one():
     sizes = {
         t: next(
-            it.bytes
-            for it in memory.saved_by_block(PRESETS["llama2-70b"], Training(1, 64, tensor=t))
-            if it.name == "k and v"
+            each.bytes
+            for each in memory.saved_by_block(PRESETS["llama2-70b"], Training(1, 64, tensor=t))
+            if each.name == "k and v"
         )
         for t in (1, 8, 64)
     }
@@ -148,10 +155,10 @@ def test_ring_shares_the_sequence():
     assert 4 * shared.activations == alone.activations
 
 
-def test_recomputed_is_what_one_block_does_not_keep():
+def test_recomputation_takes_the_activations_of_one_block():
     model = PRESETS["gpt2"]
     for attention in memory.ATTENTIONS:
-        none, selective, full = (estimate(model, Training(2, 512, attention, it)) for it in memory.KEPT)
+        none, selective, full = (estimate(model, Training(2, 512, attention, checkpoint)) for checkpoint in memory.KEPT)
         block = none.blocks // model.layers
         assert none.recomputed == 0
         assert selective.recomputed == block - selective.blocks // model.layers
@@ -171,29 +178,29 @@ def test_block_is_measured_as_modelled(family, attention, precision):
     batch, lengths = 2, (32, 64)
     measured = [measure_block(family, attention, precision, batch, seqlen) for seqlen in lengths]
     trainings = [Training(batch, seqlen, attention, precision=precision) for seqlen in lengths]
-    modelled = [sum(it.bytes for it in memory.saved_by_block(sizes, training)) for training in trainings]
+    modelled = [sum(tensor.bytes for tensor in memory.saved_by_block(sizes, training)) for training in trainings]
     assert measured == pytest.approx(modelled, rel=WITHIN)
 
-    # The quadratic term in the length, from the difference of a length and its double.
+    # The quadratic coefficient, from measurements at a length and at twice that length.
     beta = (measured[1] - 2 * measured[0]) / (batch * sizes.heads * 2 * lengths[0] ** 2)
     assert beta == pytest.approx(coefficients(sizes, trainings[0]).beta, rel=WITHIN, abs=0.01)
     assert (abs(beta) < 0.01) == (attention == "flash")
 
 
-def test_comparison_sees_one_tensor_more():
-    """A tensor of b s d / 2 elements that the model does not have."""
+def test_an_additional_tensor_is_noticed():
+    """A block that saves b s d / 2 elements more than the model predicts is outside the tolerance."""
 
     class Wasteful(GPTBlock):
         def forward(self, x):
             return super().forward(x) + F.pad(x[..., : x.shape[-1] // 2].exp(), (0, x.shape[-1] // 2))
 
     x = torch.randn(2, 64, SMALL_GPT.embed_dim, dtype=torch.bfloat16, requires_grad=True)
-    modelled = sum(it.bytes for it in memory.saved_by_block(SMALL_GPT, Training(2, 64)))
+    modelled = sum(tensor.bytes for tensor in memory.saved_by_block(SMALL_GPT, Training(2, 64)))
     assert sum(measure(Wasteful(SMALL_GPT, "flash").bfloat16(), x).values()) > (1 + 2 * WITHIN) * modelled
 
 
 class LanguageModel(nn.Module):
-    """The loss of a GPT, with every block under a checkpoint or none."""
+    """The loss of a GPT, with a checkpoint around every block or around none."""
 
     def __init__(self, sizes, attention, is_checkpointed):
         super().__init__()
@@ -230,7 +237,8 @@ def test_measure_names_the_module_that_saves_first():
     assert measured == {
         "norm1": bsd + statistics,
         "qkv": bsd,
-        "": 4 * bsd + lse + seed + 2 * bsd // 4 + 4 * bsd,  # q, k, v, out, lse, seed; two masks; the input of gelu
+        # q, k, v, out, lse and seed; two dropout masks; the input of gelu
+        "": 4 * bsd + lse + seed + 2 * bsd // 4 + 4 * bsd,
         "norm2": bsd + statistics,
         "mlp_in": bsd,
         "mlp_out": 4 * bsd,
@@ -240,21 +248,21 @@ def test_measure_names_the_module_that_saves_first():
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_measure_needs_no_contents(attention):
-    """A model too large for this machine is measured on the meta device."""
+    """A model too large for this machine can be measured on the meta device."""
     sizes = replace(SMALL_GPT, embed_dim=8192, heads=64, kv_heads=64, head_dim=128, mlp_dim=32768)
     with torch.device("meta"):
         block = GPTBlock(sizes, attention).bfloat16()
         measured = measure(block, torch.empty(8, 8192, 8192, dtype=torch.bfloat16))
-    modelled = sum(it.bytes for it in memory.saved_by_block(sizes, Training(8, 8192, attention)))
+    modelled = sum(tensor.bytes for tensor in memory.saved_by_block(sizes, Training(8, 8192, attention)))
     assert sum(measured.values()) == pytest.approx(modelled, rel=WITHIN)
 
 
-def test_measure_refuses_what_is_no_module():
+def test_measure_requires_a_module():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not <class 'function'>"):
         measure(flash_attention, torch.zeros(1))
 
 
-# ------------------------------------------------------------------------------------------------------ what it takes
+# ------------------------------------------------------------------------------------------------ configurations
 
 CONFIGS = {
     "gpt2": dict(
@@ -291,7 +299,7 @@ def test_config_without_dropout_or_with_relu(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_models_that_transformers_builds_have_the_same_tensors(name):
-    """A config that transformers builds gives the tensors of the preset of that model."""
+    """The tensors of a model that transformers builds match the preset of that model."""
     model, preset = Transformer(**model_config.dimensions(CONFIGS[name])), PRESETS[name]
     assert model.parameters == preset.parameters and model.block_parameters == preset.block_parameters
     for attention in memory.ATTENTIONS:
@@ -318,7 +326,7 @@ GATED = SMALL | dict(intermediate_size=96, num_key_value_heads=2)
         (SMALL | dict(model_type="falcon", ffn_hidden_size=200), dict(kv_heads=1, mlp_dim=200, activation="gelu")),
         (dict(model_type="llava", text_config=GATED | dict(model_type="llama")), dict(kv_heads=2, mlp_dim=96)),
     ],
-    ids=lambda it: it.get("model_type"),
+    ids=lambda each: each.get("model_type"),
 )
 def test_folder_of_any_language_model(config, sizes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -329,7 +337,8 @@ def test_folder_of_any_language_model(config, sizes, tmp_path):
     matrices = 3 if model.activation == "swiglu" else 2
     experts = config.get("num_local_experts", 1)
     width = model.mlp_dim // config.get("num_experts_per_tok", 1)
-    least = 2 * 64 * 64 + 2 * 64 * kv_heads * head_dim + experts * matrices * 64 * width  # norms and biases are more
+    # the rest are norms and biases
+    least = 2 * 64 * 64 + 2 * 64 * kv_heads * head_dim + experts * matrices * 64 * width
     assert least < model.block_parameters < 1.1 * least
     assert model.parameters == 3 * model.block_parameters + model.end_parameters
 
@@ -389,7 +398,7 @@ def test_folder_without_a_config(tmp_path, capsys):
         (json.dumps(CONFIGS["llama3-8b"] | dict(head_dim=[1])), "head_dim must be a whole number, not [1]"),
     ],
 )
-def test_config_of_anything_is_refused_in_a_line(text, message, tmp_path, capsys):
+def test_invalid_configs_are_refused_in_one_line(text, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(text)
     assert main(["memory", "--model", str(path)]) == 1

@@ -1,4 +1,4 @@
-"""NVRTC: every target without a GPU, its log, and results that depend only on the source text."""
+"""NVRTC: every target without a GPU, the compiler's log, and results that depend on the source text alone."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from cupy_flash import nvrtc, source
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# y[i] = 2 x[255 - i], through a header and shared memory.
+# y[i] = 2 x[255 - i], with a header and shared memory.
 REVERSE = """#line 1 "mask.cuh"
 __device__ float twice(float x) { return 2.f * x; }
 #line 2 "simt/reverse.cu"
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(256) reverse(const float* x, float*
     y[threadIdx.x] = twice(x_smem[255 - threadIdx.x]);
 }
 """
-# 64 live sums in 32 registers.
+# 64 live sums do not fit 32 registers.
 SPILLING = """
 __device__ __noinline__ float last(float* x, int n) { return x[n - 1]; }
 extern "C" __global__ void __maxnreg__(32) spilling(float* x, int n) {
@@ -80,7 +80,7 @@ def test_ptx_names_lines_of_the_original_files() -> None:
     assert compiled.resources == {}
 
 
-def test_file_names_survive_folders_of_like_names() -> None:
+def test_file_names_are_kept_if_folders_have_similar_names() -> None:
     ptx = '.file\t1 "/home/simt/mask.cuh"\n\t.file 2 "C:\\\\work\\\\mask.cuh", 1, 2\n.file 3 "other.cuh"\n'
     text = '#line 1 "mask.cuh"\n#line 1 "simt/mask.cuh"\n'
     renamed = '.file\t1 "simt/mask.cuh"\n\t.file 2 "mask.cuh", 1, 2\n.file 3 "other.cuh"\n'
@@ -120,7 +120,8 @@ def test_warnings_of_both_compilers() -> None:
         '#line 7 "mask.cuh"\n'
         "__device__ int one() { int unused; return 1; }\n"
         'extern "C" __global__ void k(int* x) {\n'
-        '    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");\n'  # ignored: the kernel has no launch bounds
+        # ignored by ptxas, because the kernel has no launch bounds
+        '    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");\n'
         "    x[0] = one();\n"
         "}\n"
     )
@@ -154,7 +155,7 @@ def test_errors_of_the_assembler_are_reported() -> None:
         nvrtc.compile(text, "k", "sm_90")
 
 
-def test_compile_errors_travel_between_processes() -> None:
+def test_compile_errors_can_be_pickled() -> None:
     error = nvrtc.CompileError("simt/f", "sm_80", "the log", Path("/cache/source.cu"))
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
@@ -168,7 +169,7 @@ def test_targets_are_checked(target: str) -> None:
 
 
 def test_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A header in the working directory would be part of the kernel but not of its cache key.
+    # If NVRTC read a header of the working directory, it would be part of the kernel but not of the cache key.
     monkeypatch.chdir(tmp_path)
     for folder in (tmp_path, tmp_path / "simt"):
         folder.mkdir(exist_ok=True)

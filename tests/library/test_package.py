@@ -1,4 +1,4 @@
-"""The package as users install it: wheel, sdist, editable install, bare checkout."""
+"""The package in each form in which it is installed: wheel, sdist, editable install, checkout on the path."""
 
 import os
 import re
@@ -26,12 +26,12 @@ SDIST_SOURCES = (
     "MANIFEST.in", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "ruff.toml", ".clang-format", ".ci",
     "tests", "bench", "examples", "docs",
 )  # fmt: skip
-# setuptools and the dependencies come from the environment of the tests: nothing is downloaded.
+# setuptools and the dependencies come from the environment of the tests, so that nothing is downloaded.
 PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 
 
 def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
-    """Standard output of a command without PYTHONPATH, which could contain the checkout of these tests."""
+    """The output of a command run without PYTHONPATH, which could contain this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -39,7 +39,7 @@ def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
 
 
 def copy_checkout(folder: Path, sources: Sequence[str] = SOURCES) -> Path:
-    """A copy to build in, so that no build folder is left in the checkout."""
+    """Copy the checkout, so that building leaves no build folder in it."""
     checkout = folder / "checkout"
     checkout.mkdir()
     for name in sources:
@@ -51,12 +51,13 @@ def copy_checkout(folder: Path, sources: Sequence[str] = SOURCES) -> Path:
 
 
 def make_environment(folder: Path) -> Path:
-    """Python of a new virtual environment with the libraries of this one, but without cupy_flash."""
+    """Create a virtual environment with the libraries of this one but without cupy_flash; return its Python."""
     builder = venv.EnvBuilder(symlinks=True)
     builder.create(folder / "environment")
     python = Path(builder.ensure_directories(folder / "environment").env_exe)
     own = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], cwd=folder).strip()
-    # Python ignores .pth files in folders that a .pth file adds, so an editable install there has no effect.
+    # Python ignores .pth files in folders added by a .pth file, so editable installs of this environment have no
+    # effect.
     Path(own, "libraries.pth").write_text("\n".join(site.getsitepackages()))
     return python
 
@@ -125,9 +126,9 @@ def test_metadata(metadata: Message) -> None:
 
 
 def test_classifiers_name_every_supported_python(metadata: Message) -> None:
-    found = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
-    assert [int(minor) for minor in found] == list(range(10, 10 + len(found)))
-    assert sys.version_info.minor <= int(found[-1])
+    minors = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
+    assert [int(minor) for minor in minors] == list(range(10, 10 + len(minors)))
+    assert sys.version_info.minor <= int(minors[-1])
 
 
 def test_changelog_names_the_version() -> None:
@@ -184,7 +185,7 @@ def test_missing_kernels_name_both_places(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(package.parent / "kernels_cu") in str(error.value)
 
 
-def test_info_says_what_serves_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_backends_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     rows = {name: value.strip() for name, value in rows.items()}

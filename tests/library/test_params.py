@@ -1,4 +1,6 @@
-"""The kernels' argument: pack equals NumPy's assignments field by field."""
+"""The parameters of kernels: pack equals filling the NumPy record field by field."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,8 +20,8 @@ def address(array):
 
 @pytest.mark.parametrize("name", ["Params", "Partials"])
 @given(data=st.data())
-def test_every_number_lands_in_its_field(name, data):
-    """Any subset of the members is packed, with the compiler's padding and nothing else."""
+def test_any_subset_of_members_is_packed(name, data):
+    """Packing any subset of the members equals filling the record, with the compiler's padding."""
     dtype = dtypes()[name]
     members = {}
     for member in data.draw(st.sets(st.sampled_from(dtype.names))):
@@ -33,13 +35,14 @@ def test_every_number_lands_in_its_field(name, data):
     expected = np.zeros((), dtype)
     for member, numbers in members.items():
         expected[member] = numbers if dtype[member].names else numbers[0]
-    packed = params._filled(name, members)
+    struct = params._struct(name)
+    packed = struct.packed(struct.numbers(members))
     assert (packed.shape, packed.dtype, packed.nbytes) == ((), dtype, dtype.itemsize)
     assert packed.flags.writeable and packed.tobytes() == expected.tobytes()
 
 
 def expected_params(problem, operands, results):
-    """The struct, filled field by field as its comments specify."""
+    """The record, filled field by field as the comments in params.cuh specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results
@@ -85,7 +88,7 @@ CASES = OPTIONS | {"right-beyond-int32": Case(window=(2, 2**40))}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
-def test_a_call_packs_what_its_fields_say(case):
+def test_pack_fills_every_field(case):
     call = case.call()
     lse_shape = (case.heads, len(call.q)) if case.packed else (case.batch, case.heads, case.q_len)
     lse = np.zeros(lse_shape, case.accumulation)
@@ -98,6 +101,32 @@ def test_a_call_packs_what_its_fields_say(case):
         for name in expected.dtype.names:
             assert packed[name] == expected[name], name
         assert packed.tobytes() == expected.tobytes()
+
+
+def test_cached_numbers_do_not_depend_on_earlier_calls():
+    """Calls that differ from an earlier one in a single property pack the same bytes as with an empty cache."""
+    plan, operands = posed(Case(dropout=0.5))
+    q, strided = operands.q, operands.q.strides
+    qs = [
+        q,
+        replace(q, pointer=q.pointer + 128),
+        replace(q, pointer=q.pointer + q.dtype.itemsize),  # not aligned
+        replace(q, strides=(strided[0], 2 * strided[1], *strided[2:])),
+        replace(q, strides=(strided[0] + 1, *strided[1:])),
+    ]
+    calls = [(plan.problem, operands._replace(q=x), {}, ()) for x in qs]
+    calls += [(plan.problem, operands._replace(seed=seed), {}, ()) for seed in (1, 2, as_array(np.array([7]), "seed"))]
+    calls += [(plan.problem._replace(**{name: 0.75}), operands, {}, ()) for name in ("scale", "softcap", "dropout")]
+    lse = as_array(np.zeros((2, 3, 4), np.float32), "lse")
+    for row in (1, 2):
+        calls.append((plan.problem, operands, {"delta": lse}, (Workspace("delta", (), lse.dtype, (12, 4, row, 1)),)))
+    alone = []
+    for call in calls:
+        params._constant.cache_clear()
+        alone.append(pack(*call, address).tobytes())
+    assert len(set(alone)) == len(calls)
+    for _ in range(2):
+        assert [pack(*call, address).tobytes() for call in calls] == alone
 
 
 def test_a_seed_is_a_number_or_an_array():
@@ -146,12 +175,12 @@ def test_partials_of_a_stack():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the kernel's start address and every stride, in elements."""
+    """The largest of 8, 4 and 1 that divides the start address and every stride, in elements."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)
     assert params._tensor(array, "bshd", lambda _: 4096 + elements * item.itemsize)[-1] == aligned
     array = Array(4096, (2, 2, 8), (row, head, 1), item, "cpu", "numpy", None)
-    expected = 8 if strides == (63, 32, 8) or strides[0] == -68 else aligned  # a packed batch has no stride
+    expected = 8 if strides == (63, 32, 8) or strides[0] == -68 else aligned  # a packed batch has no batch stride
     assert params._tensor(array, "thd", lambda _: 4096 + elements * item.itemsize)[-1] == expected
     assert params._tensor(array, "thd", lambda _: 4097)[-1] == 1

@@ -1,4 +1,4 @@
-"""Plans: pure, printable, cached by problem and device; refusals with every engine's reasons; explain."""
+"""Plans depend on problem and device alone and are cached by them; refusals list every engine's reasons; explain."""
 
 from dataclasses import FrozenInstanceError
 from itertools import product
@@ -21,7 +21,7 @@ PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0
 
 
 def test_plans_are_reproducible():
-    """Plans are cached by value, and equal after clearing the cache: they depend only on problem and device."""
+    """Plans are cached by value; after clearing the cache an equal plan is made."""
     first = plan(PROBLEM, DEVICE)
     assert plan(PROBLEM._replace(), Device("cpu", "x86_64", 8)) is first
     forget_plans()
@@ -35,8 +35,8 @@ def test_records_are_frozen(record):
         setattr(record, next(iter(record.__dataclass_fields__)), None)
 
 
-def test_a_tile_in_place_of_the_best():
-    """Its cost, its launches and its sizes; the engine and the refusals of the others stay."""
+def test_a_given_tile_replaces_the_best():
+    """The plan has the given tile, with its cost and launches; refusals of other engines do not change."""
     problem = PROBLEM._replace(backend="simulator")
     best, tile = plan(problem, named("sm_80")), simt.Tile(8, 16, 64)
     forced = plan(problem, named("sm_80"), tile)
@@ -46,7 +46,9 @@ def test_a_tile_in_place_of_the_best():
 
 
 def test_an_engine_is_a_module_and_an_entry(monkeypatch):
-    """As engines/__init__.py says: simt's kernels in a tile of its own, for one head dimension, at no cost."""
+    """Follows the recipe in the docstring of engines/__init__.py with a toy engine: simt's kernels in one tile, for
+    head dimension 16, at no cost.
+    """
     toy = SimpleNamespace(
         BACKENDS=("simulator",),
         MEASURED=None,
@@ -72,7 +74,7 @@ def test_an_engine_is_a_module_and_an_entry(monkeypatch):
 
 
 def test_backend_names_the_simulated_gpu():
-    """Without an architecture it is sm_80; with one, engines that need it serve the call, and the result is theirs."""
+    """ "simulator" is sm_80; "simulator:ARCH" also runs engines that need that architecture."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 64)).astype(np.float16)
     for backend, arch in (("simulator", "sm_80"), ("simulator:sm_75", "sm_75"), ("simulator:sm_90a", "sm_90a")):
         assert f"on simulator ({arch}," in cupy_flash.explain(q, k, v, backend=backend)
@@ -81,7 +83,7 @@ def test_backend_names_the_simulated_gpu():
 
 
 def test_equal_calls_are_one_problem():
-    """Two calls of the same shapes have equal problems, whatever the arrays contain."""
+    """Calls with equal shapes and options have equal problems, whatever the arrays contain."""
     one, other, different = (
         posed(case)[0].problem
         for case in (Case(causal=True, seed=1), Case(causal=True, seed=2), Case(causal="top_left"))
@@ -94,7 +96,7 @@ def test_equal_calls_are_one_problem():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("length", [0, 1, 100, 1000, 100_000, 1_000_000])
 def test_any_size_has_a_plan(length, backward, units):
-    """Planning needs no array, so lengths are unlimited. An empty problem uses one thread, a large one all."""
+    """Planning allocates nothing, so any length can be planned. An empty problem uses one thread, a large one all."""
     problem = PROBLEM._replace(q_len=length, kv_len=length, backward=backward, bias=None)
     chosen = plan(problem, DEVICE._replace(units=units))
     assert (chosen.device.backend, chosen.engine) == ("cpu", "cpu")
@@ -108,24 +110,24 @@ def test_any_size_has_a_plan(length, backward, units):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_tiles_do_not_follow_the_threads(backward):
-    """Tile sizes affect rounding, and results must not depend on the number of threads."""
+def test_tiles_do_not_depend_on_the_number_of_threads(backward):
+    """Tile sizes affect rounding, so they must not depend on the number of threads."""
     for batch, heads, length, head_dim in product((1, 3), (1, 4, 32), (1, 100, 300, 512, 1500, 4096), (64, 128)):
         sizes = dict(batch=batch, heads=heads, kv_heads=1, q_len=length, kv_len=length, head_dim=head_dim, bias=None)
         problem = PROBLEM._replace(backward=backward, head_dim_v=head_dim, **sizes)
         plans = [plan(problem, DEVICE._replace(units=units)) for units in (1, 2, 3, 4, 8, 16, 64)]
-        assert len({(its.block_q, its.block_kv) for its in plans}) == 1, problem
-        assert [its.threads for its in plans] == sorted(its.threads for its in plans)
+        assert len({(each.block_q, each.block_kv) for each in plans}) == 1, problem
+        assert [each.threads for each in plans] == sorted(each.threads for each in plans)
 
 
-def test_longer_costs_more():
+def test_cost_grows_with_the_length():
     costs = [plan(PROBLEM._replace(kv_len=length, q_len=length), DEVICE).cost for length in (256, 512, 4096, 8192)]
     assert costs == sorted(costs) and costs[-1] > 3 * costs[-2]
     full = PROBLEM._replace(mask=type(PROBLEM.mask)(), q_len=8192, kv_len=8192)
-    assert plan(full, DEVICE).cost > 1.5 * costs[-1]  # a causal mask hides half
+    assert plan(full, DEVICE).cost > 1.5 * costs[-1]  # the causal mask hides half of the pairs
 
 
-def test_text_is_a_line():
+def test_str_is_one_line():
     text = str(plan(PROBLEM, DEVICE))
     assert "\n" not in text
     words = ("forward", "float32 bshd (numpy on cpu)", "batch 2", "1000 queries x 1500 keys", "causal (bottom-right)")
@@ -194,15 +196,15 @@ def test_explain():
     assert all(any(line.startswith(f"not {engine} ") for line in lines) for engine in MODULES if engine != "cpu")
 
 
-# Plans for a GPU, made without one
+# Plans for a GPU that is not present
 
 
 def on_gpu(arch="sm_80", **changes):
     return plan(PROBLEM._replace(**changes), named(arch))
 
 
-def test_a_gpu_needs_no_gpu_to_plan_for():
-    """Any length and architecture: shared memory fits, and at most one block computes each output tile."""
+def test_planning_needs_no_gpu():
+    """For every architecture the launches fit the shared memory, and the grid has a block per output tile."""
     for arch in GPUS:
         for backward in (False, True):
             chosen = on_gpu(arch, backward=backward, q_len=5000, head_dim=256, head_dim_v=256)
@@ -225,8 +227,8 @@ def test_a_grid_that_is_too_large_is_refused():
     assert on_gpu(q_len=10_000_000, kv_len=10_000_000).launches
 
 
-def test_nothing_is_launched_on_no_block():
-    """CUDA refuses an empty grid. Non-empty outputs are still written: a broadcast bias's gradient is zeros."""
+def test_kernels_without_blocks_are_not_launched():
+    """CUDA refuses an empty grid, so no such kernel is launched; kernels that write non-empty outputs still are."""
     assert on_gpu(batch=0).launches == ()
     kernels = [launch.function for launch in on_gpu(batch=0, backward=True, bias_gradient=True).launches]
     assert kernels == ["backward_bias", "dsink"]
@@ -272,7 +274,7 @@ def test_mma_refuses_what_tensor_cores_do_not_support(arch, changes, words):
 
 
 def test_deterministic_has_no_unordered_additions():
-    """No candidate tile adds dQ atomically; without `deterministic` some do."""
+    """With deterministic=True no tile adds dQ atomically; without it some do."""
     for arch in GPUS:
         problem = PROBLEM._replace(dtype=np.dtype(np.float16), backward=True, head_dim=64, head_dim_v=64)
         adds = [tile.q_tile is None for tile in mma.tiles(problem, named(arch))]
@@ -293,7 +295,9 @@ def test_small_problems_run_on_tensor_cores(q_len, backward):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_workspaces_are_linear_in_the_length(packed):
-    """lse and delta of every row, and fp32 sums of dQ if it is added; a packed sequence has 16 more rows."""
+    """The backward allocates lse2 and delta per row, and fp32 sums of dQ if it adds them; a packed sequence gets 16
+    more rows.
+    """
     tile = mma.Tiles(64, 64, q_tile=None, kv_tile=mma.Tile(64, 64, 128, 1, 1, add_dq=True), bias_tile=None)
     for length in (1, 100, 1000, 2000):
         lengths = dict(q_lengths=(length,) * 2, kv_lengths=(length,) * 2, packed=True) if packed else {}
@@ -305,7 +309,7 @@ def test_workspaces_are_linear_in_the_length(packed):
         names = [workspace.name for workspace in chosen.workspaces(length, length)]
         assert names == ["delta", "lse2", "dq_sums"]
         bytes_of = {name: works[0].results[name].numpy().nbytes for name in names}
-        rows = 2 * len(call.q) if packed else 2 * 2 * length  # of all heads
+        rows = 2 * len(call.q) if packed else 2 * 2 * length  # rows of all heads
         assert bytes_of["delta"] == bytes_of["lse2"] == 4 * rows
         assert bytes_of["dq_sums"] <= 4 * 48 * (rows + 2 * 2 * 16)
 
@@ -314,8 +318,9 @@ def test_workspaces_are_linear_in_the_length(packed):
     ("factor", "chosen", "other"), [(0.5, "mma", "simt"), (2, "simt", "mma")], ids=["less", "more"]
 )
 def test_the_smallest_cost_of_all_engines_is_chosen(factor, chosen, other, monkeypatch):
-    """explain gives the cost of an engine that serves the problem and is not chosen; at another length it may be the
-    cheapest."""
+    """The cheapest engine is chosen; explain() shows the cost of the other one, and compile() builds the kernels of
+    both, because at another length the other one may be cheaper.
+    """
 
     def seconds(problem, pairs, device, tile):
         return factor * simt.seconds(problem, pairs, device, tile)
@@ -346,7 +351,7 @@ def test_candidates_are_every_tile_and_the_plans_first():
     for chosen in (on_gpu(**half), on_gpu(**half, backward=True), on_gpu()):
         tiles, plans = zip(*candidates(chosen, chosen.engine), strict=True)
         assert set(tiles) == set(MODULES[chosen.engine].tiles(chosen.problem, chosen.device)) and len(tiles) > 3
-        assert plans[0] == chosen and all(its.problem == chosen.problem for its in plans)
-        assert [its.cost for its in plans] == sorted(its.cost for its in plans)
-        assert len({its.launches for its in plans}) == len(tiles)
-    assert {its.engine for _, its in candidates(on_gpu(**half), "simt")} == {"simt"}
+        assert plans[0] == chosen and all(each.problem == chosen.problem for each in plans)
+        assert [each.cost for each in plans] == sorted(each.cost for each in plans)
+        assert len({each.launches for each in plans}) == len(tiles)
+    assert {each.engine for _, each in candidates(on_gpu(**half), "simt")} == {"simt"}

@@ -1,4 +1,6 @@
-"""A call like an earlier one skips the checks; its problem or error is still that of a checked call."""
+"""The checks of a call are cached: a repeated call skips them, and still gives the problem or error of a checked
+call.
+"""
 
 import weakref
 
@@ -28,7 +30,7 @@ BF16 = dict(zip("qkv", (x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)), strict
 FP8 = {name: x.astype(ml_dtypes.float8_e4m3fn) for name, x in zip("qkv", (Q, K, V), strict=True)}
 PACKED = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
 
-# Legal and illegal calls that differ little: equal shapes, equal values of another type, other array contents.
+# Valid and invalid calls that differ little: in the type of an equal value, or in the contents of an array.
 CALLS = {
     "plain": {},
     "strides": dict(q=FORTRAN),
@@ -96,13 +98,13 @@ CALLS = {
     "packed-too-short": PACKED | dict(packed=Packed(int32(0, 4, 6), int32(0, 0, 9), 4, 8)),
     "packed-past-the-end": PACKED | dict(packed=Packed(int32(0, 4, 7), int32(0, 0, 9), 4, 9)),
     "packed-float": PACKED | dict(packed=Packed(int32(0, 4, 6), int32(0, 0, 9), 4.0, 9)),
-    "packed-unreadable": dict(window=(), packed=Packed([0], [0], 1, 0)),  # but for its lists and names "window"
+    "packed-unreadable": dict(window=(), packed=Packed([0], [0], 1, 0)),  # the lists and window are invalid
     "not-packed": PACKED,
 }
 
 
 def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
-    """The problem of a call or its error, as text, so that 1 and True differ."""
+    """The problem of a call, or its error, as text, in which 1 and True differ."""
     try:
         stated, operands = pose("case", (q, k, v), Options(**options), packed, saved)
     except (TypeError, ValueError) as error:
@@ -127,7 +129,7 @@ def forgotten():
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every call's result after no other."""
+    """The result of every call with empty caches."""
     results = {}
     for name, call in CALLS.items():
         forget()
@@ -158,13 +160,13 @@ def test_a_legal_call_is_checked_once(monkeypatch):
 
 
 def test_options_are_checked_once_for_all_lengths():
-    """A decode has another length at every call, and the same options."""
+    """In a decode the length changes in every call and the options do not."""
     options = Options(causal=True, softcap=2.0)
     for length in (5, 6, 7):
         longer, _ = pose("case", (Q, zeros(2, length, 2, 8), zeros(2, length, 2, 6)), options)
         assert (longer.kv_len, longer.softcap) == (length, 2.0)
     assert (module._state.cache_info().misses, module._check_options.cache_info().misses) == (3, 1)
-    for softcap, error in ((-2.0, ValueError), (True, TypeError)):  # 1 == True
+    for softcap, error in ((-2.0, ValueError), (True, TypeError)):  # 1 == True, but True is not a number here
         pose("case", (Q, K, V), Options(softcap=1))
         with pytest.raises(error, match="softcap must be"):
             pose("case", (Q, K, V), Options(softcap=softcap))
@@ -174,7 +176,7 @@ def test_options_are_checked_once_for_all_lengths():
 
 
 def test_values_are_checked_at_every_call():
-    """The contents of an array are checked in every call, because they may change between calls."""
+    """The contents of arrays are checked in every call, because they may change between calls."""
     lengths, bounds = int32(5, 5), int32(0, 4, 6)
     pose("case", (Q, K, V), Options(kv_lengths=lengths))
     packed = tuple(PACKED.values()), Options(), Packed(bounds, int32(0, 0, 9), 4, 9)
@@ -187,7 +189,7 @@ def test_values_are_checked_at_every_call():
 
 
 class Changing:
-    """A number that may change at every read, hashed by identity."""
+    """A number whose value may change between calls; it is hashed by identity."""
 
     def __float__(self):
         return self.value
@@ -211,13 +213,15 @@ def test_the_environment_is_read_at_every_call(monkeypatch):
         pose("case", (Q, K, V), Options())
 
 
-def test_every_drawn_seed_is_another():
+def test_every_call_draws_another_seed():
     seeds = {pose("case", (Q, K, V), Options(dropout=0.5))[1].seed for _ in range(3)}
     assert len(seeds) == 3
 
 
 def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
-    """A new option has its place: among the plain options, the arrays, or the mods, of which the text is a fact."""
+    """The cache key must cover each option: a plain option by value, an array by its facts, a mod by its traced
+    text.
+    """
     arrays = {"seed", *(feature.name for feature in (*ARRAYS, *MODS))}
     others = set(module.PLAIN_OPTIONS) | {"window"}
     assert others | arrays == set(NAMES) and not others & arrays

@@ -1,4 +1,4 @@
-"""assemble: includes, constants, and refused sources."""
+"""assemble: includes, constants, and source texts that it refuses."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ using element = float;
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A function that writes a kernel folder from {path: text}; config.cuh is CONFIG by default."""
+    """A function that writes a kernel folder from {path: text}; config.cuh is CONFIG unless given."""
     folder = tmp_path / "kernels_cu"
     monkeypatch.setattr(source, "kernel_folder", lambda: folder)
 
@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 def without_config(text: str) -> str:
-    """The assembled text after the lines of config.cuh."""
+    """The assembled text without the lines of config.cuh."""
     return text.split("#define BIAS", 1)[1].split("\n", 1)[1]
 
 
@@ -268,7 +268,7 @@ def test_every_kernel_of_the_package_is_one_text(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", NAMES)
 def test_no_lambda_of_the_package_has_a_parameter_of_type_auto(kernel: str) -> None:
-    """NVRTC 12 takes such a lambda in a __device__ function for a function of the host, which it refuses."""
+    """NVRTC 12 treats such a lambda in a __device__ function as a host function, and refuses to call it."""
     assert not re.search(r"\][ \t]*\([^)]*\bauto\b", source.assemble(kernel, {}))
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: maps that the driver refuses raise an error with every reason; both encodings are complete."""
+"""Tensor maps: an error lists every reason for which the driver would refuse one; both encodings keep all arguments."""
 
 import ctypes
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_drivers_refusal_is_an_error(monkeypatch):
         encode_for_gpu(TensorMap(**GOOD))
 
 
-def test_other_bytes_are_no_map():
+def test_other_bytes_are_not_decoded():
     assert decode(bytes(BYTES)) is None
 
 

@@ -1,4 +1,4 @@
-"""cupy_flash tune: what it measures, leaves out, resumes and stores, and that plans follow it."""
+"""cupy_flash tune: measurements, tiles that are left out, resuming, storing, and the plans that follow."""
 
 import json
 import os
@@ -37,10 +37,10 @@ TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 
 @pytest.fixture(autouse=True)
 def own_evidence(tmp_path, monkeypatch):
-    """Evidence of this test alone, the kernels of all tests, three tiles of simt, and no other process."""
+    """Use a new evidence folder, the shared kernel cache, three tiles of simt, and no worker process."""
     monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", os.environ["CUPY_FLASH_CACHE_DIR"]))
     monkeypatch.setattr(simt, "tiles", lambda problem, device: TILES)
-    monkeypatch.setattr(tuning, "Worker", Here)
+    monkeypatch.setattr(tuning, "Worker", WorkerInThisProcess)
     tuning._default.cache_clear()
     forget_plans()
     yield
@@ -49,8 +49,8 @@ def own_evidence(tmp_path, monkeypatch):
     forget_plans()
 
 
-class Here:
-    """A stand-in for the worker process: it works in this one."""
+class WorkerInThisProcess:
+    """Replaces the worker process: it does the work in this process."""
 
     def __init__(self, work):
         self.work = work
@@ -66,7 +66,7 @@ class Here:
 
 
 class Clock:
-    """Seconds that pass with every measurement alone."""
+    """A clock that only measurements advance."""
 
     now = 1000.0
 
@@ -75,7 +75,7 @@ class Clock:
 
 
 class Card:
-    """The work of a tune with canned measurements, of which each takes 10 s of a clock."""
+    """The work of a tune with given times per tile; each measurement advances the clock by 10 s."""
 
     def __init__(self, clock=None, amounts=(3.0, 1.0, 2.0)):
         self.clock, self.calls = clock or Clock(), []
@@ -139,7 +139,7 @@ def test_a_tune_out_of_time_resumes():
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
     assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
-    assert plan_of(24).measured  # what is measured counts already
+    assert plan_of(24).measured  # measurements of an unfinished tune count already
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
     lines = []
@@ -147,7 +147,7 @@ def test_a_tune_out_of_time_resumes():
     assert "measured before: " in lines[1]
 
 
-def test_a_tune_that_is_interrupted_keeps_what_it_has_measured():
+def test_an_interrupted_tune_keeps_its_measurements():
     card = Card()
     _, second, third = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=CALL)).tiles
     card.amounts[third[1]] = KeyboardInterrupt()
@@ -157,7 +157,7 @@ def test_a_tune_that_is_interrupted_keeps_what_it_has_measured():
     assert not stored.complete and len(stored.measured) == 2 and second[1] in {each.tile for each in stored.measured}
 
 
-def test_a_change_of_the_default_measures_anew(monkeypatch):
+def test_a_new_default_is_measured_again(monkeypatch):
     card = Card()
     run(card)
     monkeypatch.setattr(simt, "seconds", lambda problem, pairs, device, tile: 1.0 + (tile != TILES[2]))
@@ -172,7 +172,7 @@ def test_a_change_of_the_cost_model_renews_the_predictions_alone(monkeypatch):
         earlier.setattr(evidence, "costs_text", lambda: "0" * 64)
         run(card)
     assert [tune.predicted for tune in evidence.tunes(AMPERE)] == [{}]
-    assert run(card).complete and len(card.calls) == 3  # nothing is measured again
+    assert run(card).complete and len(card.calls) == 3  # no tile is measured again
     (tune,) = evidence.tunes(AMPERE)
     assert tune.complete and tune.predicted == {"simt": predicted(plan_of(24).problem, AMPERE).cost}
 
@@ -198,7 +198,7 @@ def test_a_default_that_cannot_be_measured_stores_nothing():
     assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
 
 
-def test_a_call_that_no_engine_serves_has_the_reasons_of_each():
+def test_a_call_that_no_engine_serves_lists_their_reasons():
     results = run(Card(), [replace(CALL, cache=CacheTrial(), head_dim=320)])
     (result,) = results.results
     assert (
@@ -226,8 +226,8 @@ def test_engines_that_no_check_has_passed_are_left_out():
     half = replace(CALL, dtype="bfloat16", head_dim=64)
 
     def engines():
-        found = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=half))
-        return {engine for engine, _ in found.tiles}, found.left_out
+        task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=half))
+        return {engine for engine, _ in task_candidates.tiles}, task_candidates.left_out
 
     assert engines() == ({"simt", "mma"}, {"wgmma": f"no check has passed it on this card: {CHECK_COMMAND}"})
     evidence.store_check(hopper, "wgmma", None, [])
@@ -241,7 +241,7 @@ def test_engines_that_no_check_has_passed_are_left_out():
 
 @pytest.mark.parametrize("backward", in_tiers({"forward": False, "backward": True}, default=["forward"]))
 def test_the_simulator_counts_instructions_and_plans_follow(backward):
-    """Warp instructions stand in place of seconds; the fastest tile runs and gives the same result."""
+    """On the simulator a tune counts warp instructions instead of seconds; the results of the tiles are compared."""
     trial = replace(CALL, q_len=8, kv_len=8, backward=backward)
     results = run_tune([trial], "simulator:sm_80", None, lambda line: None, tuning.work)
     (result,) = results.results
@@ -267,14 +267,14 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
 
 
 def peer_of(task):
-    """A peer that is faster than every tile, one that crashes, and one that refuses the call."""
+    """The time of a peer that beats every tile; the other peers crash or refuse the call."""
     if task.tile == "SDPA flash":
         return 1e-9
     raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
 
 
 class FourTimesAsFast:
-    """A card of which the clock shows what is predicted, but a quarter of it for simt."""
+    """A card on which every tile takes the predicted time, but tiles of simt a quarter of it."""
 
     device = Device("cuda", "sm_80", 108, 166912, "NVIDIA A100", "12.8")
     answers = {"device": device, "peers": ""}
@@ -293,7 +293,7 @@ class FourTimesAsFast:
         return costs[task.tile] * (0.25 if task.engine == "simt" else 1.0)
 
 
-def test_a_clock_that_shows_an_engine_four_times_as_fast_moves_other_buckets(monkeypatch):
+def test_an_engine_measured_four_times_as_fast_wins_in_other_buckets(monkeypatch):
     monkeypatch.setattr(simt, "tiles", ALL_TILES)
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, backward=False)
     longer, _ = tuning._posed("simulator", replace(half, q_len=100, kv_len=100), None)
@@ -310,7 +310,7 @@ def test_a_clock_that_shows_an_engine_four_times_as_fast_moves_other_buckets(mon
 
 
 def test_peers_are_reported_and_never_chosen(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn is not installed
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn counts as not installed
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
     card = FourTimesAsFast()
     results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
@@ -355,7 +355,7 @@ def test_the_peers_of_a_call(changes, count, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_peer_computes_the_call(backward):
-    """On the CPU, where torch has a flash kernel too."""
+    """Runs on the CPU, where torch has a flash kernel as well."""
     trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
     call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
     shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
@@ -372,7 +372,8 @@ import pytest
 import test_tune
 from cupy_flash import evidence, peers, tuning
 from cupy_flash.engines import simt
-evidence.FOLDER, simt.tiles, tuning.Worker = sys.argv[1], lambda problem, device: test_tune.TILES, test_tune.Here
+evidence.FOLDER, tuning.Worker = sys.argv[1], test_tune.WorkerInThisProcess
+simt.tiles = lambda problem, device: test_tune.TILES
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
 trials = [replace(test_tune.CALL, q_len=length, kv_len=length) for length in lengths]
 assert test_tune.run(test_tune.Card(), trials).complete
@@ -412,7 +413,7 @@ cupy_flash.attention_varlen(q[0], q[0], q[0], bounds, bounds, 60, 60, alibi_slop
 
 
 def test_recorded_calls(tmp_path):
-    """One line per bucket and process; what a Trial cannot state is recorded with its reason."""
+    """Each process writes one line per bucket; a call that a Trial cannot represent is recorded with the reason."""
     file = tmp_path / "calls.json"
     environment = os.environ | {"CUPY_FLASH_RECORD": str(file)}
     for _ in range(2):
@@ -443,11 +444,12 @@ def test_recorded_calls(tmp_path):
     results = tuning.Results(AMPERE, (), 0, "", not_replayed)
     assert "recorded calls that cannot be made again and are not measured: 3" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
-    for trial in (each for each in trials if each.cache is None):  # each can be measured; no engine of fp32 has a cache
+    # all trials but those with a cache, which no engine serves in fp32
+    for trial in (each for each in trials if each.cache is None):
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
 
 
-# ---- calls that are made again
+# ---- replayed calls
 
 
 def ones(*shape):
@@ -455,7 +457,7 @@ def ones(*shape):
 
 
 def call(options=None, layout="bshd", **kwargs):
-    """A plain call: the shapes of q and k, the options."""
+    """The problem and operands of a plain call with these options."""
     q = ones(2, 40, 2, 16) if layout == "bshd" else ones(2, 2, 40, 16)
     return pose("attention", (q, q, q), Options(**options or {}, layout=layout, backend="simulator", **kwargs))
 
@@ -465,11 +467,12 @@ def call_on_cache(q, *caches, **options):
 
 
 CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
+V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append into one array for K and V is refused
 TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
 SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
 PAGES = dict(block_table=TABLE, cache_seqlens=30)
 NEW, TOKENS = dict(k=ones(3, 2, 2, 16), v=ones(3, 2, 2, 16)), dict(k=ones(5, 2, 16), v=ones(5, 2, 16))
-AGAIN = {
+REPLAYED = {
     "score_mod": lambda: call(score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j)),
     "score_mod-indices": lambda: call(score_mod=lambda s, b, h, i, j: s * 0.25 + PLACES[i] // 3, causal=True),
     "mask_mod": lambda: call(layout="bhsd", mask_mod=lambda b, h, i, j: (i - j < 7) & (j <= i)),
@@ -478,19 +481,19 @@ AGAIN = {
     ),
     "contiguous": lambda: call_on_cache(ones(3, 1, 4, 16), CACHE, CACHE),
     "append-rotary": lambda: call_on_cache(
-        ones(3, 2, 4, 16), CACHE, CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
+        ones(3, 2, 4, 16), CACHE, V_CACHE, cache_seqlens=5, window=(20, 0), softcap=3.0, rotary_cos=ones(64, 4),
         rotary_sin=ones(64, 4), rotary_interleaved=False, **NEW,
     ),
     "slots": lambda: call_on_cache(
-        ones(3, 2, 4, 16), POOL, POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
+        ones(3, 2, 4, 16), POOL, V_POOL, **PAGES, **NEW, slots=np.arange(6), mask=np.ones((1, 1, 2, 2), bool),
         causal=False,
     ),
     "packed": lambda: call_on_cache(
-        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        ones(5, 4, 16), POOL, V_POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
         sink=ones(4), alibi_slopes=np.ones(4, np.float32),
     ),
     "packed-slots": lambda: call_on_cache(
-        ones(5, 4, 16), POOL, POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+        ones(5, 4, 16), POOL, V_POOL, **PAGES, **TOKENS, cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
         slots=np.arange(5),
     ),
     "bhsd": lambda: call_on_cache(ones(3, 4, 2, 16), BHSD_POOL, BHSD_POOL, **PAGES, layout="bhsd"),
@@ -498,10 +501,12 @@ AGAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_recorded_call_is_made_again(name):
-    """The record, read from JSON, states a call of the same bucket, and so of the same kernels and measurements."""
-    problem, operands = AGAIN[name]()
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_recorded_call_is_replayed(name):
+    """A record, written to JSON and read back, states a call of the same bucket, with the same kernels and
+    measurements.
+    """
+    problem, operands = REPLAYED[name]()
     trial = Trial.of(json.loads(json.dumps(recorded_line(problem, operands))))
     again, _ = tuning._posed("simulator", trial, None)
     assert tune_key(again.problem) == tune_key(problem)
@@ -510,9 +515,11 @@ def test_a_recorded_call_is_made_again(name):
         assert again.problem.cache[5:7] == problem.cache[5:7]  # slots and rotary
 
 
-def test_a_pool_of_pages_is_as_full_as_it_can_be():
-    """Five pages serve three sequences of up to four pages: each has 80 // 3 keys, and none reads a page beyond."""
-    problem, operands = AGAIN["small-pool"]()
+def test_replayed_pages_fill_the_pool():
+    """Five pages of 16 keys serve three sequences: each gets 80 // 3 keys, and no block table entry is beyond the
+    pool.
+    """
+    problem, operands = REPLAYED["small-pool"]()
     made = cache_call(Trial.of_call(problem, operands), CacheTrial(page=16, blocks=5))
     assert made.options["cache_seqlens"].tolist() == [26] * 3 and made.options["block_table"].max() == 4
 
@@ -528,33 +535,40 @@ def test_a_call_that_a_trial_cannot_state_does_not_end_the_run(monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["score_mod", "append-rotary", "packed-slots"])
-def test_a_call_that_is_made_again_runs(name, monkeypatch):
-    """Results of two tiles agree, among them one of mma_decode that no prediction compares."""
-    trial = Trial.of_call(*AGAIN[name]())
-    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
-    for engine, tile in (found.tiles[0], found.tiles[-1]):
+def test_a_replayed_call_runs(name, monkeypatch):
+    """The first and the last candidate agree; for a decode, the last is a tile that the prediction does not
+    consider.
+    """
+    trial = Trial.of_call(*REPLAYED[name]())
+    task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial))
+    for engine, tile in (task_candidates.tiles[0], task_candidates.tiles[-1]):
         task = tuning.Task("tile", "simulator", trial=trial, engine=engine, tile=tile)
         assert tuning.measure(task, lambda step, seconds: None) > 100
 
 
 def test_a_measurement_chooses_among_all_tiles_of_a_decode():
-    """The prediction has one tile, by a rule; a measured one serves its bucket, but for calls with split_size."""
+    """The prediction has a single tile per decode; a measured tile serves its bucket, except for calls with
+    split_size.
+    """
     decode = replace(CALL, dtype="float16", q_len=1, kv_len=64, causal=True, cache=CacheTrial(page=16))
     chosen, _ = tuning._posed("simulator", decode, None)
-    found = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
-    assert found.tiles[0] == found.default == ("mma_decode", repr(chosen.tile)) and len(found.tiles) > 10
-    decodes = [name for engine, name in found.tiles if engine == "mma_decode"]
+    task_candidates = tuning.find_candidates(tuning.Task("candidates", "simulator", trial=decode))
+    assert (
+        task_candidates.tiles[0] == task_candidates.default == ("mma_decode", repr(chosen.tile))
+        and len(task_candidates.tiles) > 10
+    )
+    decodes = [name for engine, name in task_candidates.tiles if engine == "mma_decode"]
     assert {eval(name, {"Tile": mma_decode.Tile})[1:5:2] for name in decodes} == {
         (keys, rows) for keys in mma_decode.KEYS for rows in mma_decode.ROWS
     }
     measured = [
         Measured(*name, 10.0 - number) for number, name in enumerate(("mma_decode", tile) for tile in decodes[:5])
     ]
-    evidence.store_tune(AMPERE, found.key, evidence.INSTRUCTIONS, measured, found.default, {}, True)
+    evidence.store_tune(AMPERE, task_candidates.key, evidence.INSTRUCTIONS, measured, task_candidates.default, {}, True)
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
-    assert repr(plan(pieces, AMPERE).tile) == found.default[1]
+    assert repr(plan(pieces, AMPERE).tile) == task_candidates.default[1]
 
 
 @pytest.mark.exhaustive
@@ -582,7 +596,7 @@ def test_the_command_decodes_on_a_kv_cache(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_file_that_holds_no_calls(tmp_path, capsys):
+def test_a_file_without_calls(tmp_path, capsys):
     file = tmp_path / "calls.json"
     file.write_text('{"q_len": 5}\n\n{"q_len": "x"}\n')
     assert main(["tune", "--like", str(file)]) == 1
@@ -596,7 +610,7 @@ def test_a_file_that_holds_no_calls(tmp_path, capsys):
 
 
 LINES = {
-    "5": "a call is a mapping of names to values, not 5",
+    "5": "a call must be a mapping of names to values, not 5",
     '{"window": [[1], 2]}': "window must be None or (left, right) of whole numbers",
     '{"window": [-5, 0]}': "a side of window must be None or -1",
     '{"layout": "thd"}': 'layout must be "bshd" or "bhsd", not \'thd\'',
@@ -606,10 +620,10 @@ LINES = {
     '{"head_dim_v": 0}': "head_dim_v must be a whole number",
     '{"q_len": 100000000000000000000}': "q_len must be a whole number of at least 1 and less than 2**31",
     '{"options": "mask"}': "options must be a list of names",
-    '{"length": 5}': "'length' are not of dtype, head_dim",
+    '{"length": 5}': "a call has no field 'length'; the fields are dtype, head_dim",
     '{"cache": 5}': "cache must be a mapping of names to values, not 5",
     '{"backward": false, "cache": {"page": 12}}': "page of the cache must be a power of two, not 12",
-    '{"backward": false, "cache": {"pages": 12}}': "'pages' of the cache are not of page, blocks",
+    '{"backward": false, "cache": {"pages": 12}}': "cache has no field 'pages'; the fields are page, blocks",
     '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
     '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",
     '{"cache": {}}': "backward is not for calls on a KV cache",
@@ -625,7 +639,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-def test_a_line_that_states_no_call(line, tmp_path):
+def test_an_invalid_line_of_a_record(line, tmp_path):
     file = tmp_path / "calls.json"
     file.write_bytes(b"{}\n" + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(ValueError, match="states no call") as caught:
@@ -647,7 +661,9 @@ print("went on")
 
 @pytest.mark.parametrize("kind", ["missing", exhaustive("folder"), exhaustive("fifo"), "relative"])
 def test_a_record_file_that_cannot_be_written(kind, tmp_path):
-    """One warning names the variable, and the calls go on; a relative path is that of the first call's folder."""
+    """The call warns once, with the name of the variable, and goes on; a relative path refers to the folder of the
+    first call.
+    """
     file = dict(missing=tmp_path / "no" / "file", folder=tmp_path, fifo=tmp_path / "fifo", relative="calls.json")[kind]
     if kind == "fifo":
         os.mkfifo(file)
@@ -667,7 +683,7 @@ def test_a_record_file_that_cannot_be_written(kind, tmp_path):
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "words"),
     [
-        ([5], {}, TypeError, "a call is a mapping of names to values, not 5"),
+        ([5], {}, TypeError, "a call must be a mapping of names to values, not 5"),
         ("abc", {}, TypeError, "shapes must be a list of calls"),
         (5, {}, TypeError, "shapes must be a list of calls"),
         ({"q_len": 5}, {}, TypeError, "shapes must be a list of calls"),

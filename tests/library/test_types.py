@@ -1,4 +1,4 @@
-"""The verdicts of a type checker on calls of the public functions."""
+"""Errors that a type checker reports for calls of the public functions."""
 
 import os
 import re
@@ -80,7 +80,7 @@ WRONG = (
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """mypy's errors in each call, run once for all. It treats torch and jax as untyped, as setup.cfg says."""
+    """mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
     folder = tmp_path_factory.mktemp("types")
     calls = {"right": RIGHT, "wrong": WRONG}
     for name, lines in calls.items():
@@ -90,11 +90,11 @@ def errors(tmp_path_factory):
         files = [str(folder / f"{name}.py") for name in calls]
         report, trouble, _ = api.run(["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", os.devnull, *files])
     assert trouble == ""
-    found = {}
+    by_call = {}
     for name, number, message in re.findall(r"^.*?(right|wrong)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
-        found.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
-    assert sum(map(len, found.values())) == report.count(" error: ")  # none in the package itself
-    return found
+        by_call.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
+    assert sum(map(len, by_call.values())) == report.count(" error: ")  # the package itself has no error
+    return by_call
 
 
 def test_results_have_the_type_of_the_arrays(errors):

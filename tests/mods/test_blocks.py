@@ -1,18 +1,25 @@
-"""Tables of blocks: masks whose tiles interval arithmetic does not prove, and torch's BlockMask."""
+"""block_mask: tables of exact block classes, for masks that interval arithmetic cannot classify and for torch's
+BlockMask.
+"""
 
 import numpy as np
 import pytest
+from planting import planted
 
 import cupy_flash
-from cupy_flash.mods.blocks import block_mask
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.mods.blocks import block_mask, host_classes, posed
 from cupy_flash.mods.plot import HIDDEN, SEEN, SKIPPED, UNMASKED, picture
+from cupy_flash.mods.trace import traced
 
 torch = pytest.importorskip("torch")
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 
 LENGTH, BLOCK = 300, 64
 rng = np.random.default_rng(0)
-# Long runs of a few segments, so that many blocks are empty or full, with names in no order.
+# Long runs of a few segments, so that many blocks are empty or full; the segments' ids are in no order.
 segments = np.array([7, 2, 9, 0, 7, 4, 2])[np.arange(LENGTH) // 47].astype(np.int64) * 7919 % 13
 
 
@@ -20,7 +27,7 @@ def same_segment(b, h, q, kv):
     return segments[q] * segments[q] % 5 == segments[kv] * segments[kv] % 5
 
 
-def of_heads(b, h, q, kv):
+def mask_by_head(b, h, q, kv):
     return same_segment(b, h, q, kv) & ((h == 0) | (q >= kv)) & (q - kv < 100 * (b + 1))
 
 
@@ -29,7 +36,7 @@ def elements(mask_mod, b=0, h=0, q_len=LENGTH, kv_len=LENGTH):
 
 
 def expected_classes(mask, block):
-    """The picture of the exact classes of blocks."""
+    """The picture of exact block classes, from the mask's elements."""
     result = np.empty(mask.shape, np.uint8)
     for i in range(0, mask.shape[0], block):
         for j in range(0, mask.shape[1], block):
@@ -41,18 +48,18 @@ def expected_classes(mask, block):
 
 @pytest.mark.parametrize("b,h", [(0, 0), (1, 1)])
 def test_classes_are_exact(b, h):
-    table = block_mask(of_heads, 2, 2, LENGTH, LENGTH, block=BLOCK)
-    expected = expected_classes(elements(of_heads, b, h), BLOCK)
+    table = block_mask(mask_by_head, 2, 2, LENGTH, LENGTH, block=BLOCK)
+    expected = expected_classes(elements(mask_by_head, b, h), BLOCK)
     actual = picture(table, LENGTH, LENGTH, batch=b, head=h, block_q=BLOCK, block_kv=BLOCK)
     np.testing.assert_array_equal(actual, expected)
-    by_intervals = picture(of_heads, LENGTH, LENGTH, batch=b, head=h, block_q=BLOCK, block_kv=BLOCK)
+    by_intervals = picture(mask_by_head, LENGTH, LENGTH, batch=b, head=h, block_q=BLOCK, block_kv=BLOCK)
     assert np.isin(by_intervals, (SKIPPED, UNMASKED)).sum() < np.isin(expected, (SKIPPED, UNMASKED)).sum()
 
 
 @pytest.mark.parametrize("B,H", [(2, 4), (None, None), (2, None)])
-def test_attention_is_that_of_the_mask(B, H):
+def test_attention_equals_a_dense_mask(B, H):
     q, k, v = rng.normal(size=(3, 2, LENGTH, 4, 8))
-    mask_mod = of_heads if H else (lambda b, h, q, kv: of_heads(b, 0, q, kv)) if B else same_segment
+    mask_mod = mask_by_head if H else (lambda b, h, q, kv: mask_by_head(b, 0, q, kv)) if B else same_segment
     dense = np.stack([[elements(mask_mod, b, h) for h in range(4)] for b in range(2)])
     expected, vjp = cupy_flash.attention_vjp(q, k, v, mask=dense)
     out, table_vjp = cupy_flash.attention_vjp(q, k, v, mask_mod=block_mask(mask_mod, B, H, LENGTH, LENGTH, block=64))
@@ -82,6 +89,36 @@ def test_tables_of_torch_tensors():
     assert cupy_flash.attention(q, q, q, mask_mod=sliding).shape == q.shape
 
 
+def simulated_classes(mask_mod, q_len, kv_len, heads=(1, 1), block=BLOCK):
+    """The classes that the kernel of a GPU computes."""
+    problem, operands = posed(traced(None, mask_mod), heads, (q_len, kv_len), "simulator")
+    return kernels.block_classes(problem, operands, block, "sm_80", start).numpy().swapaxes(1, 2)
+
+
+@pytest.mark.exhaustive
+def test_the_kernel_computes_the_classes_of_the_host():
+    """Blocks at the ends of the sequences are of the pairs that exist."""
+    expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
+    assert set(expected.flat) == {0, 1, 2}
+    np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)
+
+
+PLANTED = {
+    "a block that interval arithmetic cuts counts as cut": ("if (seen.may && seen.may_not) {", "if (false) {"),
+    "another thread's pairs are not counted": ("__syncthreads_or(seen.may_not) != 0", "seen.may_not"),
+    "keys past the end count": ("if (i >= p.q_len || j >= p.kv_len) continue;", "if (i >= p.q_len) continue;"),
+    "the classes of one head for all": ("+ head * p.out.head +", "+ 0 * p.out.head +"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
+def test_planted_bug_of_the_kernel_is_found(change, monkeypatch):
+    expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
+    with planted(monkeypatch, change), pytest.raises((AssertionError, errors.SimulationError)):
+        np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)
+
+
 def test_errors_of_block_mask():
     with pytest.raises(TypeError, match="q_len and kv_len must be given"):
         block_mask(same_segment)
@@ -100,7 +137,7 @@ def prefix(b, h, q, kv):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("B,H", [(2, 4), (None, None)])
-def test_a_block_mask_of_torch(B, H):
+def test_a_block_mask_from_torch(B, H):
     mask_mod = prefix if B else (lambda b, h, q, kv: prefix(0, 0, q, kv))
     mask = flex_attention.create_block_mask(mask_mod, B, H, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64)
     q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64)
@@ -109,8 +146,8 @@ def test_a_block_mask_of_torch(B, H):
         torch.testing.assert_close(cupy_flash.attention(q, k, v, mask_mod=given), flex)
 
 
-def test_the_blocks_of_a_block_mask_hide_what_its_function_does_not():
-    """A BlockMask of key blocks alone has no function: its blocks are the mask."""
+def test_a_block_mask_without_a_function():
+    """BlockMask.from_kv_blocks has no function for elements, so its blocks are the mask."""
     counts = torch.tensor([[[1, 2, 0, 1, 1]]], dtype=torch.int32)
     indices = torch.tensor([[[[2, 0, 0, 0, 0], [4, 1, 0, 0, 0], [0] * 5, [3, 1, 2, 4, 0], [0] * 5]]], dtype=torch.int32)
     mask = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64, seq_lengths=(LENGTH, LENGTH))

@@ -1,4 +1,6 @@
-"""Gradients of captured arrays in kernels: of blocks that own them, or added to, in fixed point if deterministic."""
+"""Gradients of captured arrays in kernels: summed by the block that owns an element, added atomically, or
+deterministic.
+"""
 
 import functools
 from dataclasses import replace
@@ -29,9 +31,9 @@ CASES = {
 
 
 def gradients(case, how, cast=lambda x: x, moved=None):
-    """The gradients of the arrays that the score_mod of the case captures; None for the others.
+    """Gradients of the arrays that a case's score_mod captures; None for arrays without a gradient.
 
-    `moved`: a seed; every element of q, k, v and dout is then another number, by up to one rounding.
+    `moved`, a seed, perturbs every element of q, k, v and dout by up to one rounding.
     """
     call = case.call()
     if moved is not None:
@@ -61,7 +63,9 @@ ROWS = {f"{name}-{engine}": (case, engine) for name, case in CASES.items() for e
 
 @pytest.mark.parametrize("row", in_tiers(ROWS, ["dropout-softcap-bias-simt", "packed-simt", "number-and-rows-mma"]))
 def test_gradients_equal_the_cpu(row):
-    """Against the CPU engine in fp64. A gradient may be one number: several runs in low precision set the tolerance."""
+    """The CPU engine in fp64 is exact. A gradient may be a single number, so several perturbed runs set the
+    tolerance.
+    """
     case, engine = row
     check_gradients(replace(case, dtype=ENGINES[engine]), dict(engine=engine))
 
@@ -79,7 +83,7 @@ def check_gradients(case, how):
             assert_matches_reference([x] * runs, [y] * runs, z, x.dtype, f"gradient of array{slot} of {case}")
 
 
-# Arrays whose elements any score may add to: at computed indices, read twice, one number, a number per head.
+# Arrays whose elements any score may add to: read at computed indices, read twice, a single number, a number per head.
 ADDED = {
     "table": Case(score_mod="relative", mask_mod="document"),
     "read-twice": Case(score_mod="learned-twice", causal=True, head_dim=16),
@@ -92,18 +96,18 @@ ADDED_ROWS = {f"{name}-{engine}": (case, engine) for name, case in ADDED.items()
 
 @pytest.mark.parametrize("row", in_tiers(ADDED_ROWS, ["table-mma"]))
 def test_deterministic_gradients_equal_the_cpu(row):
-    """Fixed point is as exact as the sums in double."""
+    """Deterministic sums in fixed point are as exact as sums in double."""
     case, engine = row
     check_gradients(replace(case, dtype=ENGINES[engine]), dict(engine=engine, deterministic=True))
 
 
-# Every head adds to the same elements. Arrays are float64 too: rounded to float32, sums of doubles in any order agree.
+# Every head adds to the same elements. Arrays are float64, because rounding to float32 would hide the order of a sum.
 SHARED = Case(score_mod="learned-twice", q_len=20, kv_len=9, batch=1, dtype="float64")
 ORDERS = (dict(order="early"), dict(order="late"), dict(order="random", seed=1))
 
 
 def bits_in_each_order():
-    """The distinct bytes of deterministic gradients of captured arrays over several orders of blocks and warps."""
+    """The distinct bytes of deterministic gradients, over several orders of blocks and warps."""
     arrays = {name: x if x.dtype.kind != "f" else x.astype(np.float64) for name, x in arrays_of(SHARED).items()}
     call = SHARED.call()
     call = call._replace(options=call.options | mods_of(SHARED, arrays=arrays))
@@ -116,7 +120,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_any_order():
     assert len(bits_in_each_order()) == 1
 
 
-# The two places of FixedPoint that say how sums are kept, with what stands between them.
+# The two places of FixedPoint that define the format of sums, and the text between them.
 INTEGER_SUMS = """atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
   }
   // An infinite or NaN contribution leaves no scale: the gradient is NaN.
@@ -129,8 +133,8 @@ FLOATING_SUMS = """atomicAdd((double*)sums + place, (double)x * power_of_two(exp
 
 
 @pytest.mark.exhaustive
-def test_sums_in_floating_point_are_found(monkeypatch):
-    """With atomics of doubles in place of those of integers, results are as exact, but bits depend on the order."""
+def test_a_planted_sum_in_floating_point_is_found(monkeypatch):
+    """With sums in double, results are as exact, but their bits depend on the order."""
     with planted_in(monkeypatch, "mod_functions.cuh", INTEGER_SUMS, FLOATING_SUMS):
         check_gradients(ADDED["table"], dict(engine="simt", deterministic=True))
         assert len(bits_in_each_order()) > 1
@@ -153,7 +157,7 @@ def test_planted_scales_are_found(plant, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_deterministic_gradient_of_nan_is_nan():
-    """A NaN or an infinity among the contributions leaves no scale."""
+    """If a contribution is NaN or infinite, there is no scale for fixed point."""
     case = ADDED["table"]
     call = case.call()
     call.dout[0, 0, 0] = np.nan

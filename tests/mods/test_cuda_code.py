@@ -1,4 +1,4 @@
-"""The CUDA struct of a mod compiles, and in the simulator it gives the scores, slopes, masks and classes of NumPy."""
+"""The CUDA struct of a mod, compiled and run on the simulator, gives the scores, slopes, masks and classes of NumPy."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.numpy_code import function_of
 from cupy_flash.mods.tiles import EMPTY, FULL, Extremes, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.params import _filled
+from cupy_flash.params import _struct
 from cupy_flash.source import CONFIG, Text, configure, kernel_folder
 
 PAIRS = """
@@ -25,7 +25,7 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p, const int* he
                                  const int* keys, const real* products, real* scores, real* slopes,
                                  unsigned char* seen) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Mod mod(p, 0);
+  Mod mod(p, Sequence(p, 0));
   Mod::Query q = mod.query(heads[n], queries[n]);
   Mod::Key k = mod.key(keys[n]);
   scores[n] = mod.score(products[n], q, k, slopes[n]);
@@ -36,17 +36,40 @@ TILES = """
 extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interval<int>* heads,
                                  const Interval<int>* queries, const Interval<int>* keys, unsigned char* classes) {
   int n = blockIdx.x * 128 + threadIdx.x;
-  Truth seen = Mod(p, 0).tile(heads[n], queries[n], keys[n]);
+  Truth seen = Mod(p, Sequence(p, 0)).tile(heads[n], queries[n], keys[n]);
   classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
+}
+"""
+WALK = """
+struct Counted {
+  const Mod& mod;
+  Range queries;
+  int rounds = 0;
+
+  __device__ Truth operator()(Range keys) {
+    ++rounds;
+    return mod.tile(point(0), {queries.begin, queries.end - 1}, {keys.begin, keys.end - 1});
+  }
+};
+
+extern "C" __global__ void walk(const __grid_constant__ Params p, const int* queries, int* visited, int* rounds) {
+  int warp = blockIdx.x * 4 + threadIdx.x / 32, n = 0, q_start = queries[32 * warp];
+  Mod mod(p, Sequence(p, 0));
+  Walk<128, Order::ORDER, Counted> tiles({0, 0}, {0, 1 << 20}, {mod, {q_start, q_start + 128}});
+  for (tiles.skip_hidden(); tiles.valid(); tiles.next(), ++n)
+    if (threadIdx.x % 32 == 0) visited[warp * 128 + n] = tiles.start;
+  if (threadIdx.x % 32 == 0)
+    for (; n < 128; ++n) visited[warp * 128 + n] = -1;
+  rounds[blockIdx.x * 128 + threadIdx.x] = tiles.classify.rounds;
 }
 """
 EXTREMES = (kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
-MOST_INSTRUCTIONS = 500  # of the SASS that classifies a tile, loops over elements and chunks once
+MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bodies of loops once
 
 
-def kernel_text(mod, kernel, constants=(), **options):
-    """The text of a kernel with the struct of a mod."""
+def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
+    """The text of a kernel that contains the struct of a mod."""
     program = mod.program
     by = None if program.score is None else derivative(program.score)
     headers = {
@@ -55,19 +78,19 @@ def kernel_text(mod, kernel, constants=(), **options):
     }
     folder = kernel_folder().resolve()
     text = Text(folder, *configure((folder / CONFIG).read_text(), {"MODS": True, **dict(constants)}), headers)
-    text.inline("mod.cuh", ())
+    text.inline(header, ())
     return "\n".join(text.lines) + kernel
 
 
 def table_of(array):
-    """The table of a captured array, (rows, chunks, 2)."""
+    """The table of extremes of a captured array's chunks, (rows, chunks, 2)."""
     bounds = Extremes(array).chunks
     number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
     return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
 
 
 def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
-    """Run a kernel of one thread per element of `inputs` in the simulator, filling `outputs`."""
+    """Run a kernel with one thread per element of `inputs` on the simulator; it fills `outputs`."""
     name = re.search(r"(\w+)\(const __grid_constant__", kernel)[1]
     text = kernel_text(mod, kernel, constants, **options)
     assert plant[0] in text
@@ -84,7 +107,8 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
         chunks[f"chunks{slot}"] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
     members = {"captured": captured, "batch": (1,), "whole_heads": (1,)}
-    packed = _filled("Params", members, cuda_code.captured_struct(mod.program)).tobytes()
+    parameters = _struct("Params", cuda_code.captured_struct(mod.program))
+    packed = parameters.packed(parameters.numbers(members)).tobytes()
     if kernel == EXTREMES:
         launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
         return outputs
@@ -97,7 +121,7 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
 
 
 def pairs_of(mod, real, length=LENGTH, constants=(), **options):
-    """(scores, slopes, seen) of random pairs: those of the kernel, those of NumPy."""
+    """((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
     rng = np.random.default_rng(0)
     heads = rng.integers(0, 3, 512).astype(np.int32)
     q, kv = (rng.integers(0, length, 512).astype(np.int32) for _ in range(2))
@@ -109,25 +133,25 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
     roots = [] if program.score is None else [program.score, derivative(program.score).slope]
     roots += [] if program.mask is None else [program.mask]
     with np.errstate(all="ignore"):
-        found = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
-    found = [np.broadcast_to(x, 512) for x in found]
+        expected = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
+    expected = [np.broadcast_to(x, 512) for x in expected]
     if program.score is None:
-        found = [products, np.ones(512, real), *found]
+        expected = [products, np.ones(512, real), *expected]
     if program.mask is None:
-        found.append(np.ones(512, np.bool_))
-    return outputs, found
+        expected.append(np.ones(512, np.bool_))
+    return outputs, expected
 
 
 def classes_of(mod, length, block, **options):
-    """(EMPTY, CUT or FULL of each tile from the kernel, those of NumPy)."""
+    """(EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
     starts = np.arange(0, length, block)
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
     heads = np.full(inputs[0].shape, HEAD, np.int32)
-    (found,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
+    (actual,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
     classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
     tiles = len(starts) ** 2
-    return found[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
+    return actual[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
 
 
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["sinks", "document window", "natten morton", "block map"]))
@@ -135,8 +159,8 @@ def test_mask_equals_numpy(row):
     mod = Mod(mask_mod=row[0])
     (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32)
     assert np.array_equal(seen, expected)
-    found, expected = classes_of(mod, LENGTH, 128)
-    assert np.array_equal(found, expected)
+    actual, expected = classes_of(mod, LENGTH, 128)
+    assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -170,23 +194,27 @@ def test_tables_of_extremes_equal_numpy():
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
 def test_random_masks_equal_numpy(seeds):
-    """Elements are NumPy's; a class proves no more than NumPy's, which also knows the numbers of the call."""
+    """Elements equal NumPy's. The kernel classifies at most the tiles that NumPy does, which knows the mod's
+    numbers.
+    """
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
-        if mod.program.mask is None:  # it is simplified to True
+        if mod.program.mask is None:  # the mask is simplified to True
             continue
         options = {"largest": cuda_code.LARGE} if seed % 2 else {}
         (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
         assert np.array_equal(seen, expected), seed
-        found, expected = classes_of(mod, 320, 20, **options)
-        assert np.array_equal(found == EMPTY, (expected == EMPTY) & (found == EMPTY)), seed
-        assert np.array_equal(found == FULL, (expected == FULL) & (found == FULL)), seed
+        actual, expected = classes_of(mod, 320, 20, **options)
+        assert np.array_equal(actual == EMPTY, (expected == EMPTY) & (actual == EMPTY)), seed
+        assert np.array_equal(actual == FULL, (expected == FULL) & (actual == FULL)), seed
 
 
 @pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["document causal logical long"]))
 def test_struct_compiles_within_its_limits(row, target, monkeypatch):
-    """Without warnings and spills, and a tile is classified in MOST_INSTRUCTIONS. Compiled as for a call."""
+    """The struct compiles without warnings and spills, with the flags of a user's call, in at most
+    MOST_INSTRUCTIONS.
+    """
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     compiled = nvrtc.compile(kernel_text(Mod(mask_mod=row[0]), TILES), "tiles", target)
     assert not compiled.warnings
@@ -196,7 +224,7 @@ def test_struct_compiles_within_its_limits(row, target, monkeypatch):
 
 
 PLACES = np.arange(320, dtype=np.int32)
-# Replaced text of range.cuh, and a mask of 320 tokens whose tiles of 40 x 40 are then of a wrong class.
+# (text of range.cuh, planted text, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
 PLANTS = {
     "less for less or equal": (
         "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}", lambda b, h, q, kv: q // 40 <= kv // 40
@@ -216,13 +244,15 @@ def test_wrong_interval_arithmetic_is_found(plant):
     i = np.arange(320, dtype=np.int32)
     seen = np.broadcast_to(mask(0, 0, i[:, None], i[None]), (320, 320)).reshape(8, 40, 8, 40)
     for is_planted, change in ((False, ("", "")), (True, tuple(texts))):
-        found = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
-        wrong = (seen.any((1, 3)) & (found == EMPTY)) | (~seen.all((1, 3)) & (found == FULL))
+        actual = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
+        wrong = (seen.any((1, 3)) & (actual == EMPTY)) | (~seen.all((1, 3)) & (actual == FULL))
         assert wrong.any() == is_planted
 
 
-def test_distances_that_reals_do_not_hold_stay_ints():
-    """A real of 32 bits holds no odd number above 2**24: the text of a longer call subtracts before it converts."""
+def test_distances_beyond_float32_stay_integers():
+    """float32 has no odd integers above 2**24, so for long sequences the text subtracts positions before converting
+    them.
+    """
     program = Mod(lambda s, b, h, q, kv: s - abs(q - kv) * 0.5).program
     short, long = (cuda_code.mod_struct(program, largest=largest) for largest in (cuda_code.SMALL, cuda_code.LARGE))
     assert "q.offset" in short and "q.offset" not in long
@@ -234,3 +264,49 @@ def test_a_missing_clamp_is_found():
     mod = Mod(mask_mod=lambda b, h, q, kv: table[q - kv] < 4)
     with pytest.raises(SimulationError, match="past the end|before"):
         pairs_of(mod, np.float32, plant=("clamped(v", "(v"))
+
+
+# name -> (mask_mod, rounds in which a warp may classify the 8,192 tiles of 2^20 keys; tile by tile these are 256)
+NARROW = {
+    "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
+    "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),
+    "far apart": (lambda b, h, q, kv: (abs(kv - q) < 100) | (abs(abs(kv - q) - 137216) < 100), 20),
+    "nothing": (lambda b, h, q, kv: kv < 0, 9),
+}
+LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.int32), 32)
+
+
+def walk(name, order, plant=("", "")):
+    """Compare the tiles that a warp visits with the classes of NumPy; return the most rounds of a warp."""
+    mod, outputs = Mod(mask_mod=NARROW[name][0]), (np.empty((4, 128), np.int32), np.empty(128, np.int32))
+    kernel = WALK.replace("Order::ORDER", f"Order::{order}")
+    visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, plant, header="walk.cuh")
+    keys = np.arange(0, 2**20, 128)[:: -1 if order == "LAST_TO_FIRST" else 1]
+    classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
+    for row, first in zip(visited, LONG_QUERIES[::32], strict=True):
+        expected = keys[classes.of(0, 0, (first, first + 127), (keys, keys + 127)) != EMPTY]
+        np.testing.assert_array_equal(row[row >= 0], expected)
+    return rounds.max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ["LAST_TO_FIRST", "FIRST_TO_LAST"])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_walk_of_a_long_sequence_takes_few_rounds(name, order):
+    assert walk(name, order) <= NARROW[name][1]
+
+
+PLANTED_WALK = {
+    "a lane classifies all but one of its tiles": ("(tiles - 1) * STEP", "(tiles - 2) * STEP"),
+    "the first 32 tiles with a visible pair are passed": ("(may_see ? __ffs(may_see) - 1 : 32)", "32"),
+    "the walk ends one group early": ("__ffs(may_see) - 1 : 32)", "__ffs(may_see) - 1 : 33)"),
+    "every tile is classified": ("candidates = 0, tiles = 32;", "candidates = 0;"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plant", PLANTED_WALK.values(), ids=PLANTED_WALK)
+def test_planted_bug_of_the_walk_is_found(plant):
+    with pytest.raises(AssertionError):
+        for order in ("LAST_TO_FIRST", "FIRST_TO_LAST"):
+            assert walk("far apart", order, plant) <= NARROW["far apart"][1]

@@ -1,4 +1,4 @@
-"""Derivatives of mods, evaluated by their NumPy code: against torch's autograd and against central differences."""
+"""Derivatives of mods, evaluated by their NumPy code, against torch's autograd and central differences."""
 
 import math
 
@@ -17,7 +17,7 @@ F = torch.nn.functional
 
 POINTS = np.array([-30.0, -2.5, -1.0, -0.3, 0.0, 0.4, 1.0, 2.0, 2.5, 30.0])
 
-# Mods of the score alone, which torch differentiates too; at 0, 1 and 2 many of them have a kink.
+# Functions of the score that torch differentiates too; many of them have a kink at 0, 1 or 2.
 FUNCTIONS = {
     "polynomial": lambda s: s * s * s - 2 * s + 1.5 - s / 3,
     "division": lambda s: 1 / (s + 3.7) + (s - 1) / (s * s + 2),
@@ -60,14 +60,14 @@ def evaluate(mod, score, q=0, kv=0, b=0, h=0):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_slopes_are_those_of_torch(name):
+def test_values_and_slopes_equal_those_of_torch(name):
     function = FUNCTIONS[name]
     score = torch.tensor(POINTS, requires_grad=True)
     expected = function(score)
     (slope,) = torch.autograd.grad(expected.sum(), score)
-    mine = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
-    np.testing.assert_allclose(mine[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(mine[1], slope.numpy(), rtol=1e-10, atol=1e-12)
+    actual = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
+    np.testing.assert_allclose(actual[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(actual[1], slope.numpy(), rtol=1e-10, atol=1e-12)
 
 
 def test_no_nan_comes_from_a_branch_that_is_not_taken():
@@ -81,7 +81,7 @@ def test_no_nan_comes_from_a_branch_that_is_not_taken():
     assert np.isfinite(evaluate(Mod(lambda s, b, h, q, kv: np.maximum(s, 0) ** 0.5 * 0.0 + s), points)[0]).all()
 
 
-def test_sigmoid_and_relatives_are_exact_and_finite_far_away():
+def test_sigmoid_and_softplus_are_exact_for_large_scores():
     points = np.array([-800.0, -40.0, 40.0, 800.0])
     value, slope = evaluate(Mod(lambda s, b, h, q, kv: torch.sigmoid(s)), points)
     np.testing.assert_allclose(value, [0, math.exp(-40), 1, 1], rtol=1e-14)
@@ -91,7 +91,7 @@ def test_sigmoid_and_relatives_are_exact_and_finite_far_away():
     np.testing.assert_allclose(slope, [0, math.exp(-40), 1, 1], rtol=1e-12)
 
 
-def test_a_choice_of_two_slopes_is_one_choice():
+def test_slopes_of_a_where_are_one_where():
     mod = Mod(lambda s, b, h, q, kv: np.where(q > kv, s * 3, s * 5))
     assert str(derivative(mod.program.score).slope) == "where((kv < q), real(n0), real(n1))"
 
@@ -106,7 +106,7 @@ SEGMENTS = np.sort(_rng.integers(0, 5, LENGTH)).astype(np.int64)
 
 
 class Expressions:
-    """Random mods; the same seed writes the same expression."""
+    """Random mods; the same seed gives the same expression."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -166,14 +166,14 @@ class Expressions:
         seed = self.rng.integers(2**31)
 
         def random_mod(s, b, h, q, kv):
-            self.rng = np.random.default_rng(seed)  # the call with stand-ins and the call with arrays draw the same
+            self.rng = np.random.default_rng(seed)  # tracing and evaluation must draw the same expression
             return self.real(3, s, q, kv, h) + 0 * s
 
         return random_mod
 
 
-def on_a_tile(mod, score, arrays):
-    """(score, slope, {slot: gradient of the sum of scores by the array}) over LENGTH queries and keys."""
+def evaluate_tile(mod, score, arrays):
+    """(score, slope, {slot: gradient of the sum of scores with respect to the array}) over LENGTH queries and keys."""
     q, kv = np.arange(LENGTH, dtype=np.int32)[:, None], np.arange(LENGTH, dtype=np.int32)[None, :]
     gradients = {slot: np.zeros(array.shape) for slot, array in enumerate(arrays) if array.dtype == np.float64}
     with np.errstate(all="ignore"):
@@ -194,16 +194,16 @@ def test_random_expressions_against_central_differences(seed):
     mod = Mod(function)
     rng = np.random.default_rng(seed)
     score = rng.normal(size=(LENGTH, LENGTH))
-    value, slope, gradients = on_a_tile(mod, score, mod.arrays)
-    # The function itself on arrays is the truth.
+    value, slope, gradients = evaluate_tile(mod, score, mod.arrays)
+    # The function applied to arrays is the expected result.
     q, kv = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
     with np.errstate(all="ignore"):
         truth = np.broadcast_to(function(score, 0, np.int64(1), q, kv), score.shape)
     np.testing.assert_allclose(value, truth, rtol=1e-9, atol=1e-12)
 
     step = 1e-6
-    (up, slope_up, _), (down, slope_down, _) = (on_a_tile(mod, score + sign * step, mod.arrays) for sign in (1, -1))
-    smooth = np.abs(slope_up - slope_down) < 1e-3 * (1 + np.abs(slope))  # a kink lies elsewhere
+    (up, slope_up, _), (down, slope_down, _) = (evaluate_tile(mod, score + sign * step, mod.arrays) for sign in (1, -1))
+    smooth = np.abs(slope_up - slope_down) < 1e-3 * (1 + np.abs(slope))  # no kink is near
     error = np.abs((up - down) / (2 * step) - slope) / (1 + np.abs(slope))
     assert error[smooth].max(initial=0) < 1e-6
     assert smooth.mean() > 0.9
@@ -213,7 +213,7 @@ def test_random_expressions_against_central_differences(seed):
         moved = [
             [x + sign * step * direction if n == slot else x for n, x in enumerate(mod.arrays)] for sign in (1, -1)
         ]
-        (up, _, by_up), (down, _, by_down) = (on_a_tile(mod, score, arrays) for arrays in moved)
+        (up, _, by_up), (down, _, by_down) = (evaluate_tile(mod, score, arrays) for arrays in moved)
         if np.abs(by_up[slot] - by_down[slot]).max() < 1e-2:
             along = ((up - down) / (2 * step)).sum()
             assert along == pytest.approx((gradient * direction).sum(), rel=1e-5, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Expressions: kinds, simplification, sharing, and the canonical text."""
+"""The expressions of mods: kinds, simplification, sharing of nodes, and the canonical text."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_simplification(graph):
         assert simplified is expected, (index, simplified, expected)
 
 
-def test_what_a_nan_or_an_overflow_would_change_is_kept(graph):
+def test_simplification_respects_nan_and_overflow(graph):
     make, const, s = graph.make, graph.const, graph.input("score")
     assert make("mul", s, const(0)).op == "mul"
     assert make("sub", s, s).op == "sub"
@@ -166,7 +166,7 @@ def test_every_constant_survives_the_text(graph, value):
     assert (again.kind, repr(again.value)) == (const.kind, repr(const.value))
 
 
-def test_an_expression_reads_as_it_was_written(graph):
+def test_str_of_an_expression_is_its_source(graph):
     score, mask = program(graph).roots
     assert expression(score) == "where((kv < 4), ((score * n1) + array0[h, max((q - kv), n0)]), -0.1)"
     assert expression(mask) == "(array1[q] == array1[kv]) & (kv <= q)"

@@ -1,4 +1,4 @@
-"""Attention with mods: every mod beside every option against the dense formula, and gradients against autograd."""
+"""Attention with mods: every mod with every option against the dense formula, and gradients against autograd."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_any_tiles(name, block_q, block_kv):
 
 @pytest.mark.parametrize(("block_q", "block_kv"), [(64, 256), (256, 64)])
 def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
-    """A tile of several grains is seen in full at one end, or in its middle."""
+    """A tile of several grains sees all keys at one end only, or only in its middle."""
     banded = Case(window=(199, 149), q_len=300, kv_len=300, batch=1, heads=2, kv_heads=1)
     call = banded.call()
     options = call.options | dict(window=None, mask_mod=lambda b, h, q, kv: (q - kv < 200) & (kv - q < 150))
@@ -70,7 +70,7 @@ def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
 
 
 def captured_gradients(case):
-    """{name: gradient} of the floating arrays that the mods of the case capture, and dq, dk, dv."""
+    """({name: gradient} of the floating arrays that the mods of a case capture, all gradients)."""
     call, arrays = case.call(), arrays_of(case)
     mods = mods_of(case, arrays=arrays)
     options = call.options | mods
@@ -95,7 +95,7 @@ def captured_gradients(case):
 
 
 def by_autograd(case):
-    """The same, by torch in fp64 on all scores at once."""
+    """Gradients of captured arrays by torch's autograd in fp64 on all scores."""
     torch = pytest.importorskip("torch")
     call = case.call()
     arrays = {name: torch.tensor(x) for name, x in arrays_of(case).items()}
@@ -139,7 +139,7 @@ def test_gradients_of_captured_arrays(name, mask):
 
 
 def test_gradients_of_packed_sequences_are_summed():
-    """Those of a packed batch are those of its sequences, padded."""
+    """The gradient of a packed batch equals the gradient of the same sequences, padded."""
     lengths = dict(q_lengths=(7, 19), kv_lengths=(23, 5))
     packed, _ = captured_gradients(Case(score_mod="learned-twice", mask_mod="sliding", packed=True, **lengths))
     padded, _ = captured_gradients(Case(score_mod="learned-twice", mask_mod="sliding", **lengths))
@@ -160,8 +160,8 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize(
     ("name", "tasks"), [("softcap", 4), ("dense", 4), ("relative", 2), ("row-bias", 1), ("learned-twice", 1)]
 )
-def test_heads_that_add_to_one_element_run_in_turn(name, tasks):
-    """2 sequences with 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
+def test_heads_that_add_to_the_same_elements_are_one_task(name, tasks):
+    """2 sequences have 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
     case = Case(score_mod=name)
     call, result = case.call(), run(case)
     plan, operands = posed(case, Saved(call.dout, result.out, result.lse))
@@ -185,8 +185,8 @@ def test_half_precision_tables_get_gradients_of_their_dtype():
 # ------------------------------------------------------------------------------------------------------- NaN and hiding
 
 
-def test_nothing_of_what_mask_mod_hides_arrives():
-    """NaN in hidden keys, and a score_mod that is NaN or infinite there, change nothing."""
+def test_nan_hidden_by_mask_mod_has_no_effect():
+    """NaN in hidden keys, and a score_mod that is infinite for them, change nothing."""
     case = Case(q_len=16, kv_len=16, kv_heads=4)
     call = case.call()
     k, v = call.k.copy(), call.v.copy()
@@ -209,7 +209,7 @@ def test_nothing_of_what_mask_mod_hides_arrives():
     assert not gradients.dk[:, 10:].any() and not gradients.dv[:, 10:].any()
 
 
-def test_a_nan_of_score_mod_reaches_its_row_alone():
+def test_a_nan_of_score_mod_reaches_only_its_row():
     call = Case(q_len=8, kv_len=8).call()
     out = cupy_flash.attention(call.q, call.k, call.v, score_mod=lambda s, b, h, q, kv: np.where(q == 3, np.nan, s))
     assert np.isnan(out[:, 3]).all()
@@ -352,7 +352,9 @@ def test_explain_shows_the_mods():
 
 
 def test_explain_counts_the_tiles_of_each_class():
-    """The counts cover all heads and sequences, short ones too; the mask differs by sequence and not by head."""
+    """The counts include all heads and sequences, also shorter ones; the mask depends on the sequence, not on the
+    head.
+    """
     q = np.zeros((2, 300, 2, 16), np.float32)
     limits = np.array([300, 128])
     options = dict(mask_mod=lambda b, h, i, j: j < limits[b], q_lengths=np.array([300, 100], np.int32))

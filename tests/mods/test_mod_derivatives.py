@@ -1,11 +1,12 @@
-"""Forward mode and second order through score_mod, by autograd on all scores at once, captured arrays included."""
+"""JVPs and double backwards with mods against autograd on all scores, gradients of captured arrays included."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases import Case
-from derivatives import check
+from derivatives import check, run_kernels
 from mods import SCORE_MODS, arrays_of, mods_of
 from tiers import in_tiers
 from tolerance import assert_matches_reference
@@ -14,19 +15,19 @@ import cupy_flash
 
 torch = pytest.importorskip("torch")
 
-# torch's own forward mode compiles decompositions with torch.jit.script, which it has deprecated.
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
 
 CASES = {name: Case(score_mod=name, mask_mod="document", softcap=3.0) for name in SCORE_MODS}
-del CASES["choice"]  # torch's second derivative of a branch that is not taken is NaN; the formula has it
+del CASES["choice"]  # torch's second derivative of a branch that is not taken is NaN; the formula gives the right one
 DEFAULT = ["learned-twice", "hides-by-sum", "row-bias"]
 
 
 def inputs_of(case):
-    """(call, arrays by name, the names of the captured floating ones, their tangents and those of q, k and v)."""
+    """(call, arrays by name, names of the captured arrays, tangents of the floating ones, tangents of q, k and v)."""
     call, arrays = case.call(), arrays_of(case)
     captured = cupy_flash.Mod(**mods_of(case, arrays=arrays)).arrays
     names = [next(name for name, x in arrays.items() if x is array) for array in captured]
@@ -36,9 +37,9 @@ def inputs_of(case):
 
 
 def by_autograd(case, dtype, order=0):
-    """{name: result} of dense attention: (out, lse), their tangents, and the gradients of the gradients' sum.
+    """{name: result} of dense attention: (out, lse), their tangents, and the results of a double backward.
 
-    `order` is the seed of the order of the head dimensions, that is, of the sums.
+    `order` seeds the permutation of the head dimensions, which changes the order of the sums.
     """
     call, arrays, names, tangents, moved = inputs_of(case)
     rng = np.random.default_rng(order)
@@ -83,19 +84,19 @@ def by_autograd(case, dtype, order=0):
 
 
 @functools.cache
-def by_autograd_in_both(case):
-    """Results in float64, and for each the furthest of several runs in float32: a gradient may be one number."""
+def autograd_references(case):
+    """Results in float64, and the least accurate ones of several runs in float32, chosen per element."""
     exact = by_autograd(case, torch.float64)
     runs = [by_autograd(case, torch.float32, order) for order in range(8)]
     return exact, {name: furthest(x, [run[name] for run in runs]) for name, x in exact.items()}
 
 
 def furthest(exact, runs):
-    """Return, element by element, the result of the run that is the furthest from the exact value."""
+    """For each element, the result of the run that is furthest from the exact value."""
     return functools.reduce(lambda a, b: np.where(np.abs(b - exact) > np.abs(a - exact), b, a), runs)
 
 
-BY_FORMULA = {
+CASES_OF_THE_FORMULA = {
     "choice": Case(score_mod="choice", mask_mod="rows"),
     "choice-beside-others": Case(score_mod="choice", sink=True, dropout=0.2, bias="1hqk", alibi="h"),
     "hides-packed": Case(score_mod="hides", packed=True, q_lengths=(7, 19), kv_lengths=(23, 5)),
@@ -103,8 +104,8 @@ BY_FORMULA = {
 }
 
 
-@pytest.mark.parametrize("case", BY_FORMULA.values(), ids=BY_FORMULA)
-def test_beside_other_options(case):
+@pytest.mark.parametrize("case", CASES_OF_THE_FORMULA.values(), ids=CASES_OF_THE_FORMULA)
+def test_with_other_options(case):
     check(case)
 
 
@@ -119,7 +120,7 @@ def check_against_autograd(case, backend, **more):
     for name, gradient in zip(names, second.dcaptured, strict=True):
         if gradient is not None:
             actual[name] = gradient
-    exact, low = by_autograd_in_both(case)
+    exact, low = autograd_references(case)
     assert actual.keys() == exact.keys()
     for name, x in actual.items():
         assert_matches_reference(x, exact[name], low[name], np.dtype(np.float32), f"{name} of {case}")
@@ -134,3 +135,10 @@ def test_every_mod(case):
 @pytest.mark.parametrize("case", in_tiers(CASES, []))
 def test_every_mod_in_kernels(case, deterministic):
     check_against_autograd(case, "simulator", deterministic=deterministic)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [*CASES.values(), *CASES_OF_THE_FORMULA.values()], ids=[*CASES, *CASES_OF_THE_FORMULA])
+def test_every_mod_on_tensor_cores(case):
+    case = replace(case, dtype="bfloat16")
+    check(case, run_kernels(case, engine="mma"))

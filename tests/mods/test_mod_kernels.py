@@ -1,4 +1,4 @@
-"""Mods in the kernels of simt and mma, in the simulator: against the dense formula, and hidden tiles are not loaded."""
+"""Mods in the kernels of simt and mma on the simulator: the dense formula; hidden tiles are not loaded."""
 
 import functools
 
@@ -35,7 +35,7 @@ def kernels_of(case, **how):
 
 
 def check_kernels(case):
-    """Results and gradients, those of captured arrays included."""
+    """Check results and gradients, those of captured arrays included."""
     result = kernels_of(case)
     check(case, result)
     if case in EACH.values():
@@ -43,9 +43,9 @@ def check_kernels(case):
 
 
 def check_captured(case, result):
-    """The gradients of captured arrays, of a case without options that `by_autograd` does not know.
+    """Check gradients of captured arrays, for cases with the options that `by_autograd` knows.
 
-    A gradient may be one number, so the worst of several runs in low precision sets the tolerance.
+    A gradient may be a single number, so the least accurate of several low-precision runs sets the tolerance.
     """
     if not any(gradient is not None for gradient in result.dcaptured or ()):
         return
@@ -68,24 +68,24 @@ def test_every_mod(case):
 
 
 @pytest.mark.parametrize("case", in_tiers(BOTH, ["packed-mma", "bias-hides-simt"]))
-def test_mods_beside_every_option(case):
+def test_mods_with_every_option(case):
     check_kernels(case)
 
 
-# A mask that hides much, over several tiles of every kernel.
+# The mask hides most pairs, over several tiles of every kernel.
 LONG = {name: dict(q_len=260, kv_len=260, heads=2, kv_heads=1, batch=1, head_dim=16, **dtype)
         for name, dtype in (("simt", SIMT), ("mma", MMA))}  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", in_tiers({name: name for name in LONG}, ["mma"]))
 def test_hidden_tiles_are_not_loaded(engine, watch):
-    """A sliding mask_mod reads less than causal attention, of which it hides most."""
+    """A sliding mask_mod reads less than causal attention, most of whose pairs it hides."""
     read = {}
     for name, option in (("sliding", dict(mask_mod="sliding")), ("causal", dict(causal=True))):
         case = Case(**LONG[engine], **option)
         check(case, kernels_of(case, start=watch.start, deterministic=True))  # dQ has a kernel of its own
         read[name] = {kernel: counters.global_bytes_read for kernel, counters in watch.counters.items()}
-    # The backward_kv of mma has other tiles under the causal mask.
+    # backward_kv of mma has other tiles under the causal mask, so its bytes cannot be compared.
     for kernel in ("forward", "backward_q") + ("backward_kv",) * (engine == "simt"):
         assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
 
@@ -108,7 +108,7 @@ def test_planted_bugs_are_found(plant, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_wrong_distance_is_found(monkeypatch):
-    """A tile without a mask computes one distance of q_idx and kv_idx, to which each score adds its row and column."""
+    """In an unmasked tile q_idx - kv_idx is computed once, and each score adds its row and column."""
     case = Case(**LONG["mma"], score_mod="alibi")
     check(case, kernels_of(case))
     with planted_in(monkeypatch, "mod.cuh", "return base + offset;", "return base;"), pytest.raises(AssertionError):

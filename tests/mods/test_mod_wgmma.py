@@ -1,4 +1,4 @@
-"""Mods in the kernels of wgmma, in the simulator: results against the dense formula, orders of work, planted bugs."""
+"""Mods in the wgmma kernels on the simulator: the dense formula, orders of asynchronous work, planted bugs."""
 
 import functools
 from dataclasses import replace
@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def long_case(options):
-    """A case of several tiles with these options, whose lengths are scaled to it."""
+    """A case with these options and several tiles; lengths are replaced by ones that fit it."""
     lengths = {name: (30, 141) if name == "q_lengths" else (199, 70) for name in options if name.endswith("lengths")}
     return Case(**LONG | dict(batch=2 if lengths else 1) | options | lengths)
 
@@ -62,9 +62,19 @@ def test_forward_of_every_mod(options):
 
 
 @pytest.mark.parametrize("options", in_tiers(OPTIONS, ["packed", "causal"]))
-def test_forward_beside_every_option(options):
+def test_forward_with_every_option(options):
     case = long_case(options)
     check_forward(case, forward(case, DRAWING, blocks=3))
+
+
+WIDE = {"document": dict(mask_mod="document"), "row-bias": dict(score_mod="row-bias", mask_mod="document")}
+
+
+@pytest.mark.parametrize("options", in_tiers(WIDE, []))
+def test_the_largest_head_dimension_with_values_by_key(options):
+    """At the largest head dimension a plan of wgmma exists, and matches the dense result."""
+    case = long_case(options | dict(head_dim=256, head_dim_v=256))
+    check_forward(case, forward(case, None))
 
 
 FP8 = {
@@ -92,9 +102,9 @@ BACKWARD = {
 
 
 def run(case, tile="keys", **how):
-    """All results of a case, with a tile of the backward."""
-    of_backward = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
-    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=of_backward, **how)
+    """All results of a case, with one of the BACKWARD tiles."""
+    backward_tile = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
+    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile, **how)
 
 
 @pytest.mark.parametrize("options", in_tiers(EACH, ["row-bias", "mask-document"]))
@@ -107,7 +117,7 @@ def test_gradients_of_every_mod(options):
 
 @pytest.mark.parametrize("tile", in_tiers({name: name for name in BACKWARD}, ["shared keys"]))
 @pytest.mark.parametrize("options", in_tiers(OPTIONS, ["packed"]))
-def test_gradients_beside_every_option(options, tile):
+def test_gradients_with_every_option(options, tile):
     case = long_case(options)
     check(case, run(case, tile))
 
@@ -134,7 +144,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", in_tiers(ORDERS, []))
 def test_every_order_gives_the_same_bits(order):
-    """A deterministic backward passes the turns of hidden tiles."""
+    """In a deterministic backward the turns of hidden tiles are passed on, in any order of asynchronous work."""
     case, starts = Case(**LONG | dict(q_len=150), mask_mod="document"), functools.partial(start, **order)
     expected = run(case, deterministic=True)
     check(case, expected)
@@ -144,7 +154,7 @@ def test_every_order_gives_the_same_bits(order):
     check_forward(case, drawn)
 
 
-# name -> (original text, planted text, errors), of the forward in one block that draws its tiles
+# name -> (original text, planted text, errors); the forward runs in one block that draws its tiles
 PLANTED = {
     "cut tiles count as full": ("(kv_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
     "a visible tile is skipped": ("advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))", AssertionError),
@@ -171,7 +181,28 @@ def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
-# The same of a deterministic backward.
+# The same for values that are staged by key
+PLANTED_STAGING = {
+    "values of another slot": ("staged + (K.index - 1) %", "staged + K.index %", (errors.Race, errors.Uninitialised)),
+    "as many slots as K has": ("KEY_SLOTS = STAGES + 1", "KEY_SLOTS = STAGES", errors.Race),
+    "written before the slot is free": ("    if (issues_loads()) K.acquire();\n", "", errors.Race),
+    "published before they are written": (
+        "band.mod.key_values(band.key(kv_start + n));\n    __syncwarp();",
+        "band.mod.key_values(band.key(kv_start + n));", errors.Race,
+    ),
+    "another column": ("0, column_of(n, e));", "0, column_of(n, e ^ 1));", AssertionError),
+    "keys past the last read": ("key_values(band.key(kv_start + n))", "key_values(kv_start + n)", errors.OutOfBounds),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTED_STAGING, ["as many slots as K has"]))
+def test_planted_bug_of_staged_values_is_found(plant, monkeypatch):
+    case, (*change, error) = long_case(dict(score_mod="row-bias", mask_mod="document")), plant
+    with planted(monkeypatch, change), pytest.raises(error):
+        check_forward(case, forward(case, DRAWING, blocks=1))
+
+
+# The same for the deterministic backward
 PLANTED_BACKWARD = {
     "cut tiles count as full": ("(q_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
     "records not waited for": (
@@ -193,6 +224,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     *change, error = plant
     with planted(monkeypatch, change), pytest.raises(error):
-        # In a fixed order a record of another head waits for a turn that never comes, which no check ends.
+        # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

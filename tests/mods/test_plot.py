@@ -1,4 +1,4 @@
-"""The picture of a mask_mod: every pair is what the mask says, and every tile of its class."""
+"""The picture of a mask_mod shows every pair as the mask has it, and every tile with its class."""
 
 import runpy
 
@@ -14,7 +14,7 @@ def sliding(b, h, q, kv):
     return (q >= kv) & (q - kv < 12 + h)
 
 
-def test_a_picture_is_the_mask():
+def test_a_picture_shows_the_mask():
     i, j = np.arange(40)[:, None], np.arange(36)
     for head in (0, 5):
         pairs = picture(sliding, 40, 36, head=head, block_q=16, block_kv=8)
@@ -39,7 +39,7 @@ def test_a_plot_shows_the_picture(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_picture_of_the_guide_has_its_masks():
+def test_the_picture_of_the_guide_is_up_to_date():
     pytest.importorskip("matplotlib")
     drawn = runpy.run_path(str(ROOT / "docs" / "masks.py"))["figure"]()
     titles = [axes.get_title() for axes in drawn.axes]

@@ -1,4 +1,4 @@
-"""Classes of tiles under a mask: never a wrong one, and nearly all that exist are proved."""
+"""Classification of tiles under a mask: no class is wrong, and nearly all empty and full tiles are found."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from cupy_flash.mods.trace import Mod
 
 
 def true_classes(mask, length, block, head=1):
-    """(no pair is seen, all pairs are seen) of each tile, from the mask itself."""
+    """(tile is empty, tile is full) for each tile, from the mask's elements."""
     i = np.arange(length, dtype=np.int32)
     with np.errstate(all="ignore"):
         seen = mask(np.zeros((1, 1), np.int32), np.full((1, 1), head, np.int32), i[:, None], i[None])
@@ -21,7 +21,7 @@ def true_classes(mask, length, block, head=1):
 
 
 def proved_classes(mask, length, block, head=1):
-    """(EMPTY, FULL) of each tile, as proved."""
+    """(EMPTY, FULL) for each tile, by interval arithmetic."""
     mod = Mod(mask_mod=mask)
     starts = np.arange(0, length, block)
     queries, keys = starts[:, None], starts[None]
@@ -43,12 +43,12 @@ def test_classes_of_known_masks(row):
 
 
 def wrong_classes(seeds):
-    """(wrong classes, proved classes, tiles that are empty or full) of random masks."""
+    """Numbers of (wrong classes, classified tiles, tiles that are empty or full) over random masks."""
     wrong = proved = exist = 0
     for seed in seeds:
         mask = random_mask(seed, 1 + seed % 4)
         empty, full = true_classes(mask, 320, 32)
-        if Mod(mask_mod=mask).program.mask is None:  # it is simplified to True
+        if Mod(mask_mod=mask).program.mask is None:  # the mask is simplified to True
             assert full.all()
             continue
         proved_empty, proved_full = proved_classes(mask, 320, 32)
@@ -66,7 +66,7 @@ def test_no_class_of_a_random_mask_is_wrong(seeds):
 
 
 def test_a_wrong_comparison_is_found(monkeypatch):
-    """`<` that may not be false where `<=` holds."""
+    """The planted `<` is never false where `<=` may hold, and is wrong at equality."""
     monkeypatch.setitem(tiles.FUNCTIONS, "less", lambda x, y: tiles.Truth(x.lo <= y.hi, x.hi > y.lo))
     assert wrong_classes(range(100))[0] > 0
 

@@ -1,4 +1,4 @@
-"""Tracing: spellings of NumPy, torch and jax, everything that a function captures, kept traces, and errors."""
+"""Tracing: functions of NumPy, torch and jax, captured arrays and numbers, reuse of traces, and errors."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ def expressions(score_mod=None, mask_mod=None):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """An empty store of traces, and the number of traces made since."""
+    """Start with an empty store of traces; the list has an entry per trace made since."""
     monkeypatch.setattr(trace, "_kept", {})
     made = []
     program = trace._program
@@ -33,7 +33,7 @@ def kept(monkeypatch):
     return made
 
 
-# Each row: one function by operators, methods or names of NumPy, torch and jax. All spellings make one text.
+# Each row has one function in the spellings of operators, methods, NumPy, torch and jax, which must give one text.
 SPELLINGS = {
     "where": [
         lambda s, b, h, q, kv: np.where(q < kv, s, 0.0),
@@ -136,7 +136,7 @@ class Module(torch.nn.Module):
 
 
 def ways_to_capture(table):
-    """Mods that read table[h, (q - kv) % 4], found in every place."""
+    """Mods that read table[h, (q - kv) % 4], each with the table captured in another way."""
 
     def inner(h, distance):
         return table[h, distance % 4]
@@ -268,7 +268,7 @@ def test_arithmetic_of_numbers_is_repeated_in_every_call(kept):
     assert len(kept) == 1
 
 
-def test_a_number_that_python_uses_ties_the_trace(kept):
+def test_a_number_that_python_uses_is_part_of_the_trace(kept):
     def repeated(n, flag):
         def mod(s, b, h, q, kv):
             for k in range(n):
@@ -283,7 +283,7 @@ def test_a_number_that_python_uses_ties_the_trace(kept):
     assert len(kept) == 3
 
 
-def test_a_condition_of_a_number_ties_its_truth_alone(kept):
+def test_a_condition_of_a_number_keeps_only_its_truth(kept):
     def of(width):
         return lambda b, h, q, kv: q - kv < width if width > 100 else q >= kv
 
@@ -347,7 +347,7 @@ def test_a_changed_attribute_item_or_global_is_seen(kept, monkeypatch):
     assert len(kept) == 3
 
 
-def test_what_cannot_be_compared_is_traced_in_every_call(kept):
+def test_captures_that_cannot_be_compared_are_traced_in_every_call(kept):
     chosen = {1, 2}
     mod = lambda s, b, h, q, kv: s * 3 if 2 in chosen else s  # noqa: E731
     made_inside = lambda s, b, h, q, kv: s + torch.arange(5)[kv]  # noqa: E731
@@ -440,7 +440,7 @@ def test_a_mask_is_no_bias():
         traced(None, 3)
 
 
-def test_a_users_own_error_is_left_alone():
+def test_an_error_of_the_users_function_is_not_changed():
     def mod(score, b, h, q, kv):
         raise KeyError("mine")
 
@@ -543,11 +543,11 @@ SAME = ARRAY
         pytest.param(lambda s, b, h, q, kv: s * [0.0, 1.0, 2.0][OWN], 2, id="own-index"),
     ],
 )
-def test_python_sees_what_stand_ins_stand_for(mod, factor):
+def test_python_operations_on_traced_numbers(mod, factor):
     assert traced(mod, None).text == traced(lambda s, b, h, q, kv: s * float(factor), None).text
 
 
-def test_own_operators_are_followed_in_every_call():
+def test_user_defined_operators_are_traced_in_every_call():
     owner = Own()
 
     def mod(s, b, h, q, kv):
@@ -585,7 +585,7 @@ def test_an_attribute_that_appears_is_noticed():
     assert traced(mod, None).numbers == (5.0,)
 
 
-def test_attributes_that_are_no_identifiers():
+def test_attributes_with_names_that_are_no_identifiers():
     parameters = torch.nn.ParameterList([torch.ones(4), torch.arange(4.0)])
     (array,) = traced(lambda s, b, h, q, kv: s + parameters[1][kv], None).arrays
     assert array is parameters[1]

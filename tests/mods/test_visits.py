@@ -1,4 +1,4 @@
-"""The tiles that the CPU engine visits under a mask_mod: every visible pair is in one of them, and few others are."""
+"""The tiles that the CPU engine visits under a mask_mod contain every visible pair, and few others."""
 
 import numpy as np
 import pytest
@@ -9,16 +9,16 @@ from cupy_flash.mask import Mask
 from cupy_flash.mods import tiles
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.mods.visits import GRAIN, TileCounts, Visits, count_tiles, runs
+from cupy_flash.mods.visits import GRAIN, TileCounts, VisitEstimate, Visits, count_tiles, runs
 from cupy_flash.score import KEYS, QUERIES, Positions
 
 WHOLE = Positions(0, 0, 0, 1)
 
 
 def check_visits(mask_mod, mask, q_len, kv_len, block_q, block_kv, positions=WHOLE):
-    """Compare both lists of visits with the mask; the number of pairs that are visited in vain."""
+    """Compare both lists of visits with the mask; return the number of hidden pairs that are visited."""
     mod = Mod(mask_mod=mask_mod)
-    if mod.program.mask is None:  # it is simplified to True
+    if mod.program.mask is None:  # the mask is simplified to True
         return 0
     visits = Visits(TileClasses(mod.program.mask, mod.arrays, mod.numbers), block_q, block_kv)
     band = mask.band(q_len, kv_len, positions.offset, positions.step)
@@ -64,10 +64,10 @@ def test_visits_of_random_masks(seeds):
         check_visits(mask_mod, BANDS["none"], 150, 107, 50, 30, Positions(5, 90, 0, 2))
 
 
-def test_a_sliding_mask_visits_little_in_vain():
-    """A tile of 128 rows under a window of 512 visits 640 of the other axis, and at most a grain more."""
-    in_vain = check_visits(MASKS["sliding"][0], Mask(), 4096, 4096, 128, 128)
-    assert in_vain <= 4096 * (640 + GRAIN - 512)
+def test_a_sliding_mask_visits_few_hidden_pairs():
+    """A tile of 128 rows under a window of 512 visits 640 keys, and at most one grain more."""
+    hidden_pairs = check_visits(MASKS["sliding"][0], Mask(), 4096, 4096, 128, 128)
+    assert hidden_pairs <= 4096 * (640 + GRAIN - 512)
 
 
 def test_runs_are_split_at_blocks_and_at_empty_classes():
@@ -75,7 +75,7 @@ def test_runs_are_split_at_blocks_and_at_empty_classes():
     first, second = runs(classes, 10, 20)
     assert [run[:2] for run in first] == [(0, 20), (20, 40), (40, 50), (60, 70)]
     assert [run.cut_stop > run.cut_start for run in first] == [False, True, False, False]
-    assert first[1][2:] == (20, 30)  # of the second class, in which the mask may hide a pair
+    assert first[1][2:] == (20, 30)  # (start, stop) of the part where the mask may hide a pair
     assert second == []
     (inner,), _ = runs(np.array([[FULL, CUT, FULL, CUT, FULL], [EMPTY] * 5], np.uint8), 10, 50)
     assert inner == (0, 50, 10, 40)
@@ -87,8 +87,8 @@ def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
         check_visits(MASKS["causal"][0], Mask(), 1000, 1000, 128, 256)
 
 
-def by_inspection(seen, block_q, block_kv):
-    """The classes of the tiles of a dense mask."""
+def count_dense(seen, block_q, block_kv):
+    """The number of tiles of each class, from a dense mask."""
     tiles = [
         seen[i : i + block_q, j : j + block_kv]
         for i in range(0, seen.shape[0], block_q)
@@ -101,10 +101,32 @@ def by_inspection(seen, block_q, block_kv):
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 @pytest.mark.parametrize("blocks", [(128, 256), (33, 70)])
 def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
-    """The counts are those of a dense count, for a mask whose classes are exact, with every band."""
+    """For a mask whose classes are exact, the counts equal those of a dense mask, with every band."""
     mod = Mod(mask_mod=lambda b, h, q, kv: q - kv < 600)
-    classes, of_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
+    classes, visible_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
     i, j = np.arange(1000)[:, None], np.arange(1500)
-    seen = (i - j < 600) & of_band.visible(0, 1000, 0, 1500)
-    expected, counts = by_inspection(seen, *blocks), count_tiles(classes, 0, 0, of_band, WHOLE, *blocks)
+    seen = (i - j < 600) & visible_band.visible(0, 1000, 0, 1500)
+    expected, counts = count_dense(seen, *blocks), count_tiles(classes, 0, 0, visible_band, WHOLE, *blocks)
     assert counts == expected
+
+
+EXACT = {name: MASKS[name][0] for name in ("causal", "sliding", "natten morton")}
+# cuts tiles of several grains, but no tile of one grain
+EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN
+
+
+@pytest.mark.parametrize("mask_mod", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("blocks", [(128, 256), (512, 128)], ids=str)
+def test_the_estimate_of_visits_is_exact_for_whole_grains(mask_mod, blocks):
+    """Without a band, and with exact classes of whole grains, the estimate of the cost model is exact."""
+    mod, q_len, kv_len = Mod(mask_mod=mask_mod), 1024, 1536
+    classes, band = TileClasses(mod.program.mask, mod.arrays, mod.numbers), Mask().band(q_len, kv_len)
+    visits, estimate = Visits(classes, *blocks), VisitEstimate(classes, 0, 0, band, WHOLE)
+    for by_query, find, rows, length in (
+        (True, visits.kv_tiles, blocks[0], q_len),
+        (False, visits.q_tiles, blocks[1], kv_len),
+    ):
+        listed = [visit for start in range(0, length, rows) for visit in find(0, 0, band, WHOLE, start)]
+        pairs = rows * sum(visit.stop - visit.start for visit in listed)
+        cut = rows * sum(visit.cut.stop - visit.cut.start for visit in listed if visit.cut is not None)
+        assert estimate.count(*blocks, by_query) == (len(listed), pairs, cut)

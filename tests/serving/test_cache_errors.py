@@ -1,4 +1,4 @@
-"""Wrong calls on a KV cache: one error with every reason; contents are checked in host memory alone."""
+"""Invalid calls on a KV cache raise one error with every reason; array contents are checked in host memory only."""
 
 import re
 
@@ -29,7 +29,7 @@ def changed(array, at, value):
     return other
 
 
-# The case, what is changed of its call (given the call), the error and its text.
+# (fields of the case, function from the call to its changes, error, part of the message)
 WRONG = {
     "k-alone": (PLAIN, lambda c: dict(v=None), ValueError, "k and v are appended together"),
     "v-alone": (PLAIN, lambda c: dict(k=None), ValueError, "k and v are appended together"),
@@ -140,7 +140,7 @@ def test_every_reason_at_once():
         assert text in message, message
 
 
-def test_nothing_is_written_by_a_wrong_call():
+def test_an_invalid_call_writes_nothing():
     call = CacheCase(**PLAIN).call()
     before = call.copied()
     failure(ValueError, call, split_size=1)
@@ -160,7 +160,7 @@ def test_nothing_is_written_by_a_wrong_call():
     ],
     ids=["page-size", "leftpad-paged", "simulator", "mma", "cpu"],
 )
-def test_what_is_not_supported(sizes, options, text):
+def test_unsupported_calls(sizes, options, text):
     assert text in failure(UnsupportedError, CacheCase(**sizes).call(), **options)
 
 
@@ -182,15 +182,15 @@ def test_compile_refuses_a_cache_with_reasons():
 
 
 class OnGpu:
-    """An array of a GPU library by its interface. Its memory must never be touched."""
+    """An array of a GPU library, with an interface only; reading its memory would crash."""
 
     def __init__(self, array):
-        there = (2**40 + array.ctypes.data, False)
-        self.__cuda_array_interface__ = dict(array.__array_interface__, data=there, strides=array.strides)
+        address = (2**40 + array.ctypes.data, False)
+        self.__cuda_array_interface__ = dict(array.__array_interface__, data=address, strides=array.strides)
 
 
 def test_on_a_gpu_the_host_reads_nothing():
-    """The same problem as in host memory, whatever indices hold; no engine of this version serves it."""
+    """The problem equals that of arrays in host memory, whatever the indices contain."""
     case = CacheCase(page=8, appended=2, q_len=2, rotary=(8, True))
     call = case.call()
     q, k_cache, v_cache = map(OnGpu, call[:3])
@@ -205,8 +205,8 @@ def test_on_a_gpu_the_host_reads_nothing():
         cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options)
 
 
-def test_a_cache_that_grows_is_one_problem():
-    """Lengths are no facts: neither an int nor an array of them makes a new problem, or a new plan."""
+def test_lengths_are_not_part_of_the_problem():
+    """Lengths are not part of the problem: another int or another array makes no new problem, and so no new plan."""
     call = CacheCase().call()
     problems = {
         id(pose_with_cache(*call[:3], CacheOptions(**call.options | {"cache_seqlens": length}))[0])
@@ -264,7 +264,13 @@ def test_arrays_in_the_memory_of_a_cache_are_refused():
     reads = {name: value for name, value in options.items() if name not in ("k", "v")}
     text = failure(ValueError, call._replace(options=reads), out=k_cache[:, 5:6])
     assert "out overlaps k_cache in memory" in text
-    both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and rows of a model side by side share no element
+    one = k_cache.copy()
+    text = failure(ValueError, call._replace(k_cache=one, v_cache=one[..., :16]))
+    assert "k_cache and v_cache start at one address: rows of k and v would overwrite each other" in text
+    with pytest.raises(ValueError, match="start at one address"):
+        cupy_flash.append_to_kv_cache(options["k"], options["v"], one, one, cache_seqlens=options["cache_seqlens"])
+    cupy_flash.attention_with_kv_cache(q, one, one[..., :8], **reads)  # latent attention reads V from the rows of K
+    both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and other rows interleaved in one array share no element
     k_cache, v_cache = both[:, :, 0], both[:, :, 1]
     cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options | dict(k=both[:, 7:8, 2], v=both[:, 9:10, 2]))
 

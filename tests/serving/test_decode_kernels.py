@@ -1,4 +1,6 @@
-"""The kernels of a KV cache on the simulator: the formula, split-KV, pages, wrong contents, and the bits."""
+"""The decode kernels on the simulator: the formula, split-KV, pages, invalid contents of arrays, and bitwise
+equality.
+"""
 
 import functools
 from dataclasses import replace
@@ -37,9 +39,7 @@ PACKED = CacheCase(
     dtype="bfloat16",
 )  # fmt: skip
 HALF = {
-    name: replace(case, dtype="bfloat16" if case.dtype == "bfloat16" else "float16")
-    for name, case in CASES.items()
-    if case.cache_dtype is None
+    name: replace(case, dtype="bfloat16" if case.dtype == "bfloat16" else "float16") for name, case in CASES.items()
 }
 ENGINES = ["mma_decode", exhaustive("mma"), exhaustive("simt")]
 ROWS = {"everything": EVERYTHING, "packed-everything": PACKED, **HALF}
@@ -72,20 +72,20 @@ def test_any_gpu_and_head_dimension(arch, dim, dim_v):
 @pytest.mark.parametrize("page", [16, *map(exhaustive, (1, 2, 8, 64, 256))])
 @pytest.mark.parametrize("split_size", [None, exhaustive(128)])
 def test_every_page_size(page, split_size):
-    """Lengths around the ends of pages, with an append across them."""
+    """Lengths are just below, at and above the ends of pages, and the appended rows cross them."""
     lengths = tuple({0, 1, page - 1, page, page + 1, 300 - 2})
     case = CacheCase(lengths=lengths, page=page, capacity=-(-300 // page) * page, appended=2, q_len=2,
                      split_size=split_size, heads=2, kv_heads=1, dtype="float16")  # fmt: skip
     check(case, backend="simulator")
 
 
-# The line of work
+# Distribution of the work over blocks
 
 
 @pytest.mark.parametrize("blocks", [3, *map(exhaustive, (1, 7, 40))])
 @pytest.mark.parametrize("rows", [16, exhaustive(32), exhaustive(64)])
 def test_any_number_of_blocks(blocks, rows):
-    """Units may begin and end inside a block's run: results match the formula, and each row is written once."""
+    """A block may begin and end anywhere in a sequence: results match the formula, and each row is written once."""
     case = CacheCase(
         lengths=(300, 0, 64, 1, 700), capacity=700, q_len=5, heads=8, kv_heads=2, dtype="float16", sink=True
     )
@@ -125,7 +125,7 @@ def test_the_capacity_changes_no_bit_of_pieces():
         assert a.tobytes() == b.tobytes()
 
 
-# With split_size, the same bits in every batch: at least three pieces
+# With split_size, results are bitwise equal in every batch: at least three pieces per sequence
 
 
 PIECES = {
@@ -134,6 +134,7 @@ PIECES = {
     "group-of-3": dict(heads=6),
     "window-alibi-sink": dict(window=(200, None), alibi="h", sink=True),
     "wide": dict(head_dim=128, head_dim_v=128),
+    "float8": dict(cache_dtype="float8_e4m3fn", descales=True, head_dim=40, head_dim_v=80),
 }
 
 
@@ -144,7 +145,7 @@ def pieces(options, **changes):
 
 @pytest.mark.parametrize("options", in_tiers(PIECES, ("window-alibi-sink",)))
 def test_the_batch_changes_no_bit(options):
-    """A sequence has the same bits alone, permuted, beside others, and with another number of blocks."""
+    """A sequence gives the same bits alone, permuted, with other sequences, and with another number of blocks."""
     call = pieces(options).call()
     whole = run_kernels(call)
     for rows, blocks in (([1], None), ([3, 1, 0, 2], 5), ([0, 0, 3], None)):
@@ -153,7 +154,7 @@ def test_the_batch_changes_no_bit(options):
 
 @pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
 def test_pages_change_no_bit(options):
-    """Pages or a contiguous cache, page numbers, and columns of padding."""
+    """Page numbers and padding of the block table change no bit."""
     one = pieces(options, page=16).call()
     expected = run_kernels(one)
     order = np.random.default_rng(3).permutation(len(one.k_cache))
@@ -167,7 +168,7 @@ def test_pages_change_no_bit(options):
 @pytest.mark.parametrize("options", in_tiers(PIECES, ("plain",)))
 @pytest.mark.parametrize("steps", [(60, 100, 40), exhaustive((200,)), exhaustive((1, 5, 190, 3, 1))], ids=str)
 def test_chunks_of_a_prefill_change_no_bit(options, steps):
-    """A query has the bits that it has alone, a token at a time, however many queries there are beside it."""
+    """A query gives the bits that it has in a call of its own, however many queries are in its chunk."""
     sample = pieces(options, lengths=(0,), q_len=200, appended=200, capacity=256).call()
     call, outs, done = sample.copied(), [], 0
     rest = {name: x for name, x in call.options.items() if name not in ("k", "v")}
@@ -179,14 +180,14 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
         call = call._replace(k_cache=k_cache, v_cache=v_cache)
         outs.append(results)
         done += step
-    for i in (0, 63, 64, 150, 199):  # a step of a decode
+    for i in (0, 63, 64, 150, 199):  # a decode step of one query
         alone = CacheCall(call.q[:, i : i + 1], *call[1:3], rest | {"cache_seqlens": i + 1})
         out, lse = run_kernels(alone)[:2]
         assert np.concatenate([x[0] for x in outs], axis=1)[:, i].tobytes() == out[:, 0].tobytes()
         assert np.concatenate([x[1] for x in outs], axis=2)[:, :, i].tobytes() == lse[:, :, 0].tobytes()
 
 
-# Contents of arrays, which no host reads on a GPU
+# Contents of arrays, which the host never reads on a GPU
 
 
 WRONG = {
@@ -205,7 +206,7 @@ WRONG = {
 }
 
 
-# With wrong bounds sequences share rows of out, which the simulator reports as a race of the blocks of mma and simt.
+# Invalid cu_seqlens make sequences share rows of out, which the simulator reports as a race of blocks of mma and simt.
 WRONG_OF_ENGINES = {
     f"{engine}-{name}": (row, engine)
     for engine in ("mma_decode", "mma", "simt")
@@ -216,8 +217,8 @@ DEFAULT_WRONG = [f"mma_decode-{name}" for name in ("length-past-the-capacity", "
 
 
 @pytest.mark.parametrize("row", in_tiers(WRONG_OF_ENGINES, DEFAULT_WRONG))
-def test_wrong_contents_spoil_their_own_sequence_alone(row):
-    """No access is out of bounds, and the other sequence's result is right."""
+def test_invalid_contents_change_only_their_own_sequence(row):
+    """An invalid index causes no access out of bounds, and does not change the other sequence's result."""
     (options, name, at, value), engine = row
     case = CacheCase(**dict(lengths=(20, 33), capacity=40, q_len=2, appended=2, dtype="float16") | options)
     call = case.call()
@@ -234,7 +235,7 @@ def test_wrong_contents_spoil_their_own_sequence_alone(row):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_the_pages_of_the_table_are_read(engine):
-    """Pages that no sequence has are not mapped: each page of the table is an allocation of its own."""
+    """Each page of the block table is an allocation of its own; other pages are not mapped."""
     case = CacheCase(lengths=(50, 70), page=16, capacity=80, dtype="float16", head_dim=64, head_dim_v=64)
     call = case.call()
     used = {
@@ -271,7 +272,7 @@ def test_only_the_pages_of_the_table_are_read(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_offsets_of_64_bits(tmp_path, engine):
-    """A pool whose pages are more than 2**31 elements apart, in a sparse file."""
+    """Pages are more than 2**31 elements apart, in a sparse file."""
     case = CacheCase(lengths=(9, 3), page=4, capacity=16, dtype="float16", appended=1)
     call = case.call()
     pages, stride = len(call.k_cache), 2**29 + 64
@@ -292,12 +293,12 @@ def test_offsets_of_64_bits(tmp_path, engine):
     np.testing.assert_array_equal(far.k_cache, operands.k.numpy())
 
 
-# Traffic
+# Global traffic
 
 
 @pytest.mark.parametrize(("page", "dim"), [(16, 64), *(exhaustive(*x) for x in ((None, 128), (1, 128), (16, 128)))])
 def test_every_key_is_read_once(page, dim, watch):
-    """The bytes read, tables included, are hardly more than K and V; there are no bank conflicts."""
+    """The bytes read, tables included, exceed those of K and V by at most 2 %; there are no bank conflicts."""
     case = CacheCase(lengths=(1024, 800), capacity=1024, page=page, heads=8, kv_heads=1, head_dim=dim, head_dim_v=dim,
                      dtype="float16")  # fmt: skip
     run_kernels(case.call(), blocks=3, start=watch.start)
@@ -308,14 +309,14 @@ def test_every_key_is_read_once(page, dim, watch):
 
 
 def test_tiles_of_rows_read_only_keys_that_they_see(watch):
-    """A causal prompt of two tiles of 64 rows: the first sees half of the keys."""
+    """A causal prompt has two tiles of 64 rows, of which the first one sees half of the keys."""
     case = CacheCase(lengths=(128,), capacity=128, q_len=128, heads=1, kv_heads=1, dtype="float16", split_size=128)
     run_kernels(case.call(), start=watch.start)
     queries, keys = 128 * 2 * 16, (64 + 128) * 2 * (16 + 16)
     assert queries + keys <= watch.counters["decode"].global_bytes_read <= queries + 1.1 * keys
 
 
-# Appends alone, refusals and plans
+# Append without attention, refusals, and plans
 
 
 @pytest.mark.parametrize("case", in_tiers(
@@ -349,7 +350,6 @@ def test_out_is_written_in_place():
 REFUSED = {
     "fp32": (dict(dtype="float32"), "sm_80", "float32 is not float16 or bfloat16"),
     "bf16": (dict(dtype="bfloat16"), "sm_75", "the tensor cores of sm_75 multiply float16"),
-    "fp8": (dict(dtype="float16", cache_dtype="float8_e4m3fn"), "sm_90a", "it reads no caches of float8_e4m3fn"),
     "wide": (dict(dtype="float16", head_dim=320, head_dim_v=16), "sm_80", "head dimension 320 is larger than 256"),
 }
 
@@ -371,7 +371,7 @@ def test_the_tile_depends_on_the_group_and_the_queries_alone():
         assert chosen == {rows}
 
 
-def test_launches_hold_every_constant_that_their_kernels_name():
+def test_launches_set_every_constant_that_their_kernels_use():
     import re
 
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
@@ -494,12 +494,12 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
         if case is None:
             name = "page-past-the-pool" if file == "kv_cache.cuh" else "length-past-the-capacity"
-            test_wrong_contents_spoil_their_own_sequence_alone((WRONG[name], "mma_decode"))
+            test_invalid_contents_change_only_their_own_sequence((WRONG[name], "mma_decode"))
         check(case, run_kernels(case.call(), blocks=3))
 
 
 def test_a_reference_of_the_warp_changes_bits(monkeypatch):
-    """A row's reference must move by that row alone: with a vote of the warp, rows beside it change its bits."""
+    """The reference of lazy rescaling is chosen per row: with a vote of the warp, other rows would change its bits."""
     rng = np.random.default_rng(0)
     q = 3 * rng.normal(size=(1, 1, 8, 64)).astype(np.float16)
     caches = rng.normal(size=(2, 1, 640, 1, 64)).astype(np.float16)
@@ -518,7 +518,9 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_compile_covers_calls_of_any_length(arch):
-    """compile(cache=True) covers all kernels that a capture needs: pages or not, any batch, lengths and queries."""
+    """compile(cache=True) builds all kernels that a graph capture needs: contiguous or paged, any batch, lengths and
+    queries.
+    """
     on = device.named(arch, "cuda")
     built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=64, group=4, cache=True, sink=True)}
     for page, q_len, batch, capacity in product((None, 16), (1, 4, 5, 9, 40, 600), (1, 70), (16, 300, 70_000)):

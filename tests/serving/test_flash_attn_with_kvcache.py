@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: flash-attn's names and rules, computed as attention_with_kv_cache."""
+"""flash_attn_with_kvcache has flash-attn's names and rules, and computes attention_with_kv_cache."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from cupy_flash.adapters.torch import flash_attn_with_kvcache
 
 
 def tensors(**changes):
-    """(q, k_cache, v_cache) and the other arguments of a call, as tensors."""
+    """(q, k_cache, v_cache) and the other arguments of a call as torch tensors, and the NumPy call."""
     call = CacheCase(**dict(appended=2, q_len=2) | changes).call()
     options = {n: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
     return [torch.from_numpy(x.copy()) for x in call[:3]], options, call
@@ -20,7 +20,7 @@ OURS = {"softmax_scale": "scale", "window_size": "window", "sinks": "sink", "pag
 
 
 @pytest.mark.parametrize(
-    "sizes, theirs",
+    "sizes, flash_options",
     [
         ({}, dict(causal=True)),
         ({}, dict(causal=False)),
@@ -34,14 +34,14 @@ OURS = {"softmax_scale": "scale", "window_size": "window", "sinks": "sink", "pag
     ],
     ids=["causal", "full", "options", "paged", "alibi-sink", "packed", "batch-idx", "leftpad", "rotary"],
 )
-def test_the_same_as_ours(sizes, theirs):
+def test_equals_attention_with_kv_cache(sizes, flash_options):
     arrays, options, _ = tensors(**sizes)
     same = [x.clone() for x in arrays]
     options = {
         name: x for name, x in options.items() if name not in ("causal", "window", "scale", "softcap", "split_size")
     }
     renamed = {"sink": "sinks", "block_table": "page_table"}
-    given = {renamed.get(name, name): x for name, x in options.items()} | theirs
+    given = {renamed.get(name, name): x for name, x in options.items()} | flash_options
     out, lse = flash_attn_with_kvcache(*arrays, **given, return_softmax_lse=True)
     core = {OURS.get(name, name): x for name, x in given.items()}
     core["softcap"] = core.get("softcap") or None
@@ -55,7 +55,7 @@ def test_the_same_as_ours(sizes, theirs):
 @pytest.mark.parametrize("rows, appended", [(3, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "local"])
 def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
-    """Query i by n_b + i; all by n_b if neither causal nor local, which flash-attn's users call a trap."""
+    """flash-attn rotates query i of a causal or local call by n_b + i, and every query of other calls by n_b."""
     arrays, given, call = tensors(q_len=rows, appended=appended, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = given["cache_seqlens"].clone()
@@ -75,7 +75,7 @@ def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
 
 
 def test_num_splits():
-    """num_splits=1 is one piece, n an n-th of the capacity rounded up to 64 keys; not beside split_size."""
+    """num_splits=1 is one piece; num_splits=n gives pieces of 1/n of the capacity, rounded up to 64 keys."""
     arrays, options, _ = tensors(lengths=(300, 900), capacity=1000, appended=None)
     given = dict(cache_seqlens=options["cache_seqlens"], causal=True)
     for splits, size in ((1, 1024), (3, 384), (100, 64)):
@@ -101,14 +101,14 @@ def test_num_splits():
     ],
     ids=["qv", "attention-chunk", "rotary-alone", "bounds", "tables", "num-splits"],
 )
-def test_what_is_refused(options, error, text):
+def test_refusals(options, error, text):
     arrays, given, _ = tensors()
     given = {name: given[name] for name in ("k", "v", "cache_seqlens")} | options
     with pytest.raises(error, match=text):
         flash_attn_with_kvcache(*arrays, **given)
 
 
-def test_what_only_tunes_is_ignored():
+def test_tuning_arguments_are_ignored():
     arrays, options, _ = tensors(appended=None)
     expected = flash_attn_with_kvcache(*arrays, cache_seqlens=options["cache_seqlens"])
     out = flash_attn_with_kvcache(

@@ -1,4 +1,4 @@
-"""With split_size, bits of a sequence depend on nothing but itself: at least three pieces in every call."""
+"""With split_size, the bits of a sequence depend on that sequence alone; every call has at least three pieces."""
 
 import numpy as np
 import pytest
@@ -22,27 +22,27 @@ OPTIONS = {
 LENGTHS = (430, 1030, 7, 700)
 
 
-def case_of(options, **changes):
+def case_with(options, **changes):
     sizes = dict(lengths=LENGTHS, capacity=1100, q_len=2, appended=2, split_size=256, head_dim=32, head_dim_v=32)
     return CacheCase(**sizes | options | changes)
 
 
 def at(call, rows):
-    """The sequences `rows` of a call on contiguous caches."""
+    """The call with only the sequences `rows`; caches are contiguous."""
     options = {name: x[rows] if name in ("k", "v", "cache_seqlens") else x for name, x in call.options.items()}
     return CacheCall(*(x[rows] for x in call[:3]), options)
 
 
 def assert_bits(actual, expected, rows):
-    """out and lse of sequences are bitwise those of a larger call."""
+    """Assert that out and lse are bitwise those of the sequences `rows` of a larger call."""
     for a, b in zip(actual[:2], expected[:2], strict=True):
         assert a.tobytes() == b[rows].tobytes()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_batch_changes_no_bit(options):
-    """Alone, permuted, and beside other sequences."""
-    call = case_of(options).call()
+    """A sequence gives the same bits alone, permuted, and with other sequences."""
+    call = case_with(options).call()
     whole = run(call)
     for rows in ([1], [3, 1, 0, 2], [0, 0, 3], [2, 1]):
         assert_bits(run(at(call, rows)), whole, rows)
@@ -50,9 +50,9 @@ def test_the_batch_changes_no_bit(options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_pages_change_no_bit(options):
-    """Other page numbers, other columns of padding, another pool."""
-    one = run(case_of(options, page=64, capacity=1088).call())
-    call = case_of(options, page=64, capacity=1088).call()
+    """Page numbers, padding of the block table and the size of the pool change no bit."""
+    one = run(case_with(options, page=64, capacity=1088).call())
+    call = case_with(options, page=64, capacity=1088).call()
     shuffle = np.random.default_rng(3).permutation(len(call.k_cache) + 5)
     pools = []
     for cache in call[1:3]:
@@ -69,7 +69,7 @@ def test_pages_change_no_bit(options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("steps", [(700,), (256, 300, 144), (1, 5, 690, 3, 1)], ids=str)
 def test_chunks_of_a_prefill_change_no_bit(options, steps):
-    """A query has the bits that it has alone, a token at a time, however many queries there are beside it."""
+    """A query gives the bits that it has in a call of its own, however many queries are in its chunk."""
     sizes = dict(heads=4, kv_heads=2, head_dim=32, head_dim_v=32, dtype="float32") | options
     sample = CacheCase(**{**sizes, "lengths": (0,), "q_len": 700, "appended": 700, "capacity": 704}).call()
     q, caches, rest = sample.q, sample.copied()[1:3], dict(sample.options, split_size=128)
@@ -82,7 +82,7 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
             cupy_flash.attention_with_kv_cache(q[:, here], *caches, k=k[:, here], v=v[:, here], **rest, return_lse=True)
         )
         done += step
-    for i in (0, 1, 5, 127, 128, 300, 695, 699):  # a step of a decode
+    for i in (0, 1, 5, 127, 128, 300, 695, 699):  # a decode step of one query
         rest["cache_seqlens"] = i + 1
         out, lse = cupy_flash.attention_with_kv_cache(q[:, i : i + 1], *caches, **rest, return_lse=True)
         assert np.concatenate([x[0] for x in outs], axis=1)[:, i].tobytes() == out[:, 0].tobytes()
@@ -90,8 +90,8 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
 
 
 def test_without_split_size_threads_change_no_bit(monkeypatch):
-    """Equal work is cut by the lengths alone, never by the number of threads."""
-    call = case_of({}, split_size=None).call()
+    """Without split_size the pieces depend on the lengths, and not on the number of threads."""
+    call = case_with({}, split_size=None).call()
     expected = run(call)
     monkeypatch.setattr("cupy_flash.engines.cpu_decode.threads", lambda device, tile, cost: 3)
     forget_plans()
@@ -100,10 +100,10 @@ def test_without_split_size_threads_change_no_bit(monkeypatch):
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 24])
-def test_a_query_has_one_row_of_equal_tiles(group):
-    """With split_size the row of a query, and the number of rows of its tile, follow from its position alone.
+def test_a_query_has_a_fixed_row_in_its_tile(group):
+    """With split_size a query's row in its tile, and the tile's number of rows, depend only on its position.
 
-    On this BLAS a row's bits do not depend on its place, which no promise of BLAS is: so the place is tested.
+    BLAS does not promise that a row's bits are independent of its place in a matrix, so the place is fixed.
     """
     call = CacheCase(heads=group, kv_heads=1, q_len=40, lengths=(60,), capacity=64, split_size=64).call()
     problem, operands = pose_with_cache(*call[:3], CacheOptions(**call.options))

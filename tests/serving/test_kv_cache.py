@@ -1,4 +1,4 @@
-"""Attention on a KV cache against the formula on the gathered keys, in every option and layout."""
+"""Attention on a KV cache against the formula on the gathered keys, for every option and layout."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cache_cases import CacheCall, CacheCase, check, run
 from cases import Case, references
+from tiers import exhaustive
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -97,22 +98,24 @@ def test_split_size(case):
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 64, 256])
 @pytest.mark.parametrize("split_size", [None, 128])
 def test_every_page_size(page, split_size):
-    """Lengths around the ends of pages, with an append across them."""
+    """Lengths are just below, at and above the ends of pages, and the appended rows cross them."""
     lengths = tuple({0, 1, page - 1, page, page + 1, 300 - 2})
     check(CacheCase(lengths=lengths, page=page, capacity=-(-300 // page) * page, appended=2, q_len=2,
                     split_size=split_size, heads=2, kv_heads=1, head_dim=8, head_dim_v=8))  # fmt: skip
 
 
 def test_the_capacity_changes_no_bit():
-    """A full cache and a longer one with the same lengths (pieces cut by the capacity would differ)."""
+    """Caches of different capacity with the same lengths give the same bits, so pieces do not depend on the
+    capacity.
+    """
     case = CacheCase(lengths=(300, 1200), capacity=1300, head_dim=8, head_dim_v=8)
     one, longer = run(case.call()), run(replace(case, capacity=9000).call())
     for a, b in zip(one[:2], longer[:2], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_tokens_one_at_a_time_in_chunks_or_at_once():
-    """The same tokens through a cache in any steps: the same to rounding, and the same cache to the bit."""
+def test_tokens_in_steps_of_any_size():
+    """Any number of tokens per step gives the same results up to rounding, and bitwise the same cache."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 12, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
     results = []
@@ -128,6 +131,44 @@ def test_tokens_one_at_a_time_in_chunks_or_at_once():
     for out, caches in results:
         np.testing.assert_array_equal(caches, results[0][1])
         np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+BACKENDS = pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), exhaustive("simulator", "float16")])
+
+
+@BACKENDS
+def test_halves_of_the_keys_merge_to_the_whole(backend, dtype):
+    """lse and out of two calls on disjoint keys, of which one sequence has none in the second half."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(3, 2, 4, 16)).astype(dtype)
+    caches, lengths = rng.normal(size=(2, 3, 90, 2, 16)).astype(dtype), np.array([90, 40, 61], np.int32)
+
+    def attend(first, last):
+        counts = np.clip(lengths, first, last) - np.int32(first)
+        options = dict(causal=False, return_lse=True, backend=backend)
+        return cupy_flash.attention_with_kv_cache(q, *caches[:, :, first:last], cache_seqlens=counts, **options)
+
+    out, lse = cupy_flash.merge(*attend(0, 45), *attend(45, 90))
+    expected, expected_lse = attend(0, 90)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6 if dtype == "float32" else 2e-5)
+    np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), atol=2e-6 if dtype == "float32" else 4e-3)
+
+
+@BACKENDS
+def test_a_cascade_equals_one_call(backend, dtype):
+    """A prefix that all sequences share, attended to as one sequence of all queries, and the keys of each."""
+    rng = np.random.default_rng(1)
+    batch, shared, lengths = 3, 50, np.array([3, 40, 17], np.int32)
+    q = rng.normal(size=(batch, 1, 4, 16)).astype(dtype)
+    prefix, own = (rng.normal(size=(2, *sizes, 2, 16)).astype(dtype) for sizes in ((1, shared), (batch, 40)))
+    options = dict(return_lse=True, backend=backend)
+    first, first_lse = cupy_flash.attention_with_kv_cache(q.reshape(1, batch, 4, 16), *prefix, causal=False, **options)
+    second = cupy_flash.attention_with_kv_cache(q, *own, cache_seqlens=lengths, **options)
+    out, lse = cupy_flash.merge(first.reshape(q.shape), np.swapaxes(first_lse, 0, 2), *second)
+    whole = np.concatenate([np.repeat(prefix, batch, axis=1), own], axis=2)
+    expected, expected_lse = cupy_flash.attention_with_kv_cache(q, *whole, cache_seqlens=lengths + shared, **options)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6 if dtype == "float32" else 2e-5)
+    np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), atol=2e-6 if dtype == "float32" else 4e-3)
 
 
 ATTENTION = {
@@ -150,7 +191,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_few_queries(options):
-    """Plain attention by the same engine."""
+    """The engine cpu_decode also serves plain attention."""
     case = Case(**dict(kv_len=130) | options)
     call = case.call()
     function = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
@@ -162,7 +203,7 @@ def test_attention_of_few_queries(options):
         assert_matches_reference(lse, exact.lse, low.lse, lse.dtype, f"lse of {case}")
 
 
-def test_attention_of_few_queries_runs_there():
+def test_attention_of_few_queries_chooses_cpu_decode():
     call = Case(q_len=1, kv_len=130).call()
     assert "engine     cpu_decode" in cupy_flash.explain(*call[:3])
     short = Case(q_len=1, kv_len=30).call()
@@ -170,7 +211,7 @@ def test_attention_of_few_queries_runs_there():
 
 
 def test_nan_reaches_only_rows_that_see_it():
-    """NaN and infinity in keys and values that a causal mask, a window or leftpad hides."""
+    """A causal mask, a window and leftpad hide NaN and infinity in keys and values."""
     case = CacheCase(lengths=(90, 90), capacity=90, q_len=3, window=(40, None))
     call = case.call()
     expected = run(call)[0]

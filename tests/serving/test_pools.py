@@ -1,4 +1,4 @@
-"""Pools of over 2^31 elements, and memory that calls on a cache take and give back."""
+"""Pools of more than 2^31 elements, and the memory that steps of a decode allocate and free."""
 
 import gc
 import tracemalloc
@@ -11,19 +11,19 @@ from tiers import exhaustive
 import cupy_flash
 
 PAGE, KV_HEADS, DIM = 16, 2, 64
-PAGES = 2**31 // (PAGE * KV_HEADS * DIM) + 8  # so many that the last ones lie past 2^31 elements
+PAGES = 2**31 // (PAGE * KV_HEADS * DIM) + 8  # the last pages start past 2^31 elements
 
 
 @pytest.fixture(params=["numpy", "torch"])
 def huge_pool(request):
-    """K and V pages, (PAGES, PAGE, KV_HEADS, DIM) float16: virtual memory, of which a test touches a few pages."""
+    """K and V pages, (PAGES, PAGE, KV_HEADS, DIM) float16, in virtual memory of which a test touches a few pages."""
     shape = (PAGES, PAGE, KV_HEADS, DIM)
     pools = [np.zeros(shape, np.float16) for _ in range(2)]
     return [torch.from_numpy(x) for x in pools] if request.param == "torch" else pools
 
 
 def test_pages_past_two_to_the_31_elements(huge_pool):
-    """The last pages of the pool, by a block table and by slots, give what the same pages of a small pool give."""
+    """The last pages of the huge pool, written by slots and read by a block table, give the results of a small pool."""
     rng = np.random.default_rng(0)
     last = PAGES - 4 + rng.permutation(4).reshape(2, 2)
     small = [np.zeros((PAGES - last.min(), PAGE, KV_HEADS, DIM), np.float16) for _ in range(2)]
@@ -36,7 +36,8 @@ def test_pages_past_two_to_the_31_elements(huge_pool):
         table = (last - first).astype(np.int32)
         k, v = generator.normal(size=(2, 2, 20, KV_HEADS, DIM)).astype(np.float16)
         slots = table[:, :1].astype(np.int64) * PAGE + np.arange(12)
-        slots = np.concatenate([slots, table[:, 1:] * PAGE + np.arange(8)], axis=1)  # keys 12 to 15 come by a call
+        # the call itself appends keys 12 to 17
+        slots = np.concatenate([slots, table[:, 1:] * PAGE + np.arange(8)], axis=1)
         slots = np.where(np.arange(20) < 12, slots, -1)
         cupy_flash.append_to_kv_cache(*map(convert, (k, v)), *pool, slots=convert(slots.ravel()))
         q = generator.normal(size=(2, 6, 4, DIM)).astype(np.float16)
@@ -44,14 +45,14 @@ def test_pages_past_two_to_the_31_elements(huge_pool):
             convert(q), *pool, k=convert(k[:, 12:18].copy()), v=convert(v[:, 12:18].copy()),
             cache_seqlens=convert(np.array([12, 12], np.int32)), block_table=convert(table),
         )  # fmt: skip
-        assert np.abs(np.asarray(pool[0][int(table[0, 1])][:2])).max() > 0  # rows 16 and 17 lie on the second page
+        assert np.abs(np.asarray(pool[0][int(table[0, 1])][:2])).max() > 0  # keys 16 and 17 are on the second page
         results.append(np.asarray(out))
     np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize("split_size", [None, exhaustive(64)])
 def test_steps_keep_no_memory(split_size):
-    """Seven hundred more steps of a growing sequence leave no memory in use: a length is no entry of a cache."""
+    """A further 700 steps of a growing sequence leave no memory in use, because no cache has an entry per length."""
     rng = np.random.default_rng(0)
     caches = [np.zeros((1, 1024, KV_HEADS, 16), np.float32) for _ in range(2)]
     q, k, v = (rng.normal(size=(1, 1, heads, 16)).astype(np.float32) for heads in (4, KV_HEADS, KV_HEADS))
@@ -72,4 +73,4 @@ def test_steps_keep_no_memory(split_size):
         after = memory_after(range(300, 1000))
     finally:
         tracemalloc.stop()
-    assert after - before < 700 * 32, "an entry of any cache takes more than 32 bytes a step"
+    assert after - before < 700 * 32, "an entry per step would take more than 32 bytes"

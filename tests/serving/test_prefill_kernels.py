@@ -1,4 +1,4 @@
-"""Prefill with a KV cache: the forward kernels of mma and simt read tiles of keys from a cache, contiguous or paged."""
+"""Prefill on a KV cache: the forward kernels of mma and simt read tiles of keys from a contiguous or paged cache."""
 
 from dataclasses import replace
 
@@ -46,16 +46,16 @@ def test_the_formula(case, engine):
 @pytest.mark.parametrize("case", in_tiers(ROWS, ("packed-everything",)))
 @pytest.mark.parametrize("dtype", ["float32", exhaustive("float64")])
 def test_the_formula_in_full_precision(case, dtype):
-    """simt alone serves float32 and float64, with and without an append."""
+    """Only simt serves float32 and float64, with and without an append."""
     check(replace(case, dtype=dtype), backend="simulator")
 
 
 @pytest.mark.parametrize("page", in_tiers({str(n): n for n in (None, 1, 2, 8, 16, 64, 256)}, ()))
 @pytest.mark.parametrize("engine", ["mma", "simt"])
 def test_every_page_size(page, engine):
-    """A chunk of several query tiles that is appended across pages; lengths around the ends of pages and the capacity.
+    """A chunk of several query tiles is appended across pages, from lengths around the ends of pages and of the cache.
 
-    Numbers that are no valid keys are NaN, and so is every page that no sequence has; holes of the table are -1.
+    Cache slots that hold no key are NaN, pages that belong to no sequence too, and unused table entries are -1.
     """
     rows = 70
     ends = {0, 1, 300 - rows} if page is None else {0, 1, page - 1, page, page + 1, 300 - rows}
@@ -77,13 +77,13 @@ def test_any_gpu_and_head_dimension(arch, dim, dim_v):
 
 
 def planned(case):
-    """The plan of a case by mma on sm_80."""
+    """The plan of a case on sm_80 by mma."""
     return backends.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
 
 
 @pytest.mark.exhaustive
 def test_every_tile_with_pages_of_one_key():
-    """Tiles of few threads look several pages up in each."""
+    """In tiles with few threads each thread looks up several pages."""
     case = replace(CHUNK, page=1, lengths=(70, 3), q_len=70, appended=70, capacity=144)
     for _, each in candidates(planned(case), "mma"):
         problem, operands = posed(case.call(), backend="simulator", engine="mma")
@@ -94,7 +94,7 @@ def test_every_tile_with_pages_of_one_key():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ["mma", "simt"])
 def test_pages_change_no_bit(engine):
-    """A chunk has one result on a cache with and without pages, and as attention on the keys themselves."""
+    """A contiguous cache, a paged one, and attention on the keys themselves give the same bits."""
     case = replace(CHUNK, page=None, appended=None, lengths=(350, 150, 280), capacity=384)
     call = case.call()
     expected = run_kernels(call, engine=engine)
@@ -114,7 +114,7 @@ def test_pages_change_no_bit(engine):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [None, 1, 16])
 def test_keys_are_read_once_per_query_tile(page, watch):
-    """The bytes read, tables included, are hardly more than the keys that each query tile sees."""
+    """The bytes read, tables included, exceed those of the visible keys per query tile by at most 5 %."""
     case = CacheCase(lengths=(512,), capacity=512, q_len=128, page=page, heads=1, kv_heads=1, head_dim=64,
                      head_dim_v=64, dtype="float16")  # fmt: skip
     run_kernels(case.call(), engine="mma", start=watch.start)
@@ -145,7 +145,7 @@ def test_the_number_of_queries_chooses_the_kernel(dtype, q_len, engine):
         assert f"engine     {engine}" in chosen.explain()
 
 
-def test_one_row_tile_is_decoded_even_where_the_forward_is_predicted_to_be_faster():
+def test_one_row_tile_is_decoded_even_if_mma_is_predicted_to_be_faster():
     problem, _ = posed(CacheCase(lengths=(5,), capacity=40, dtype="float16").call(), backend="simulator")
     text = backends.plan_for(problem).explain()
     assert "not mma    its smallest predicted time is" in text
@@ -155,7 +155,7 @@ def test_one_row_tile_is_decoded_even_where_the_forward_is_predicted_to_be_faste
 REFUSED = {
     "pieces": (dict(split_size=64), "mma", "it does not compute the keys in pieces of split_size"),
     "pieces-fp32": (dict(split_size=64, dtype="float32"), None, "it does not compute the keys in pieces"),
-    "fp8": (dict(cache_dtype="float8_e4m3fn"), "mma", "it reads no caches of float8_e4m3fn in this version"),
+    "fp8": (dict(cache_dtype="float8_e4m3fn"), "mma", "it reads no caches of float8_e4m3fn, as mma_decode does"),
     "wgmma": (dict(), "wgmma", "it reads no KV cache in this version"),
 }
 
@@ -208,5 +208,5 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     file, good, bad, case, error = bug
     with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
         if case is None:
-            decode.test_wrong_contents_spoil_their_own_sequence_alone((WRONG["page-past-the-pool"], "mma"))
+            decode.test_invalid_contents_change_only_their_own_sequence((WRONG["page-past-the-pool"], "mma"))
         check(case, run_kernels(case.call(), engine="mma"))

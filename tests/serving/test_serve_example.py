@@ -1,4 +1,4 @@
-"""examples/serve.py: tokens equal those without a cache, with preemption and in every batch; pages all come back."""
+"""examples/serve.py: tokens equal those without a cache, with preemption and in every batch; all pages are returned."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ SIZES = {"layers": 2, "heads": 2, "embed": 32, "context": 64}
 def example():
     sys.path.insert(0, str(EXAMPLES))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
+    torch.set_num_threads(1)  # on a busy machine two threads that wait for each other take 20 times as long
     try:
         yield importlib.import_module("serve")
     finally:
@@ -25,7 +25,7 @@ def example():
 
 @pytest.fixture
 def saved(example, tmp_path):
-    """A file with a model of random weights, large enough that its tokens depend on what it attends to."""
+    """A file with a random model, large enough that its tokens depend on the tokens that it attends to."""
     generator = torch.Generator().manual_seed(3)
     model = example.train_gpt.GPT(example.train_gpt.parse_arguments([f"--{n}={x}" for n, x in SIZES.items()]))
     weights = {name: torch.randn(x.shape, generator=generator) * 0.5 for name, x in model.state_dict().items()}
@@ -34,7 +34,7 @@ def saved(example, tmp_path):
 
 
 def serve(example, saved, *options):
-    """The tokens of every request, and the server at the end."""
+    """The tokens of every request, the expected tokens, and the server at the end."""
     arguments = example.parse_arguments(["--model", str(saved), *options])
     model = example.load_model(saved)
     server = example.Server(model, arguments)
@@ -57,7 +57,7 @@ def serve(example, saved, *options):
 def test_tokens_are_those_without_a_cache(example, saved, options, preempts):
     tokens, expected, server = serve(example, saved, *options)
     assert tokens == expected
-    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])  # the model does not repeat one token
+    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])  # the model does not repeat a single token
     assert bool(server.preemptions) == preempts
     assert sorted(server.free) == list(range(server.arguments.pages))
     assert server.most_pages <= server.arguments.pages
@@ -79,7 +79,7 @@ def test_request_that_never_fits(example, saved):
 
 
 def test_stale_pages_are_noticed(example, saved, monkeypatch):
-    """A preempted request that trusts its old keys gets other tokens: this comparison would see it."""
+    """A preempted request that keeps its number of cached tokens reads stale pages, which changes its tokens."""
     preempt = example.Server.preempt
 
     def keeps_its_count(self, request):

@@ -1,4 +1,4 @@
-"""KV caches of torch tensors: the formula, in place, no gradients, torch.compile without a copy of a cache."""
+"""KV caches as torch tensors: the formula, appends in place, no gradients, torch.compile without a copy of a cache."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_the_formula(case):
 
 
 def step(**changes):
-    """(q, caches, options) of a step that appends."""
+    """(q and the caches, options) of a call that appends."""
     arrays, options = tensors_of(CacheCase(appended=1, **changes).call())
     return arrays, options
 
@@ -61,7 +61,7 @@ def test_out_is_the_callers_tensor():
 
 
 def test_a_cache_records_no_gradients():
-    """A silent detachment would lose them."""
+    """Inputs that require grad are refused, because gradients through a cache would be lost silently."""
     (q, *caches), options = step()
     for name in ("q", "k"):
         x = q if name == "q" else options["k"]
@@ -78,7 +78,7 @@ def test_a_cache_records_no_gradients():
 
 
 def test_an_append_counts_as_a_change_in_place():
-    """autograd refuses a backward through a tensor that was saved before it was overwritten."""
+    """An append changes the version of a cache, so that autograd refuses a backward through its old contents."""
     (q, *caches), options = step()
     versions = [cache._version for cache in caches]
     cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=options["cache_seqlens"])
@@ -98,7 +98,7 @@ def test_append():
 
 
 def test_compiled_without_a_copy_of_a_cache():
-    """Traced in one graph; a second length needs no new one; nothing clones a cache or reads it again."""
+    """The call is traced to one graph, which serves other lengths too and neither clones nor copies a cache."""
     graphs = []
 
     def compiler(graph, _):
@@ -125,9 +125,9 @@ def test_compiled_without_a_copy_of_a_cache():
     assert not any("clone" in name or "copy" in name for name in names)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by Inductor
 def test_inductor_writes_to_the_caches():
-    """Inductor turns the functional form back into writes in place: its program has no copy of a cache."""
+    """Inductor turns the functional form into writes in place: its program copies no cache."""
     (q, *caches), options = step()
 
     @torch.compile(fullgraph=True, backend="inductor")
@@ -144,13 +144,13 @@ def test_inductor_writes_to_the_caches():
 
 
 def test_opcheck():
-    """Schema (mutation included), autograd registration and fake kernel agree with the operator."""
+    """The schema with its mutations, the autograd registration and the fake kernel agree with the operator."""
     (q, *caches), options = step()
     from cupy_flash.adapters.torch import cache
 
     given = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
-    asked = cache.CacheOptions(**options)
-    arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(asked)}, asked, ())
+    given_options = cache.CacheOptions(**options)
+    arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(given_options)}, given_options, ())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(cache.attention_with_kv_cache, arguments, test_utils=tests)
 
@@ -170,7 +170,7 @@ def test_all_reasons_at_once():
 
 
 def test_tensors_on_meta_are_refused_beside_others():
-    """The fake kernels are those of meta tensors, too: they would return memory that nothing has written."""
+    """Meta tensors would run the fake kernels, which return memory that is never written."""
     q, cache, lengths = torch.ones(2, 1, 2, 4), torch.ones(2, 8, 2, 4), torch.tensor([5, 5], dtype=torch.int32)
     for arguments in ((q, cache.to("meta"), cache.to("meta")), (q.to("meta"), cache, cache)):
         with pytest.raises(ValueError, match="attention_with_kv_cache: all arrays must be on one device, not q on"):
@@ -179,7 +179,7 @@ def test_tensors_on_meta_are_refused_beside_others():
         cupy_flash.append_to_kv_cache(q.to("meta"), q, cache, cache, cache_seqlens=lengths)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # by torch's own forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # raised by torch's forward mode
 def test_tangents_are_refused():
     q, cache = torch.ones(1, 1, 2, 4), torch.ones(1, 8, 2, 4)
     with forward_ad.dual_level(), pytest.raises(ValueError, match="q: a KV cache has no forward-mode derivative"):

@@ -1,4 +1,4 @@
-"""flash_attn_varlen_func with a block table, called as vLLM does: attention_with_kv_cache by other names."""
+"""flash_attn_varlen_func with a block table, called as vLLM calls it, equals attention_with_kv_cache."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ OURS = {"seqused_k": "cache_seqlens", "softmax_scale": "scale", "s_aux": "sink",
 
 
 def tensors(**changes):
-    """(q, k pages, v pages) and the indices of a call on pages, by vLLM's names."""
+    """(q, k pages, v pages), and the other arguments of a call on pages under vLLM's names."""
     call = CacheCase(**dict(packed=(2, 3), page=8) | changes).call()
     names = ("cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q", "alibi_slopes", "sink", "k_descale")
     names += ("v_descale",)
     options = {name: call.options[name] for name in names if call.options.get(name) is not None}
-    theirs = {ours: name for name, ours in OURS.items()}
+    vllm_names = {ours: name for name, ours in OURS.items()}
     given = {
-        theirs.get(name, name): torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+        vllm_names.get(name, name): torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
         for name, x in options.items()
     }
     return [torch.from_numpy(x.copy()) for x in call[:3]], given
@@ -35,7 +35,7 @@ def tensors(**changes):
     ],
     ids=["causal", "full", "options", "alibi-sink"],
 )
-def test_the_same_as_ours(sizes, options):
+def test_equals_attention_with_kv_cache(sizes, options):
     arrays, given = tensors(**sizes)
     out = torch.full((*arrays[0].shape[:-1], arrays[2].shape[-1]), torch.nan)
     ignored = {"max_seqlen_k": 40, "fa_version": 3, "scheduler_metadata": torch.zeros(1)}
@@ -46,8 +46,8 @@ def test_the_same_as_ours(sizes, options):
     assert result is out and torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
-def test_flash_attn_gives_the_lengths_as_boundaries():
-    """flash-attn 2 has no seqused_k: cu_seqlens_k says how many keys each sequence has."""
+def test_lengths_as_cu_seqlens_k():
+    """flash-attn 2 has no seqused_k; cu_seqlens_k gives the number of keys of each sequence."""
     arrays, given = tensors()
     lengths = given.pop("seqused_k")
     bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
@@ -64,7 +64,7 @@ def test_num_splits_is_a_split_size():
         assert torch.equal(bits[splits], attention_with_kv_cache(*arrays, **core, split_size=size))
 
 
-def test_what_is_refused():
+def test_refusals():
     arrays, given = tensors()
     with pytest.raises(UnsupportedError, match="dropout with block_table"):
         flash_attn_varlen_func(*arrays, **given, dropout_p=0.5)

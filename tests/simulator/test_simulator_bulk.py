@@ -1,4 +1,4 @@
-"""Bulk copies of tensor boxes and contiguous ranges: all edge cases, equal results in all orders, and each misuse."""
+"""Bulk copies of tensor boxes and contiguous ranges: all boxes in all orders of completion, and each kind of misuse."""
 
 import itertools
 
@@ -8,7 +8,9 @@ import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BOXES, BY_NAME, CASES, STRIDED, drain, fill, initialise, tensor, wait
+from cupy_flash.checks.hopper import BY_NAME, CASES
+from cupy_flash.checks.hopper.bulk import BOXES, STRIDED, tensor
+from cupy_flash.checks.hopper.case import drain, fill, initialise, wait
 
 ORDERS = ["early", "late", "random"]
 DTYPES = {"u8": np.uint8, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -24,14 +26,17 @@ def result(case, body=None, **options):
 
 
 def swizzle(byte, span):
-    """PTX ISA 9.2, swizzling modes: over a span of 32, 64 or 128 bytes, the index of a 16-byte piece in its
-    span is XORed with the index of its 128-byte row modulo 2, 4 or 8."""
+    """The address of a byte after swizzling (PTX ISA 9.2, swizzling modes).
+
+    In a span of 32, 64 or 128 bytes, the index of a 16-byte chunk in its span is XORed with the index of its 128-byte
+    row modulo 2, 4 or 8.
+    """
     row, piece, rest = byte // 128, byte // 16, byte % 16
     return (piece ^ row % (span // 16)) * 16 + rest if span else byte
 
 
 def places(name):
-    """(byte in shared memory, element of the tensor or None if out of bounds) for each element of a box."""
+    """Yield (byte in shared memory, element of the tensor or None if out of bounds) for each element of a box."""
     dtype, shape, box, span, at = BOXES[name]
     for i, index in enumerate(itertools.product(*map(range, reversed(box)))):
         element = [x + y for x, y in zip(reversed(at), index, strict=True)]
@@ -136,7 +141,7 @@ def test_blocks_have_copies_of_their_own():
 # ---- misuse
 
 LOAD, STORE, ADD = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["add.2d-f32"]
-# Without the wait in between, but with one before the block exits.
+# No wait before the first use, but one before the block exits.
 NO_WAIT = LOAD.body.replace(wait(), "")
 
 
@@ -149,7 +154,7 @@ def test_use_before_the_wait(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_wait_for_another_phase(order):
-    """Parity 1 of a fresh mbarrier is that of the phase preceding its first, which counts as complete."""
+    """A wait for parity 1 of a new mbarrier returns at once, because the phase before the first counts as complete."""
     with pytest.raises((errors.PendingCopy, errors.Deadlock)):
         result(LOAD, LOAD.body.replace(wait(), wait(1)), order=order)
 
@@ -182,7 +187,7 @@ def test_wrong_byte_count_is_a_deadlock_that_names_it(announced):
         result(LOAD, body)
 
 
-def test_bytes_of_one_copy_of_two():
+def test_expect_tx_for_one_of_two_copies():
     again = "@%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60+4096], [%p0], 2048, [%r50];"
     body = LOAD.body.replace(wait(), again + wait())
     result(LOAD, body.replace("_, [%r50], 2048;", "_, [%r50], 4096;"))
@@ -272,17 +277,17 @@ def test_reduction_onto_uninitialised_memory():
 
 
 @pytest.mark.parametrize("case", [STORE, ADD], ids=["store", "add"])
-def test_stored_without_a_proxy_fence(case):
+def test_store_without_a_proxy_fence(case):
     with pytest.raises(errors.MissingFence, match=r"without a fence\.proxy\.async"):
         result(case, case.body.replace("fence.proxy.async.shared::cta;", ""))
 
 
-def test_stored_before_others_have_written():
+def test_store_before_other_warps_have_written():
     with pytest.raises(errors.Race, match="write, then asynchronous read"):
         result(STORE, STORE.body.replace("bar.sync 0;", ""))
 
 
-# 32 lanes write what lane 0 stores.
+# 32 lanes write 16 bytes each, and lane 0 stores them all with one bulk copy.
 WARP_STORE = """
     mov.u32 %r60, smem;
     setp.eq.u32 %q6, %t, 0;
@@ -310,8 +315,8 @@ def warp_store(*between, after=""):
     return out
 
 
-def test_which_threads_may_fence():
-    """Either every lane after its own writes, or one thread that all writes happen before."""
+def test_the_threads_that_may_fence():
+    """Either every lane fences after its own writes, or one thread after a barrier that follows all writes."""
     for between in (FENCE, SYNCWARP), (SYNCWARP, FENCE_ALONE), (FENCE_ALONE, "@!%q6 " + FENCE, SYNCWARP):
         assert np.array_equal(warp_store(*between), np.repeat(np.arange(32), 4))
     with pytest.raises(
@@ -319,7 +324,7 @@ def test_which_threads_may_fence():
     ) as e:
         warp_store(FENCE_ALONE, SYNCWARP)
     assert "[warp 0, lane 1]" in str(e.value) and "[warp 0, lane 0]" in str(e.value)
-    # One thread of the block fences, before or after the barrier.
+    # Let one thread of the block fence, before the barrier (wrong) or after it.
     alone = STORE.body.replace(FENCE, "setp.eq.u32 %q7, %t, 0; @%q7 " + FENCE)
     with pytest.raises(errors.MissingFence):
         result(STORE, alone)
@@ -328,14 +333,14 @@ def test_which_threads_may_fence():
 
 
 def test_fence_by_each_writer_while_one_writes_elsewhere():
-    """Fences are tracked per lane: lane 1 then writes elsewhere, which no copy reads."""
+    """Fences are tracked per lane and address: lane 1 may then write elsewhere, which no copy reads."""
     more = "setp.eq.u32 %q7, %t, 1; @%q7 st.shared.b32 [%r60+512], 0;"
     out = np.zeros(128, np.uint32)
     run(WARP_STORE.format(FENCE + more + SYNCWARP), out, shared=SMEM)
     assert np.array_equal(out, np.repeat(np.arange(32), 4))
 
 
-def test_stored_before_other_lanes_have_written():
+def test_store_before_other_lanes_have_written():
     """A proxy fence does not order lanes with each other."""
     with pytest.raises(errors.Race, match="write, then asynchronous read of .* without a __syncwarp"):
         warp_store(FENCE)
@@ -372,19 +377,19 @@ def test_end_before_the_source_is_read():
         result(STORE, STORE.body.replace(WAIT_GROUP, ""))
 
 
-def test_late_stores_read_late_and_early_ones_early():
-    """Run without the checks, which would reject this kernel, to show that the orders differ."""
+def test_the_order_decides_when_a_store_reads():
+    """Without the checks, which would refuse this kernel, the two orders give different results."""
     body = STORE.body.replace(WAIT_GROUP, f"st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     good = result(STORE)[0]
     assert np.array_equal(result(STORE, body, order="early", checks=False)[0], good)
     assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
-    # A wait for all but one group does not cover a single group.
+    # wait_group 1 leaves one group pending, so it does not cover a single group.
     body = STORE.body.replace(WAIT_GROUP, f"cp.async.bulk.wait_group 1; st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
 
 
 def test_stores_in_a_long_loop_that_wait_for_their_reads_only():
-    """100 additions of 1 to each of 4 words, without a wait for their completion."""
+    """100 additions of 1 to each of 4 words; wait_group.read waits for the reads of the source only."""
     body = f"""
         {fill(16, 128)}
         mov.u32 %r60, smem;
@@ -405,8 +410,8 @@ def test_stores_in_a_long_loop_that_wait_for_their_reads_only():
         assert (out == 100).all()
 
 
-def test_late_loads_land_youngest_first():
-    """Wait for the second copy only: the first, although issued earlier, is not complete."""
+def test_late_loads_complete_in_reverse():
+    """The wait for the second copy does not imply the first one, although it was issued earlier."""
     body = f"""
         {initialise()}
         @%q6 mbarrier.init.shared::cta.b64 [%r50+8], 1;
@@ -436,7 +441,7 @@ def test_late_loads_land_youngest_first():
 
 
 def test_lanes_with_other_sizes_and_maps():
-    """At one instruction, two blocks copy different sizes from different maps."""
+    """One instruction of two blocks copies different numbers of bytes with different tensor maps."""
     body = f"""
         {initialise()}
         mov.u32 %r60, smem;
@@ -460,7 +465,7 @@ def test_lanes_with_other_sizes_and_maps():
 
 
 def test_many_mbarriers_and_many_issuers():
-    """Each of 64 threads loads with its own mbarrier, and stores the loaded bytes."""
+    """Each of 64 threads loads with an mbarrier of its own, and stores the loaded bytes."""
     body = """
         mov.u32 %r60, smem;
         mad.lo.u32 %r50, %t, 8, %r60;
@@ -486,8 +491,8 @@ def test_many_mbarriers_and_many_issuers():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_load_lands_while_another_warp_spins(order):
-    """Block 1 polls a flag in global memory that block 0 sets once its copy is complete."""
+def test_a_load_completes_while_another_block_spins(order):
+    """Block 1 polls a flag in global memory, which block 0 sets once its copy is complete."""
     body = f"""
         {initialise()}
         mov.u32 %r60, smem;

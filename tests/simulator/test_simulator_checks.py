@@ -1,4 +1,4 @@
-"""Every check finds its planted bug, names the thread and the line, and is silent about the same kernel without it."""
+"""Every check finds its planted bug, names the thread and the line, and accepts the same kernel without the bug."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ STORE_OWN = """
     mad.lo.u32 %r1, %t, 4, %r0;
     st.shared.b32 [%r1], %t;
 """
-# each thread reads the word of the neighbouring warp
+# Each thread reads the word of the neighbouring warp.
 READ_NEXT_WARP = """
     xor.b32 %r2, %t, 32;
     mad.lo.u32 %r2, %r2, 4, %r0;
@@ -197,8 +197,8 @@ def test_write_over_anothers_write_without_a_barrier():
         run(body.format(""), shared=WORDS, threads=64)
 
 
-def test_race_is_found_in_the_second_trip_of_a_loop_only():
-    # the classic race: no barrier between the reads of one iteration and the writes of the next
+def test_race_between_iterations_of_a_loop():
+    # There is no barrier between the reads of an iteration and the writes of the next one.
     body = f"""
         mov.u32 %r10, 0;
     LOOP:
@@ -216,8 +216,8 @@ def test_race_is_found_in_the_second_trip_of_a_loop_only():
         run(body.format(""), out, shared=WORDS, threads=64)
 
 
-def test_barrier_of_other_warps_orders_nothing():
-    # warps 0 and 1 use barrier 1; warp 2 does not
+def test_barrier_orders_only_the_warps_that_use_it():
+    # Warps 0 and 1 use barrier 1; warp 2 does not.
     body = (
         STORE_OWN
         + """
@@ -236,7 +236,7 @@ def test_barrier_of_other_warps_orders_nothing():
 
 
 def test_arrive_publishes_but_does_not_wait():
-    # the producer arrives and the consumer waits: ordered, but the producer may not write again
+    # The producer arrives and the consumer waits, which orders its writes; but the producer may not write again.
     body = f"""
         {STORE_OWN}
         setp.ge.u32 %q0, %t, 32;
@@ -328,7 +328,9 @@ def test_warp_that_arrives_twice_before_a_barrier_completes():
 
 
 def test_two_warps_take_turns():
-    """Ping-pong: each warp waits at its own barrier and signals the other's; the first warp signals its own once."""
+    """Ping-pong: each warp waits at its own barrier and signals the other's; at the start the first barrier is
+    signalled once.
+    """
     body = """
         mov.u32 %r0, words;
         shr.u32 %r1, %t, 5;
@@ -379,7 +381,7 @@ def test_deadlock_names_warps_and_instructions():
 
 def test_shuffle_that_part_of_the_warp_never_reaches():
     body = "setp.lt.u32 %q0, %t, 16; @%q0 exit; {} shfl.sync.bfly.b32 %r0, %t, 1, 31, -1;"
-    run(body.format(""))  # exited lanes do not count
+    run(body.format(""))  # lanes that have exited do not take part
     spin = (
         "setp.lt.u32 %q0, %t, 20; @%q0 bra OTHER; shfl.sync.bfly.b32 %r0, %t, 1, 31, -1; exit; OTHER: bar.warp.sync -1;"
     )
@@ -404,5 +406,5 @@ def test_trap_names_the_thread():
         run("setp.eq.u32 %q0, %t, 9; @%q0 trap;")
 
 
-def test_checks_can_be_left_out():
+def test_checks_can_be_disabled():
     run(STORE_OWN + READ_NEXT_WARP, np.zeros(64, np.uint32), shared=WORDS, threads=64, checks=False)

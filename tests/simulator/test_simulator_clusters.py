@@ -1,11 +1,12 @@
-"""Clusters of two blocks: cluster barrier, remote mbarrier arrivals, multicast copies; and each misuse."""
+"""Clusters of two blocks: cluster barrier, remote mbarrier arrivals, multicast copies; and each kind of misuse."""
 
 import numpy as np
 import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import SimulationError, errors
-from cupy_flash.checks.hopper import BY_NAME, PAIR, wait
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.case import PAIR, wait
 
 ORDERS = ["early", "late", "random"]
 MULTICAST, REMOTE = BY_NAME["cluster.multicast"], BY_NAME["cluster.remote"]
@@ -28,7 +29,7 @@ def test_arrival_at_the_other_blocks_mbarrier(clusters, order):
 def test_multicast_reaches_both_blocks(order):
     case = BY_NAME["cluster.multicast"]
     rows = case.inputs[0].reshape(2, 32, 8, 16)[1]
-    # The 16-byte pieces of the box's 128-byte rows are swizzled by the row index.
+    # The 16-byte chunks of the box's 128-byte rows are swizzled by the row index.
     expected = np.stack([rows[i, np.arange(8) ^ i % 8] for i in range(32)]).reshape(-1)
     out = result(case, order=order).reshape(2, -1)
     assert np.array_equal(out[0], expected) and np.array_equal(out[1], expected)
@@ -45,7 +46,7 @@ def test_copy_to_a_block_whose_mbarrier_is_not_ready():
         result(MULTICAST, MULTICAST.body[:first] + MULTICAST.body[last:])
 
 
-def test_one_block_announces_too_few_bytes():
+def test_expect_tx_of_one_block_is_too_small():
     amount = "setp.eq.u32 %q0, %block, 0; selp.b32 %r40, 4096, 2048, %q0; @%q6 mbarrier.arrive.expect_tx"
     body = MULTICAST.body.replace("@%q6 mbarrier.arrive.expect_tx", amount).replace("[%r50], 4096;", "[%r50], %r40;")
     with pytest.raises(errors.Deadlock, match=r"block 1: warps \[0, 1, 2, 3\] wait for .* 2048 bytes too many"):
@@ -69,18 +70,18 @@ def test_copy_over_bytes_that_the_other_block_still_reads():
 
 
 def without_the_last_barrier(case):
-    """A block exits while the other may still arrive at its mbarrier, or copy into its shared memory."""
+    """The kernel without the barrier that keeps a block from exiting while the other one uses its shared memory."""
     return case.body[: case.body.rindex("barrier.cluster.arrive")]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_exit_before_the_other_block_has_arrived(order):
-    """Each block waits for both arrivals at its own mbarrier, so no cluster barrier is needed."""
+    """Each block waits for both arrivals at its own mbarrier, so that the last cluster barrier is unnecessary."""
     body = without_the_last_barrier(REMOTE)
     assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))
     with pytest.raises(errors.EarlyExit, match="exit"):
         result(REMOTE, body.replace(wait(), ""), order=order)
-    # A barrier without .release orders no accesses, but the arrivals still precede it.
+    # A cluster barrier without .release orders no accesses, but it does follow the arrivals.
     barrier = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
     result(REMOTE, body.replace(wait(), barrier), order=order)
 
@@ -97,7 +98,7 @@ def test_exit_before_the_copy_of_the_other_block_has_landed(order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("what", ["arrives", "copies"])
 def test_use_of_a_block_that_has_exited(what, order):
-    """The second block arrives only after the first has exited."""
+    """The second block arrives or copies after the first one has exited."""
     case = REMOTE if what == "arrives" else MULTICAST
     first = case.body.index("barrier.cluster.wait") + len("barrier.cluster.wait.acquire")
     first = case.body.index(";", first) + 1
@@ -112,7 +113,7 @@ def test_deadlock_at_the_cluster_barrier_names_the_missing_warps():
         run(body, threads=64, **PAIR)
 
 
-def test_exited_blocks_hold_up_no_cluster():
+def test_the_cluster_barrier_does_not_wait_for_exited_blocks():
     run(f"setp.eq.u32 %q0, %block, 0; @%q0 exit; {BARRIER}", threads=64, **PAIR)
 
 
@@ -120,18 +121,18 @@ def test_exited_blocks_hold_up_no_cluster():
     "text", ["barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"],
     ids=["twice", "never"],
 )  # fmt: skip
-def test_arrivals_and_waits_take_turns(text):
+def test_arrivals_and_waits_must_alternate(text):
     with pytest.raises(errors.BarrierMisuse, match="cluster barrier"):
         run(text, threads=64, **PAIR)
 
 
-def test_rank_that_no_block_has():
+def test_rank_outside_the_cluster():
     body = REMOTE.body.replace("xor.b32 %r1, %r0, 1;", "mov.b32 %r1, 2;")
     with pytest.raises(errors.OutOfBounds, match="no block of the cluster"):
         result(REMOTE, body)
 
 
-def test_multicast_to_no_block_of_the_cluster():
+def test_multicast_to_a_block_outside_the_cluster():
     with pytest.raises(errors.OutOfBounds, match="multicast"):
         result(MULTICAST, MULTICAST.body.replace("mov.b16 %h0, 3;", "mov.b16 %h0, 5;"))
 

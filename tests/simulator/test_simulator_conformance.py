@@ -1,5 +1,8 @@
-"""Every micro-kernel on the simulator agrees with IEEE 754 and the PTX ISA, computed here with exact fractions, Python
-integers and ml_dtypes; approximations stay within the error bounds of the PTX ISA."""
+"""Micro-kernels on the simulator against IEEE 754 and the PTX ISA.
+
+Expected results are computed with exact fractions, Python integers and ml_dtypes; approximate instructions stay within
+the error bounds of the PTX ISA.
+"""
 
 import math
 import struct
@@ -14,7 +17,7 @@ from cupy_flash.checks.instructions import BY_NAME, CASES, THREADS, TYPES, WARP_
 
 
 def run_micro(case, values):
-    """The simulator's result, one per row."""
+    """Run a micro-kernel on the simulator; return one result per row."""
     memory = Memory()
     out = np.zeros(len(values[0]), TYPES[case.output][2])
     pointers = [memory.add(column, f"input {i}", writable=False) for i, column in enumerate(values)]
@@ -32,7 +35,7 @@ LARGEST["tf32"] = 2.0**128 - 2.0**117
 
 
 def round_exact(x, type_, mode="rn"):
-    """A Fraction rounded to a format, by `mode`."""
+    """Round a Fraction to a format in a rounding mode."""
     precision, smallest = PRECISION[type_]
     if x == 0:
         return 0.0
@@ -50,7 +53,10 @@ def round_exact(x, type_, mode="rn"):
 
 
 def exactly(operation, type_, mode="rn"):
-    """A float operation: by fractions if all is finite, by float64 for infinities and NaN; IEEE 754 sign of zero."""
+    """A float operation that rounds once.
+
+    It computes with fractions if all operands are finite, and with float64 otherwise; a zero has its sign by IEEE 754.
+    """
 
     def apply(*values):
         values = [float(value) for value in values]
@@ -62,7 +68,7 @@ def exactly(operation, type_, mode="rn"):
             with np.errstate(all="ignore"):
                 zero = operation(*[np.copysign(0.0 if value == 0 else 1.0, value) for value in values])
             zero = float(zero) if zero == 0 else 0.0
-            # x - x is +0, but -0 when rounding down
+            # The sum of x and -x is +0, but -0 when rounding down.
             opposite = operation in (ADD, SUB, FMA) and not math.copysign(1, zero) < 0
             return -0.0 if opposite and mode == "rm" and not _all_positive_zero(operation, values) else zero
         return round_exact(exact, type_, mode)
@@ -115,7 +121,8 @@ def square_root(type_):
                 return float(np.sqrt(np.float64(a)))
         scaled = Fraction(a) * Fraction(4) ** 1200
         root = math.isqrt(scaled.numerator // scaled.denominator)
-        # 2 * root + 1 lies strictly between where the root is not exact: rounding to nearest cannot tell.
+        # If the root is not exact, 2 * root + 1 is strictly between two candidates, which makes rounding to nearest
+        # correct.
         inexact = root * root != scaled
         return round_exact((Fraction(2 * root + inexact)) / Fraction(2) ** 1201, type_)
 
@@ -123,14 +130,14 @@ def square_root(type_):
 
 
 def wrapped(value, type_):
-    """An integer modulo the width of its type."""
+    """An integer modulo the range of its type."""
     bits = int(type_[1:])
     value %= 1 << bits
     return value - (1 << bits) if type_[0] == "s" and value >> (bits - 1) else value
 
 
 def to_integer(value, type_, mode, source):
-    """PTX ISA, cvt: clamped; NaN gives 0, or only the top bit from .f64 or to 64 bits."""
+    """PTX ISA, cvt: the value is clamped; NaN gives 0, but only the top bit if it is .f64 or the result has 64 bits."""
     bits, value = int(type_[1:]), float(value)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if type_[0] == "s" else (0, (1 << bits) - 1)
     if math.isnan(value):
@@ -163,20 +170,20 @@ def leading_one(a, type_):
 
 
 def extracted(a, position, length, type_):
-    """PTX ISA, bfe, written as its pseudo code."""
+    """PTX ISA, bfe, transcribed from its pseudo code."""
     bits, position, length = bits_of(type_), position & 255, length & 255
     a %= 1 << bits
     top = bits - 1
     sign = 0 if type_[0] == "u" or length == 0 else a >> min(position + length - 1, top) & 1
-    found = 0
+    field = 0
     for i in range(top + 1):
         bit = a >> (position + i) & 1 if i < length and position + i <= top else sign
-        found |= bit << i
-    return found
+        field |= bit << i
+    return field
 
 
 def inserted(a, b, position, length, bits):
-    """PTX ISA, bfi, written as its pseudo code."""
+    """PTX ISA, bfi, transcribed from its pseudo code."""
     position, length = position & 255, length & 255
     for i in range(length):
         if position + i < bits:
@@ -185,14 +192,14 @@ def inserted(a, b, position, length, bits):
 
 
 def permuted(a, b, selectors):
-    both, found = a | b << 32, 0
+    both, selected = a | b << 32, 0
     for i in range(4):
         selector = selectors >> 4 * i & 15
         byte = both >> 8 * (selector & 7) & 255
         if selector & 8:
             byte = 255 if byte & 128 else 0
-        found |= byte << 8 * i
-    return found
+        selected |= byte << 8 * i
+    return selected
 
 
 def funnel(a, b, c, left, clamp):
@@ -202,7 +209,7 @@ def funnel(a, b, c, left, clamp):
 
 
 def high_and_low(function, bits=16):
-    """A function of halves on packed pairs."""
+    """Apply a function of 16-bit halves to both halves of packed operands."""
     low = (1 << bits) - 1
     return lambda *v: function(*[int(x) & low for x in v]) | function(*[int(x) >> bits for x in v]) << bits
 
@@ -222,7 +229,7 @@ def value_of(bits, type_):
 
 
 def narrow(value, type_, mode="rn", *, satfinite=False, relu=False):
-    """Bits of a value in a narrow format: ml_dtypes rounds to nearest, fractions the other ways."""
+    """Bits of a value in a narrow format: ml_dtypes rounds to nearest, fractions are used for the other modes."""
     value = float(value)
     if math.isnan(value):
         return CANONICAL_NAN[type_]
@@ -233,7 +240,7 @@ def narrow(value, type_, mode="rn", *, satfinite=False, relu=False):
     if mode != "rn" and math.isfinite(value):
         value = round_exact(Fraction(value), type_, mode) if value else value
     with np.errstate(all="ignore"):
-        # ml_dtypes rounds float64 values once.
+        # ml_dtypes rounds a float64 value once.
         rounded = np.float64(value).astype(dtype)
         if satfinite and not abs(float(rounded)) <= largest:
             rounded = np.array(math.copysign(largest, value), dtype)
@@ -261,7 +268,7 @@ def half_maximum(type_, *, packed):
 
 
 def extremum(a, b, *, smaller, propagate=False):
-    """PTX ISA, min and max: the other operand wins over NaN unless .NaN; -0 < +0."""
+    """PTX ISA, min and max: a number wins over NaN unless the instruction has .NaN; -0 < +0."""
     a, b = float(a), float(b)
     if math.isnan(a) or math.isnan(b):
         if propagate:
@@ -302,7 +309,7 @@ def flushed(value):
 
 
 def expected_function(case):
-    """The definition of a case's instruction, for one row."""
+    """A function that computes the expected result of a case for one row."""
     opcode, *modifiers = case.name.split(".")
     type_ = case.output
     mode = next((m for m in modifiers if m in ("rn", "rz", "rm", "rp", "rna")), "rn")
@@ -385,16 +392,16 @@ def expected_integer(opcode, modifiers, case):
         "dp4a": lambda a, b, c: c + sum(byte(a, i, modifiers[0]) * byte(b, i, modifiers[0]) for i in range(4)),
     }
     if opcode == "addc":
-        # add.cc wraps; addc adds the carry to 0 + 0
+        # add.cc wraps; addc adds the carry to 0 + 0.
         return lambda a, b: wrapped(table["addc"](int(a), int(b)), case.output)
     key = opcode if opcode in table else f"{opcode}.{modifiers[0]}"
-    # PTX ISA, bfi: the field comes from a, the rest from b; here the base is the constant.
+    # PTX ISA, bfi: the field comes from operand a, all other bits from b; the micro-kernel passes a constant as b.
     return lambda *v: wrapped(table[key](*map(int, v)), case.output)
 
 
 def byte(value, i, type_):
-    found = value >> 8 * i & 255
-    return found - 256 if type_ == "s32" and found > 127 else found
+    selected = value >> 8 * i & 255
+    return selected - 256 if type_ == "s32" and selected > 127 else selected
 
 
 def expected_conversion(case, modifiers, mode):
@@ -506,7 +513,7 @@ REDUCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def warp_result(case, warps):
-    """The expected result of each lane, (warps, 32), from the inputs of whole warps."""
+    """The expected result of each lane, (warps, 32), for inputs (warps, 32)."""
     opcode, *rest = case.name.split(".")
     bits = (1 << np.arange(32)).astype(np.uint32)
     if opcode == "redux":
@@ -515,7 +522,7 @@ def warp_result(case, warps):
         return np.repeat(((warps != 0) * bits).sum(1, dtype=np.uint32)[:, None], 32, axis=1)
     if opcode == "match":
         return ((warps[:, :, None] == warps[:, None, :]) * bits).sum(2, dtype=np.uint32)
-    # shuffles by 3 inside segments of `width` lanes; out of the segment: the lane's own value
+    # Shuffle by 3 within segments of `width` lanes; a lane whose source is outside its segment keeps its own value.
     width, lane = int(rest[1]), np.arange(32)
     start = lane // width * width
     source = {"up": lane - 3, "down": lane + 3, "bfly": lane ^ 3, "idx": start + 3}[rest[0]]
@@ -529,5 +536,5 @@ def test_warp_instruction(case):
     assert np.array_equal(actual.reshape(-1, 32), warp_result(case, values.reshape(-1, 32)))
 
 
-def test_the_table_names_every_case_once():
+def test_names_of_cases_are_unique():
     assert len(BY_NAME) == len(CASES)

@@ -1,6 +1,6 @@
-"""The simulator against results of GPUs: tests/conformance/gpu holds those of every micro-kernel, one file per GPU.
+"""The simulator against stored results of GPUs, in tests/conformance/gpu: one file per GPU with all micro-kernels.
 
-conformance/on_gpu.py writes the files; without any, the comparison has no cases.
+conformance/on_gpu.py writes the files; as long as there is none, the comparison is empty.
 """
 
 import os
@@ -26,11 +26,11 @@ STORED = sorted((Path(__file__).parents[1] / "conformance" / "gpu").glob("*.npz"
 KERNELS = {kernel.name: kernel for kernel in every_kernel()}
 
 
-def test_simulator_gives_what_gpus_gave():
+def test_simulator_agrees_with_stored_results_of_gpus():
     assert {path.stem: disagreements(path) for path in STORED} == {path.stem: [] for path in STORED}
 
 
-def test_a_single_bit_is_seen(tmp_path):
+def test_a_single_wrong_bit_is_reported(tmp_path):
     some = "wgmma.bf16-n8", "add.u32", "add.f32", "ex2.approx.ftz.f32", "mma.m16n8k16-f16"
     results = {KERNELS[name].key: simulate(KERNELS[name]) for name in some}
     np.savez(tmp_path / "same.npz", **results)
@@ -38,14 +38,14 @@ def test_a_single_bit_is_seen(tmp_path):
     for wrong in results.values():
         wrong.view(np.uint32).flat[-1] ^= 1
     np.savez(tmp_path / "other.npz", **results)
-    # One bit of an approximation is within its error bound.
+    # One bit of an approximate result is within its error bound.
     assert sorted(disagreements(tmp_path / "other.npz")) == ["add.f32", "add.u32", "wgmma.bf16-n8"]
     assert "1 of 512 differ, the first at (127, 3): " in difference(
         results["wgmma_bf16-n8"], simulate(KERNELS[some[0]])
     )
 
 
-def test_every_kernel_has_a_name_of_its_own():
+def test_names_of_kernels_are_unique():
     assert set(BY_NAME) | {case.name for case in (*WARP_CASES, *hopper.CASES)} <= set(KERNELS)
     assert len({kernel.key for kernel in KERNELS.values()}) == len(list(every_kernel()))
 
@@ -56,16 +56,17 @@ WATCHED = (
 
 
 def forms(ptx):
-    """The forms in use of instructions that only a GPU can verify: their names and, for wgmma, where A is and which
-    operand is transposed. bf16 counts as f16."""
-    found = set()
+    """The forms of instructions that only a GPU can verify: their names and, for wgmma, the location of A and the
+    transposed operands. bf16 counts as f16.
+    """
+    names = set()
     for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
         if name.startswith("wgmma.mma_async"):
             registers = "{" in operands.split("}", 1)[1]
             majors = operands.replace(" ", "").split(",")[-2 + registers :] if "f16.f16" in name else []
             name += f" A in {'registers' if registers else 'shared memory'}, {majors}"
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 USED = [
@@ -79,18 +80,20 @@ USED = [
 
 
 def test_kernels_use_only_forms_that_a_micro_kernel_verifies():
-    asked = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
+    verified = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
     for arch, name, words in USED:
         launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
         launches = [launch for launch in launches if launch.kernel == name]
         for launch in launches[0], launches[-1]:
             ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
             used = forms(ptx)
-            assert len(used) > 3 and used <= asked, (name, sorted(used - asked))
+            assert len(used) > 3 and used <= verified, (name, sorted(used - verified))
 
 
-def test_the_assembler_takes_every_micro_kernel_of_more_than_one_thread():
-    """Kernels with setmaxnreg must also start with the registers that they assume: else they would wait forever."""
+def test_ptxas_assembles_every_micro_kernel_of_several_threads():
+    """A kernel with setmaxnreg must also start with the number of registers that it assumes, or it would wait
+    forever.
+    """
     kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
     compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
     assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
@@ -113,11 +116,11 @@ HANGS, DIES, FAILS, DIFFERS = "load.1d", "bulk.add", "turns", "add.u32"
 
 
 class CUDADriverError(Exception):
-    """As CuPy calls it."""
+    """Stands for CuPy's exception of the same name."""
 
 
 def stand_in(number, announce):
-    """A stand-in for micro_kernels.work that runs on the simulator, and fails on demand."""
+    """Replaces micro_kernels.work: runs a kernel on the simulator, or fails in the way that its name selects."""
     if number is None:
         return 90
     name = (kernel := kernels()[number]).name
@@ -134,13 +137,13 @@ def stand_in(number, announce):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Limit the runner to a few kernels and wait for each."""
+    """Limit the runner to a few kernels, without time limits."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(Kernel, "runs_on", lambda kernel, capability: kernel.name in SOME)
 
 
 @pytest.mark.usefixtures("few")
-def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys):
+def test_a_kernel_that_hangs_dies_or_fails_does_not_affect_others(tmp_path, capsys):
     assert main(tmp_path, stand_in) == 1
     wrong = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
     assert wrong[HANGS] == "timed out after 0 s" and wrong[DIES] == "process exited with status 3"
@@ -152,7 +155,7 @@ def test_one_kernel_that_hangs_dies_or_fails_leaves_the_others(tmp_path, capsys)
 
 
 @pytest.mark.usefixtures("few")
-def test_a_run_that_is_ended_stores_what_it_has(tmp_path, monkeypatch):
+def test_an_interrupted_run_stores_its_results_so_far(tmp_path, monkeypatch):
     seen = []
 
     def ended_at_the_second(kernel):

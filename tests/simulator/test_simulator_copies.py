@@ -1,4 +1,4 @@
-"""cp.async: the copied bytes, when they may be used, and equal results of a correct kernel in all orders."""
+"""cp.async: the copied bytes, when they may be read, and equal results of a correct kernel in all orders."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ORDERS = ["early", "late", "random"]
 
 
 def copy(size=16, *, more="", wait="cp.async.wait_group 0;", barrier="bar.sync 0;"):
-    """Each thread copies `size` bytes from %p0, and stores those of its neighbour to %p1."""
+    """PTX: each thread copies `size` bytes from %p0 to shared memory, and stores its neighbour's bytes to %p1."""
     load = {4: "b32 %r4", 8: "v2.b32 {%r4, %r5}", 16: "v4.b32 {%r4, %r5, %r6, %r7}"}[size]
     kind, registers = load.split(" ", 1)
     return f"""
@@ -42,7 +42,7 @@ def test_copied_bytes_arrive(size, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("amount", [0, 4, 12, 16])
-def test_the_rest_is_filled_with_zeros(amount, order):
+def test_bytes_past_src_size_are_zero(amount, order):
     given = np.full((64, 16), 7, np.uint8)
     out = np.ones_like(given)
     run(copy(more=f", {amount}"), given, out, shared=WORDS, threads=64, order=order)
@@ -92,7 +92,7 @@ def test_wait_all_needs_no_commit():
 
 def test_own_wait_does_not_make_the_copy_visible_to_others():
     given, out = np.zeros((64, 16), np.uint8), np.zeros((64, 16), np.uint8)
-    # bar.sync 1 is a barrier of all threads before the wait: too early
+    # bar.sync 1 is a barrier of all threads that precedes the wait, which is too early.
     with pytest.raises(errors.Race, match="write, then read"):
         run(copy(wait="bar.sync 0; cp.async.wait_all; ", barrier=""), given, out, shared=WORDS, threads=32 * 2)
 
@@ -106,7 +106,7 @@ def test_copy_over_bytes_still_being_read():
 
 
 def test_late_copies_read_their_source_late():
-    """The source may not change before the wait: with `late` the kernel sees the new value, with `early` the old."""
+    """The source may not change before the wait: order="late" reads the new value, order="early" the old one."""
     results = {}
     for order in ("early", "late"):
         given, out = np.full((64, 16), 1, np.uint8), np.zeros((64, 16), np.uint8)
@@ -130,7 +130,7 @@ def test_uninitialised_source():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_src_size_below_cp_size(order):
-    """src-size bytes, then zeros."""
+    """cp.async copies src-size bytes and fills the rest of cp-size with zeros."""
     case = BY_NAME["cp.async"]
     out = case.out.copy()
     run(case.body, *case.inputs, out, threads=32, order=order, **case.options)

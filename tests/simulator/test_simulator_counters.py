@@ -1,4 +1,4 @@
-"""Counters against counts by hand."""
+"""Counters of the simulator against counts by hand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LANES = np.arange(32)
 
 
 def count_by_hand(words, width):
-    """Wavefronts of one warp: per quarter, half or whole warp, the largest number of distinct words in a bank."""
+    """Wavefronts of one warp: the largest number of distinct words in a bank, for each quarter, half or whole warp."""
     parts, per_lane = {4: (1, 1), 8: (2, 2), 16: (4, 4)}[width]
     total = 0
     for lanes in np.split(np.asarray(words), parts):
@@ -39,7 +39,7 @@ def test_wavefronts_equal_counts_by_hand(width, pattern):
     assert shared_wavefronts(words[None], None, width) == (count_by_hand(words, width), parts)
 
 
-def test_inactive_lanes_touch_nothing():
+def test_inactive_lanes_are_not_counted():
     mask = LANES < 3
     assert shared_wavefronts(32 * LANES[None], mask[None], 4) == (3, 1)
 
@@ -61,7 +61,7 @@ def test_bank_conflicts_name_the_instruction():
     assert counters.bank_conflicts == 6 * 31
 
 
-def test_blocks_that_differ_are_counted_one_by_one():
+def test_blocks_with_different_addresses_are_counted_separately():
     body = """
         mov.u32 %r0, tile;
         add.u32 %r2, %block, 1;
@@ -85,7 +85,7 @@ def test_global_bytes_and_sectors():
     """
     counters = run(body.format(4), given, out, threads=64)
     assert (counters.global_bytes_read, counters.global_bytes_written) == (64 * 4, 40 * 4)
-    # 32 lanes x 4 bytes = 4 sectors; of the second warp's store 8 lanes = 1 sector
+    # 32 lanes x 4 bytes are 4 sectors; 8 lanes of the second warp store 1 sector.
     assert list(counters.sectors_per_request().values()) == [4.0, 2.5]
     assert list(run(body.format(128), given, out, threads=64).sectors_per_request().values()) == [32.0, 2.5]
 

@@ -1,4 +1,6 @@
-"""Happens-before between blocks in global memory: every form and scope of release and acquire; and races."""
+"""Happens-before between blocks in global memory: every form and scope of release and acquire, and races without
+them.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from micro import run
 
 from cupy_flash.backends.simulator import errors
 
-# Block 0 writes words and then a flag; block 1 waits for the flag, and each of its lanes reads another lane's word.
+# Block 0 writes words and then a flag; block 1 waits for the flag, then each of its lanes reads another lane's word.
 WRITE = """
     setp.ne.u32 %q0, %block, 0;
     setp.eq.u32 %q1, %t, 0;
@@ -40,7 +42,7 @@ PARTS = dict(
 )  # fmt: skip
 
 
-def passed_on(body=WRITE + READ, *, threads=32, blocks=2, numbers=1, **parts):
+def words_arrive(body=WRITE + READ, *, threads=32, blocks=2, numbers=1, **parts):
     words, out = np.zeros(threads, np.uint32), np.zeros(threads, np.uint32)
     run(body.format(**PARTS | parts), words, np.zeros(numbers, np.uint32), out, threads=threads, blocks=blocks)
     return np.array_equal(out, np.arange(threads) ^ 1)
@@ -51,7 +53,7 @@ RELEASED_BY_FENCE = dict(release=RELAXED["release"], before_release=SYNCWARP + "
 ACQUIRED_BY_FENCE = dict(acquire=RELAXED["acquire"], then="fence.acq_rel.gpu;")
 ORDERED = {
     "release and acquire": {},
-    "of the system": dict(acquire=PARTS["acquire"].replace("gpu", "sys")),
+    "system scope": dict(acquire=PARTS["acquire"].replace("gpu", "sys")),
     "released by a fence": RELEASED_BY_FENCE,
     "released by membar": RELEASED_BY_FENCE | dict(before_release=SYNCWARP + "membar.gl;"),
     "acquired by a fence": ACQUIRED_BY_FENCE,
@@ -84,27 +86,27 @@ UNORDERED = {
 
 @pytest.mark.parametrize("parts", ORDERED.values(), ids=ORDERED)
 def test_release_and_acquire_order(parts):
-    assert passed_on(**parts)
+    assert words_arrive(**parts)
 
 
 @pytest.mark.parametrize(("parts", "message"), UNORDERED.values(), ids=UNORDERED)
 def test_race(parts, message):
-    """A missing order is reported, although the simulator's memory shows every write at once."""
+    """The missing order is reported although the simulator makes every write visible at once."""
     with pytest.raises(errors.Race, match=message) as caught:
-        passed_on(**parts)
+        words_arrive(**parts)
     if message is SCOPES:
         assert "write, then read of byte" in str(caught.value) and "of 'array 0'" in str(caught.value)
         assert "lane 1 of block 0: " in str(caught.value) and "of block (1, 0, 0): " in str(caught.value)
 
 
-def test_a_barrier_orders_after_the_acquire_of_one_warp():
+def test_a_barrier_after_the_acquire_of_one_warp_orders_all():
     two = dict(threads=64, after_acquire="bar.sync 0;", before_release="bar.sync 0;")
-    assert passed_on(**two)
+    assert words_arrive(**two)
     with pytest.raises(errors.Race, match="without a release and an acquire"):
-        passed_on(**two | dict(after_acquire=SYNCWARP))
+        words_arrive(**two | dict(after_acquire=SYNCWARP))
 
 
-# Block 1 acquires the flag and then releases, or changes, a second flag that block 2 waits for.
+# Block 1 acquires the flag, and then writes a flag that block 2 waits for.
 THIRD = (
     """
     setp.ne.u32 %q3, %block, 1;
@@ -114,7 +116,7 @@ FIRST:
     {acquire}
     setp.eq.u32 %q2, %r1, 0;
     @%q2 bra FIRST;
-    {hand_on}
+    {second_flag}
     exit;
 THIRD:
 """
@@ -123,31 +125,33 @@ THIRD:
 
 
 def test_order_is_transitive():
-    """Through a third block's release, or a relaxed atomic on the flag itself, but not a relaxed store to it."""
+    """A third block reads through another block's release or a relaxed atomic on the same flag, but not through a
+    relaxed store.
+    """
     further = dict(acquire=PARTS["acquire"], blocks=3, numbers=2)
     other = WRITE + THIRD.replace("SPIN:\n    {acquire}", "SPIN:\n    ld.acquire.gpu.global.b32 %r1, [%p1+4];")
-    assert passed_on(other, hand_on="st.release.gpu.global.b32 [%p1+4], 1;", **further)
+    assert words_arrive(other, second_flag="st.release.gpu.global.b32 [%p1+4], 1;", **further)
     with pytest.raises(errors.Race):
-        passed_on(other, hand_on="st.relaxed.gpu.global.b32 [%p1+4], 1;", **further)
+        words_arrive(other, second_flag="st.relaxed.gpu.global.b32 [%p1+4], 1;", **further)
     same = WRITE + THIRD.replace(
         "SPIN:\n    {acquire}\n    setp.eq.u32 %q2, %r1, 0;",
         "SPIN:\n    ld.acquire.gpu.global.b32 %r1, [%p1];\n    setp.ne.u32 %q2, %r1, 2;",
     )
-    assert passed_on(same, hand_on="red.relaxed.gpu.global.add.u32 [%p1], 1;", **further)
+    assert words_arrive(same, second_flag="red.relaxed.gpu.global.add.u32 [%p1], 1;", **further)
     with pytest.raises(errors.Race):
-        passed_on(same, hand_on="st.relaxed.gpu.global.b32 [%p1], 2;", **further)
+        words_arrive(same, second_flag="st.relaxed.gpu.global.b32 [%p1], 2;", **further)
 
 
 def test_blocks_that_are_not_resident_together():
-    """Eight blocks of 1024 threads are resident; the ninth reads what the first has released."""
+    """Eight blocks of 1024 threads are resident; the ninth reads what the first one has released."""
     last = (WRITE + READ).replace("READER:", "READER: setp.ne.u32 %q3, %block, 8; @%q3 exit;")
     joined = dict(threads=1024, blocks=9, before_release="bar.sync 0;", after_acquire="bar.sync 0;")
-    assert passed_on(last, **joined)
+    assert words_arrive(last, **joined)
     with pytest.raises(errors.Race, match=r"lane 1 of block 0: .*\n.* of block \(8, 0, 0\)"):
-        passed_on(last, **joined | dict(release=RELAXED["release"]))
+        words_arrive(last, **joined | dict(release=RELAXED["release"]))
 
 
-# Each block adds to the same numbers after the block before it has released the flag.
+# Each block adds to the same words once the block before it has released the flag.
 ADD = """
     setp.eq.u32 %q1, %t, 0;
     mad.wide.u32 %d0, %t, 4, %p0;
@@ -169,14 +173,14 @@ TURN = dict(
 )  # fmt: skip
 
 
-def added(**parts):
+def sums_are_right(**parts):
     sums = np.zeros(32, np.float32 if parts.get("type", "f32") == "f32" else np.uint32)
     run(ADD.format(**TURN | parts), sums, np.zeros(1, np.uint32), blocks=4)
     return bool((sums == 4).all())
 
 
 def test_additions_take_turns():
-    assert added()
+    assert sums_are_right()
     for parts in (
         dict(release="st.relaxed.gpu.global.b32 [%p1], %r3;"),
         dict(acquire=RELAXED["acquire"]),
@@ -184,12 +188,15 @@ def test_additions_take_turns():
         dict(after_acquire=""),
     ):
         with pytest.raises(errors.Race, match="floating-point additions, whose sum depends on their order, of byte"):
-            added(**parts)
-    assert added(release=RELAXED["release"].replace("1;", "%r3;"), type="u32", one="1")  # a sum in any order
+            sums_are_right(**parts)
+    # the sum of integers does not depend on the order
+    assert sums_are_right(release=RELAXED["release"].replace("1;", "%r3;"), type="u32", one="1")
 
 
 def test_additions_in_any_order():
-    """Allowed if the blocks do not synchronise; if they do, two lanes may not add to a number in one instruction."""
+    """Blocks may add in any order if they do not synchronise at all; otherwise the order of floating-point sums is
+    checked.
+    """
     alone = "mad.wide.u32 %d0, %t, 4, %p0; red.global.add.f32 [%d0], 0f3F800000;"
     sums = np.zeros(32, np.float32)
     run(alone, sums, blocks=4)

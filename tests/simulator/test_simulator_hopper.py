@@ -1,5 +1,8 @@
-"""A complete warp-specialised Hopper kernel from CUDA source: attention with a producer warp, two consumer warpgroups,
-TMA, wgmma and mbarriers. It matches fp64 in every order, and each bug planted in it is reported in every order."""
+"""A complete warp-specialised Hopper kernel from CUDA source: attention with a producer warp and two consumer
+warpgroups, TMA, wgmma and mbarriers.
+
+It matches fp64 in every order of completion, and each planted bug is reported in every order.
+"""
 
 import functools
 import struct
@@ -46,7 +49,7 @@ def problem():
 
 
 def forward(text=KERNEL, *, blocks=3, **options):
-    """(out, lse), computed by a persistent grid with fewer blocks than tiles."""
+    """(out, lse) by a persistent grid with fewer blocks than tiles."""
     (q, k, v), _ = problem()
     out, lse = np.zeros_like(q), np.zeros((HEADS, Q_LEN), np.float32)
     memory = Memory()
@@ -75,7 +78,7 @@ def test_every_order_matches_fp64(blocks):
     _, (expected, lse) = problem()
     results = [forward(blocks=blocks, order=order)[:2] for order in ("early", "late")]
     results += [forward(blocks=blocks, order="random", seed=seed)[:2] for seed in range(4)]
-    # P and the result are rounded to bf16, whose unit roundoff is 2**-8.
+    # P and the result are rounded to bf16, with a unit roundoff of 2**-8.
     assert np.abs(results[0][0] - expected).max() < 2.0**-8 * np.abs(expected).max()
     assert np.abs(results[0][1] - lse).max() < 1e-5
     for result in results[1:]:
@@ -92,7 +95,7 @@ def test_bytes_and_conflicts():
     assert counters.by_class()["mma"] > 0
 
 
-# name -> (original text, planted text, errors)
+# name -> (original text, planted text, errors; None if only the result shows the bug)
 PLANTED = {
     "wait for Q": ("wait(bars, q_parity);", "", errors.PendingCopy),
     "wait for K and V": ("wait(full, parity);", "", errors.PendingCopy),
@@ -154,12 +157,12 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug):
-    good, bad, found = PLANTED[bug]
+    good, bad, error = PLANTED[bug]
     assert KERNEL.count(good) == 1
     text = KERNEL.replace(good, bad)
-    if found is None:  # invisible to the checks: the result is wrong
+    if error is None:  # no check finds this bug, but the result is wrong
         assert np.abs(forward(text)[1] - problem()[1][1]).max() > 1e-3
         return
     for order in ("early", "late", "random"):
-        with pytest.raises(found):
+        with pytest.raises(error):
             forward(text, order=order)

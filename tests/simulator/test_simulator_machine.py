@@ -7,7 +7,9 @@ import pytest
 from micro import run, source
 
 from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
-from cupy_flash.checks.hopper import BY_NAME, DYNAMIC_BYTES, tensor
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.bulk import tensor
+from cupy_flash.checks.hopper.shared_memory import DYNAMIC_BYTES
 from cupy_flash.tensor_map import encode_for_simulator
 
 LANES = np.arange(32)
@@ -15,7 +17,7 @@ STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
 
 
 def result(body, threads=32, register="%r1", **options):
-    """%r1 of each thread at the end."""
+    """The final value of %r1 of each thread."""
     out = np.zeros(threads, np.uint32)
     run(body + STORE.format(register), out, threads=threads, **options)
     return out
@@ -24,7 +26,7 @@ def result(body, threads=32, register="%r1", **options):
 # ---- control flow
 
 
-def test_branches_part_and_meet_again():
+def test_divergent_branches_reconverge():
     body = """
         mov.u32 %r1, 0;
         and.b32 %r2, %t, 3;
@@ -64,8 +66,8 @@ def test_loop_with_a_trip_count_per_lane():
     assert np.array_equal(result(body, 64), n * (n + 1) // 2)
 
 
-def test_values_live_as_long_as_a_loop_needs_them():
-    # %r2 is read at the top of the loop only; registers written below must not share its slot
+def test_registers_stay_live_through_a_loop():
+    # %r2 is read only at the top of the loop; registers that are written below must not reuse its storage.
     body = """
         mul.lo.u32 %r2, %t, 10;
         mov.u32 %r1, 0;
@@ -82,7 +84,7 @@ def test_values_live_as_long_as_a_loop_needs_them():
     assert np.array_equal(result(body), 30 * LANES)
 
 
-def test_some_lanes_of_every_other_warp():
+def test_a_branch_of_some_lanes_of_every_other_warp():
     body = """
         mov.u32 %r1, 1;
         and.b32 %r2, %t, 35;
@@ -95,12 +97,12 @@ def test_some_lanes_of_every_other_warp():
     assert np.array_equal(result(body, 160), np.where(n & 35 == 1, 1 + n, 1))
 
 
-def test_lanes_that_exit_leave_the_others_alone():
+def test_exited_lanes_do_not_affect_others():
     body = "mov.u32 %r1, 5; and.b32 %r2, %t, 1; setp.eq.u32 %q0, %r2, 1; @%q0 exit; vote.sync.ballot.b32 %r1, 1, -1;"
     assert np.array_equal(result(body, 64), np.where(np.arange(64) % 2, 0, 0x55555555))
 
 
-def test_lanes_at_a_collective_go_on_when_those_they_wait_for_exit():
+def test_a_collective_completes_when_the_missing_lanes_exit():
     body = """
         mov.u32 %r1, 0;
         setp.ge.u32 %q0, %t, 16;
@@ -114,8 +116,8 @@ def test_lanes_at_a_collective_go_on_when_those_they_wait_for_exit():
     assert np.array_equal(result(body), np.where(LANES < 16, 0xFFFF, 0))
 
 
-def test_complete_warps_at_a_collective_do_not_wait_for_others():
-    # Warp 1 is complete; half of warp 0 arrives later.
+def test_a_collective_does_not_wait_for_other_warps():
+    # Warp 1 arrives as a whole; half of warp 0 arrives later.
     body = """
         setp.lt.u32 %q0, %t, 16;
         @%q0 bra BEHIND;
@@ -129,7 +131,7 @@ def test_complete_warps_at_a_collective_do_not_wait_for_others():
     assert np.array_equal(result(body, 64), np.full(64, 0xFFFFFFFF))
 
 
-def test_block_that_fills_no_whole_warp():
+def test_block_with_a_partial_warp():
     body = "vote.sync.ballot.b32 %r1, 1, -1;"
     assert np.array_equal(result(body, 40), np.where(np.arange(40) < 32, 0xFFFFFFFF, 0xFF))
 
@@ -229,7 +231,7 @@ def test_grid_larger_than_the_resident_set():
 
 
 @pytest.mark.parametrize("order", ["late", "random"])
-def test_a_spinning_warp_does_not_hold_up_the_one_it_waits_for(order):
+def test_a_spinning_warp_does_not_block_the_warp_it_waits_for(order):
     body = """
         setp.ge.u32 %q0, %t, 32;
         @%q0 bra WRITER;
@@ -249,8 +251,8 @@ def test_a_spinning_warp_does_not_hold_up_the_one_it_waits_for(order):
     assert (out == 9).all()
 
 
-def test_a_spinning_lane_does_not_hold_up_its_own_warp():
-    # a lock per lane, taken in turns: independent thread scheduling
+def test_a_spinning_lane_does_not_block_its_own_warp():
+    # Each lane takes a lock in turn, which needs independent thread scheduling.
     body = """
     AGAIN:
         atom.global.cas.b32 %r2, [%p1], 0, 1;
@@ -270,7 +272,7 @@ def test_a_spinning_lane_does_not_hold_up_its_own_warp():
 
 
 def shuffled(mode, lane, b, c):
-    """PTX ISA, shfl.sync, its pseudo code: (source lane, predicate)."""
+    """PTX ISA, shfl.sync, transcribed from its pseudo code: (source lane, predicate)."""
     segment, clamp = c >> 8 & 31, c & 31
     most, least = lane & segment | clamp & ~segment, lane & segment
     if mode == "up":
@@ -358,8 +360,8 @@ def test_barrier_with_a_vote(kind):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lanes_that_come_to_a_barrier_one_after_another(seed):
-    """They wait for the rest of their warp, and do not repeat earlier instructions."""
+def test_lanes_that_arrive_at_a_barrier_separately(seed):
+    """They wait for the rest of their warp and do not execute earlier instructions again."""
     body = """
         mov.u32 %r1, 0;
         and.b32 %r2, %t, 3;
@@ -377,7 +379,7 @@ def test_lanes_that_come_to_a_barrier_one_after_another(seed):
 
 
 def test_barrier_numbers_may_come_from_registers():
-    # warps 0 and 1 meet at barrier 1, warps 2 and 3 at barrier 2
+    # Warps 0 and 1 use barrier 1, warps 2 and 3 use barrier 2.
     body = """
         mov.u32 %r0, words;
         mad.lo.u32 %r1, %t, 4, %r0;
@@ -418,7 +420,7 @@ def test_narrow_stores_truncate():
 
 
 @pytest.mark.parametrize("form", ["v2.b16", "v4.b16", "v2.b32", "v4.b32", "v2.b64", "v4.b8"])
-def test_vectors_move_whole(form):
+def test_vector_loads_and_stores(form):
     count, bits = int(form[1]), int(form.split("b")[1])
     registers = ", ".join({8: "%h{}", 16: "%h{}", 32: "%r1{}", 64: "%d1{}"}[bits].format(i) for i in range(count))
     given = np.random.default_rng(0).integers(0, 256, (32, count * bits // 8)).astype(np.uint8)
@@ -437,7 +439,7 @@ def test_strided_arrays_are_used_in_place():
     base = np.arange(400, dtype=np.float32).reshape(20, 20)
     view = base[3:13:2, ::-4]
     run("mov.f32 %f0, 0f00000000; st.global.f32 [%p0], %f0; st.global.f32 [%p0+-16], %f0;", view, threads=1)
-    assert base[3, 19] == 0 and base[3, 15] == 0 and (base == 0).sum() == 3  # and base[0, 0]
+    assert base[3, 19] == 0 and base[3, 15] == 0 and (base == 0).sum() == 3  # base[0, 0] is the third zero
 
 
 def test_generic_addresses_reach_every_space():
@@ -537,7 +539,7 @@ ATOMICS = {
 
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("operation", ATOMICS)
-def test_atomics_act_lane_after_lane(operation, space):
+def test_atomics_of_a_warp_run_in_lane_order(operation, space):
     start, function = ATOMICS[operation]
     place, out = np.array([start], np.int32), np.zeros(32, np.int32)
     body = f"""
@@ -552,11 +554,11 @@ def test_atomics_act_lane_after_lane(operation, space):
         {"st.global.b32 [%p1], %r3;" if space == "shared" else ""}
     """
     run(body + STORE.format("%r1"), out, place, shared=".shared .align 4 .b8 word[4];")
-    value, found = start, []
+    value, returned = start, []
     for lane in range(32):
-        found.append(value)
+        returned.append(value)
         value = function(value, lane)
-    assert out.tolist() == found and place[0] == value
+    assert out.tolist() == returned and place[0] == value
 
 
 def test_compare_and_swap():
@@ -654,7 +656,7 @@ def launched(name, *, body=None, **options):
 
 
 @pytest.mark.parametrize("order", ["early", "late", "random"])
-def test_blocks_that_take_turns_round_in_their_order(order):
+def test_blocks_that_take_turns_add_in_their_order(order):
     case, out = launched("turns", order=order)
     total = np.zeros(128, np.float32)
     for numbers in case.inputs[0]:
@@ -663,8 +665,10 @@ def test_blocks_that_take_turns_round_in_their_order(order):
 
 
 def test_blocks_start_in_any_order():
-    """Random order shuffles the start order of clusters by seed and starts each block once; blocks draw numbers while
-    one cluster at a time is resident."""
+    """order="random" shuffles the start of clusters by the seed.
+
+    Each block starts once, and records the number that it draws from a counter; only one cluster is resident at a time.
+    """
     body = """
         atom.global.add.u32 %r0, [%p0], 1;
         mad.wide.u32 %d0, %block, 4, %p1;
@@ -681,15 +685,15 @@ def test_blocks_start_in_any_order():
     assert not np.array_equal(starts[0], starts[1]) and not np.array_equal(starts[1], starts[2])
 
 
-def test_turns_count_on_blocks_that_start_in_order():
-    """Deadlock if not all blocks are resident, as kernels_cu/dq_sums.cuh documents."""
+def test_turns_require_blocks_to_start_in_order():
+    """Otherwise turns deadlock unless all blocks are resident, as kernels_cu/dq_sums.cuh documents."""
     case, out = launched("turns", resident_lanes=32 * 32)
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
     with pytest.raises(errors.Deadlock, match="no end after 2000 basic blocks"):
         launched("turns", order="random", resident_lanes=32 * 32, most_basic_blocks=2000)
 
 
-def test_a_turn_that_is_passed_before_all_lanes_have_added():
+def test_a_turn_released_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
     with pytest.raises(errors.Race, match="release without a __syncwarp after the write of lane 1"):
@@ -709,7 +713,9 @@ def test_warps_that_take_turns(order):
 
 @pytest.mark.parametrize("order", ["early", "late", "random"])
 def test_sums_in_global_memory_flush_subnormals(order):
-    """PTX ISA, atom, red and cp.reduce.async.bulk: sums in global memory flush subnormals, those in shared do not."""
+    """PTX ISA, atom, red and cp.reduce.async.bulk: sums in global memory flush subnormals, sums in shared memory do
+    not.
+    """
     case, out = launched("subnormals.add", order=order)
     old, new = case.out[0], case.inputs[0]
 
@@ -723,12 +729,12 @@ def test_sums_in_global_memory_flush_subnormals(order):
 
 
 def test_every_sum_flushes_subnormals():
-    """Many lanes add to one number, with or without subnormal intermediate sums."""
+    """Lanes add to one word: partial sums are flushed too, whereas without flushing the result would not be 0."""
     numbers = np.tile(np.array([1.5, -1.0, 1.0, -1.0], np.float32) * np.float32(2.0**-126), 8)
     body = "mad.wide.u32 %d0, %t, 4, %p0; ld.global.f32 %f0, [%d0]; red.global.add.f32 [%p1], %f0;"
     out = np.zeros(1, np.float32)
     run(body, numbers, out)
-    # In every four numbers the first two sum to a subnormal, which is flushed, and the others to zero.
+    # Of every four numbers the first two add up to a subnormal, which is flushed, and the other two to zero.
     assert out[0] == 0 and np.cumsum(numbers)[-1] == 4 * np.float32(2.0**-126)
 
 
@@ -738,12 +744,12 @@ def test_powers_of_two_flush_subnormals():
     assert np.array_equal(out, (lower < -126) + 2 * (lower[::-1] < -126))
 
 
-def test_all_the_shared_memory_of_a_block():
+def test_the_largest_dynamic_shared_memory():
     assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448
 
 
 @pytest.mark.parametrize(("target", "limit"), [("sm_75", 64), ("sm_80", 163), ("sm_89", 99), ("sm_90a", 227)])
-def test_more_shared_memory_than_a_block_may_have(target, limit):
+def test_shared_memory_beyond_the_limit_of_a_block(target, limit):
     static = ".shared .align 16 .b8 words[1024];"
     most = (limit - 1) * 1024
     run("", shared=static, dynamic=most, target=target)
@@ -760,14 +766,14 @@ def test_more_shared_memory_than_a_block_may_have(target, limit):
     ],
     ids=["threads", "bounds", "registers"],
 )
-def test_more_than_a_block_may_have(threads, directives, words):
+def test_launches_beyond_the_limits_of_a_block(threads, directives, words):
     with pytest.raises(errors.LaunchRefused, match=words):
         run("", threads=threads, directives=directives)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_vector_of_a_parameter(count):
-    """The compiler copies a struct that is not __grid_constant__ with accesses of this form."""
+    """The compiler copies a struct parameter that is not __grid_constant__ with such loads."""
     registers = ", ".join(f"%r{i}" for i in range(count))
     vector, operand = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
     stores = " ".join(f"st.global.b32 [%p0+{4 * i}], %r{i};" for i in range(count))

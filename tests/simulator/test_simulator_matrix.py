@@ -1,6 +1,6 @@
 """mma.sync, ldmatrix and stmatrix against the layouts of the PTX ISA 9.2, chapter 9.7.14.5, transcribed per lane.
 
-Each layout function below is the documentation's own formula for element i of lane l; nothing of the simulator is used.
+Each layout function is the documentation's formula for element i of lane l; no code of the simulator is used.
 """
 
 import ml_dtypes
@@ -68,7 +68,7 @@ def b_m16n8k32(lane, i):
 
 
 def fragments(matrix, layout, words):
-    """(32, words): registers that hold the matrix in this layout."""
+    """(32, words): the registers of each lane that hold the matrix in this layout."""
     per_lane = words * 4 // matrix.dtype.itemsize
     held = np.array([[matrix[layout(lane, i)] for i in range(per_lane)] for lane in range(32)], matrix.dtype)
     return held.view(np.uint32)
@@ -92,7 +92,7 @@ def test_mma_multiplies_what_the_documented_fragments_hold(form):
     dtype, a_layout, b_layout = LAYOUTS[form]
     depth = int(shape.split("k")[1])
     rng = np.random.default_rng(0)
-    # Small integers: the product is exact in every order of summation.
+    # Products of small integers are exact in every order of summation.
     a = rng.integers(-3, 4, (16, depth)).astype(dtype)
     b = rng.integers(-3, 4, (depth, 8)).astype(dtype)
     c = rng.integers(-9, 10, (16, 8)).astype(np.float32)
@@ -118,7 +118,7 @@ def test_mma_drops_the_low_bits_of_tf32():
 
 
 def test_mma_rounds_the_sum_once():
-    # 2**11 + 2**-2 + ... in fp16 products: every partial sum needs more bits than fp16 has
+    # The terms are 2**11, 2**-2, -(2**11) and 2**-10: partial sums need more bits than fp16 has.
     a = np.zeros((16, 16), np.float16)
     a[:, :4] = [2048, 0.25, -2048, 0.0009765625]
     b = np.ones((16, 8), np.float16)
@@ -129,12 +129,14 @@ def test_mma_rounds_the_sum_once():
 
 
 def ldmatrix_row(lane, count):
-    """9.7.14.5.15, table of .num: threads 0-7 give the rows of matrix 0, 8-15 of matrix 1, and so on."""
+    """9.7.14.5.15, table of .num: lanes 0-7 hold the row addresses of matrix 0, lanes 8-15 those of matrix 1, and so
+    on.
+    """
     return (lane // 8, lane % 8) if lane < 8 * count else None
 
 
 def ldmatrix_element(lane, i, *, transposed):
-    """9.7.14.5.15, the .m8n8 fragment: a group of four threads holds a row, two elements each; .trans: a column."""
+    """9.7.14.5.15, the .m8n8 fragment: four lanes hold a row, two elements each; with .trans they hold a column."""
     row, column = lane // 4, 2 * (lane % 4) + i
     return (column, row) if transposed else (row, column)
 
@@ -143,13 +145,13 @@ def ldmatrix_element(lane, i, *, transposed):
 @pytest.mark.parametrize("count", [1, 2, 4], ids=["x1", "x2", "x4"])
 def test_ldmatrix_distributes_as_documented(count, transposed):
     matrices = np.arange(count * 64, dtype=np.uint16).reshape(count, 8, 8)
-    stride = 48  # bytes between rows, apart from each other
-    offsets = np.full(32, 1 << 20, np.uint32)  # invalid, for lanes whose address is unused
+    stride = 48  # bytes between rows; rows do not touch each other
+    offsets = np.full(32, 1 << 20, np.uint32)  # an invalid address, for lanes whose address is unused
     memory = np.zeros((count * 8, stride // 2), np.uint16)
     for lane in range(32):
         place = ldmatrix_row(lane, count)
         if place:
-            slot = (place[0] * 8 + place[1]) * 5 % (count * 8)  # rows in scrambled order
+            slot = (place[0] * 8 + place[1]) * 5 % (count * 8)  # rows in shuffled order
             offsets[lane] = slot * stride
             memory[slot, :8] = matrices[place]
     out = np.zeros((32, count), np.uint32)
@@ -173,7 +175,7 @@ def test_ldmatrix_distributes_as_documented(count, transposed):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "trans"])
 @pytest.mark.parametrize("count", [1, 2, 4], ids=["x1", "x2", "x4"])
 def test_stmatrix_is_the_mirror_image_of_ldmatrix(count, transposed):
-    """stmatrix, 9.7.14.5.16: fragments and row addresses as for ldmatrix."""
+    """9.7.14.5.16: stmatrix uses the fragments and row addresses of ldmatrix."""
     values = np.random.default_rng(0).integers(0, 65536, (32, count, 2)).astype(np.uint16)
     out = np.zeros((count, 8, 8), np.uint16)
     registers = ", ".join(f"%r{i}" for i in range(count))
@@ -204,7 +206,7 @@ def test_stmatrix_is_the_mirror_image_of_ldmatrix(count, transposed):
 
 
 def test_movmatrix_transposes():
-    """movmatrix, Figures 109 and 110: groups of four threads hold a row before, a column after."""
+    """movmatrix, Figures 109 and 110: four lanes hold a row before and a column after."""
     matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
     out = np.zeros(32, np.uint32)
     run(
@@ -222,25 +224,27 @@ def test_movmatrix_transposes():
 
 
 def chunks_of(image):
-    """(64, 64) 16-bit numbers of 64 rows of 128 bytes, chunk c of row r at place c ^ r % 8."""
+    """(64, 64) 16-bit numbers of 64 rows of 128 bytes, in which chunk c of row r is stored at chunk c ^ r % 8."""
     chunks = image.view(np.uint16).reshape(64, 8, 8)
     return chunks[np.arange(64)[:, None], np.arange(8) ^ np.arange(64)[:, None] % 8].reshape(64, 64)
 
 
-def of_fragments(words, *, transposed=False):
-    """(64, 64): a lane's words of four matrices, each of 8 x 8, in rows 16 w and columns 16 w of its warp w; elsewhere
-    -1. Word i of a lane has two numbers of row lane / 4 of matrix i, or of its column."""
-    found = np.full((64, 64), -1)
+def matrix_of_fragments(words, *, transposed=False):
+    """(64, 64) elements of each warp's four 8 x 8 matrices, in rows 16 w and columns 16 w of warp w; elsewhere -1.
+
+    Word i of a lane holds two elements of row lane / 4 of matrix i, or of that column if transposed.
+    """
+    elements = np.full((64, 64), -1)
     for thread, four in enumerate(words):
         warp, lane = divmod(thread, 32)
         for i, word in enumerate(four):
             for half in range(2):
                 place = lane // 4, lane % 4 * 2 + half
                 row, column = place[::-1] if transposed else place
-                found[16 * warp + 8 * (i % 2) + row, 16 * warp + 8 * (i // 2) + column] = (
+                elements[16 * warp + 8 * (i % 2) + row, 16 * warp + 8 * (i // 2) + column] = (
                     int(word) >> 16 * half & 0xFFFF
                 )
-    return found
+    return elements
 
 
 def launched(name):
@@ -253,12 +257,12 @@ def launched(name):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_ldmatrix_of_swizzled_rows(transposed):
     case, out = launched("ldmatrix.trans" if transposed else "ldmatrix")
-    found = of_fragments(out, transposed=transposed)
-    assert (found >= 0).sum() == 4 * 16 * 16
-    assert np.array_equal(found[found >= 0], chunks_of(case.inputs[0])[found >= 0])
+    elements = matrix_of_fragments(out, transposed=transposed)
+    assert (elements >= 0).sum() == 4 * 16 * 16
+    assert np.array_equal(elements[elements >= 0], chunks_of(case.inputs[0])[elements >= 0])
 
 
 def test_stmatrix_into_swizzled_rows():
     case, out = launched("stmatrix")
-    written, after = of_fragments(case.inputs[1]), chunks_of(out)
+    written, after = matrix_of_fragments(case.inputs[1]), chunks_of(out)
     assert np.array_equal(after, np.where(written >= 0, written, chunks_of(case.inputs[0])))

@@ -1,11 +1,12 @@
-"""mbarriers: phases, parities, states, what a wait orders, and each misuse."""
+"""mbarriers: phases, parities, states, the order that a wait establishes, and each kind of misuse."""
 
 import numpy as np
 import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME, initialise, wait
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.case import initialise, wait
 
 ORDERS = ["early", "late", "random"]
 SHARED = ".shared .align 1024 .b8 smem[4096]; .shared .align 8 .b8 bars[64];"
@@ -24,9 +25,11 @@ def result(name, **options):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_parity_is_that_of_the_last_completed_phase(order):
-    """A phase of two arrivals: before the first phase completes, parity 1 counts as passed and 0 does not."""
+    """A phase takes two arrivals: before the first phase completes, a wait for parity 1 returns and one for parity 0
+    blocks.
+    """
     out = result("mbarrier.parity", order=order)
-    # One arrival after each row: the phase completes after every second.
+    # Each row follows one more arrival, and every second arrival completes a phase.
     passed = [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 1]]
     assert out.tolist() == passed
 
@@ -41,7 +44,7 @@ def test_one_lane_is_elected():
         assert (result("elect", order="random", seed=seed) == 1).all()
 
 
-def test_elected_lane_is_fixed_but_not_always_the_lowest():
+def test_elected_lane_depends_on_the_seed_alone():
     body = """
         setp.lt.u32 %q1, %t, 7;
         @%q1 exit;
@@ -68,7 +71,7 @@ def test_impossible_register_counts(count):
         micro(f"setmaxnreg.dec.sync.aligned.u32 {count};", threads=128)
 
 
-# Warp 0 writes, arrives; warp 1 waits, reads.
+# Warp 0 writes and arrives; warp 1 waits and reads.
 EXCHANGE = f"""
     {initialise()}
     mov.u32 %r60, smem;
@@ -100,7 +103,7 @@ def test_read_without_the_wait():
             micro(EXCHANGE.replace(wait(), ""), np.zeros(64, np.uint32), order="random", seed=seed)
 
 
-def test_one_lane_does_not_arrive_for_the_others():
+def test_an_arrival_publishes_one_lane_only():
     with pytest.raises(errors.Race):
         micro(EXCHANGE.replace("bar.warp.sync -1;", ""), np.zeros(64, np.uint32))
     every_lane = EXCHANGE.replace("bar.warp.sync -1;", "").replace("@%q6 mbarrier.arrive", "mbarrier.arrive")
@@ -187,17 +190,17 @@ def test_deadlock_names_warps_and_mbarriers():
 def test_consumer_that_releases_too_early():
     early = RING.replace("mbarrier.arrive.shared::cta.b64 _, [%r50+8];", "")
     early = early.replace("    ld.shared.b32 %r0", "    mbarrier.arrive.shared::cta.b64 _, [%r50+8]; ld.shared.b32 %r0")
-    found = 0
+    detected = 0
     for seed in range(8):
         try:
             micro(early, np.zeros((5, 32), np.uint32), order="random", seed=seed)
         except errors.Race:
-            found += 1
-    assert found
+            detected += 1
+    assert detected
 
 
-def test_wait_that_times_out_lets_others_work():
-    """test_wait before the work that completes the phase."""
+def test_a_wait_that_times_out_returns_false():
+    """One lane waits before it arrives itself, so its first try_wait must return false."""
     body = f"""
         {initialise()}
         @!%q6 exit;
@@ -213,10 +216,10 @@ def test_wait_that_times_out_lets_others_work():
 
 
 def test_wait_may_time_out():
-    """A try_wait without a loop may return false, as some seeds show; in a loop it waits."""
+    """A try_wait that is not in a loop returns false for some seeds; in a loop it waits."""
     once = EXCHANGE.replace("@!%q5 bra WAIT;", "")
     assert once != EXCHANGE
-    found = 0
+    detected = 0
     for seed in range(24):
         out = np.zeros(64, np.uint32)
         micro(EXCHANGE, out, order="random", seed=seed)
@@ -224,8 +227,8 @@ def test_wait_may_time_out():
         try:
             micro(once, out, order="random", seed=seed)
         except (errors.Race, errors.Uninitialised):
-            found += 1
-    assert 0 < found < 24
+            detected += 1
+    assert 0 < detected < 24
 
 
 def test_lanes_whose_predicate_is_false_do_not_wait():

@@ -1,4 +1,4 @@
-"""setmaxnreg: a block's warpgroups share the registers that they had at entry, at most 65536."""
+"""setmaxnreg: the warpgroups of a block share the registers allocated at entry, at most 65536."""
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ def result(*changes, **options):
 
 
 def test_registers_move_between_warpgroups():
-    # 3 x 168 at entry = 24 + 2 x 240
+    # 3 x 168 registers at entry become 24 + 2 x 240.
     assert np.array_equal(result(), np.arange(384))
 
 
 @pytest.mark.parametrize("name", ["setmaxnreg.40-232", "setmaxnreg.32-160"])
-def test_the_counts_of_the_kernels(name):
+def test_register_counts_of_the_wgmma_kernels(name):
     case = BY_NAME[name]
     out = case.out.copy()
     run(case.body, out, threads=case.threads, **case.options)
@@ -33,7 +33,7 @@ def test_the_counts_of_the_kernels(name):
 
 
 def test_increase_waits_for_the_decrease_of_others():
-    """The first warpgroup requests registers; the others release theirs after a loop."""
+    """The first warpgroup requests registers before the others release theirs, because those run a loop first."""
     loop = "mov.u32 %r0, 0; LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q1, %r0, 99; @%q1 bra LOOP; setmaxnreg.dec"
     assert np.array_equal(result(("setp.ge", "setp.lt"), ("setmaxnreg.dec", loop)), np.arange(384))
 
@@ -43,15 +43,15 @@ def test_more_registers_than_the_pool_has_is_a_deadlock():
         result(("u32 24;", "u32 32;"))
 
 
-def test_bounds_of_more_threads_leave_fewer_registers():
-    """ptxas divides the registers by .maxntid threads, even if a launch has fewer: 3 x 128."""
+def test_a_larger_maxntid_leaves_fewer_registers():
+    """ptxas divides the registers by the .maxntid threads, even if the launch has only 3 x 128."""
     with pytest.raises(errors.Deadlock, match=r"warps \[4, 5, .*\] wait for registers, 13312 are free"):
         result(directives=".maxntid 512, 1, 1 .minnctapersm 1")
     assert np.array_equal(result(("u32 240;", "u32 176;"), directives=".maxntid 512, 1, 1"), np.arange(384))
 
 
 def test_registers_at_entry_are_at_most_the_largest_increase():
-    """If the largest setmaxnreg.inc is 232, two warpgroups start with 232 each, although 256 would fit."""
+    """If the largest setmaxnreg.inc is 232, two warpgroups start with 232 registers each, although 256 would fit."""
     case = BY_NAME["setmaxnreg.40-232"]
     out = np.zeros(256, np.uint32)
     run(case.body, out, threads=256, **case.options | {"directives": ".maxntid 256, 1, 1 .minnctapersm 1"})
@@ -64,7 +64,7 @@ def test_registers_at_entry_are_at_most_the_largest_increase():
 @pytest.mark.parametrize(
     ("directives", "registers"),
     [(".minnctapersm 2", 80), (".maxnreg 96", 96), (".maxntid 512, 1, 1", 128), ("", 168)],
-    ids=["two", "told", "bounds", "alone"],
+    ids=["minnctapersm", "maxnreg", "maxntid", "default"],
 )
 def test_registers_at_entry(directives, registers):
     body = "setmaxnreg.dec.sync.aligned.u32 {};"

@@ -1,6 +1,6 @@
-"""wgmma against the layouts of the PTX ISA 9.2, transcribed; and each misuse.
+"""wgmma against the layouts of the PTX ISA 9.2, transcribed; and each kind of misuse.
 
-The layout functions are the documentation's own tables, in elements; nothing of the simulator is used.
+The layout functions are the documentation's tables, in elements; no code of the simulator is used.
 """
 
 import re
@@ -11,7 +11,8 @@ import pytest
 from micro import run
 
 from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME, WGMMA_FORMS, Operand
+from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.checks.hopper.wgmma import WGMMA_FORMS, Operand
 
 DTYPES = {
     "f16": np.float16,
@@ -23,7 +24,9 @@ ORDERS = ["early", "late", "random"]
 
 
 def by_shape_and_stride(coordinate, shape, stride):
-    """A CuTe layout of one mode: the coordinate is decomposed over the shape, first part fastest."""
+    """The offset of a coordinate in one mode of a CuTe layout, decomposed over the shape with the first part
+    fastest.
+    """
     place = 0
     for size, step in zip(shape, stride, strict=True):
         place += coordinate % size * step
@@ -32,8 +35,10 @@ def by_shape_and_stride(coordinate, shape, stride):
 
 
 def canonical(row, k, operand):
-    """The table of canonical layouts: the element of a matrix without swizzling, from its start; T elements are
-    16 bytes. The last part of a shape, m or k of the table, has no bound."""
+    """The offset of an element of a matrix without swizzling, by the table of canonical layouts.
+
+    T elements are 16 bytes. The last part of a shape, m or k of the table, is unbounded.
+    """
     T = 16 // operand.itemsize
     leading, stride = (offset // operand.itemsize for offset in operand.strides)
     last = 1 << 20
@@ -56,14 +61,14 @@ def canonical(row, k, operand):
 
 
 def swizzle(byte, operand):
-    """CuTe's Swizzle<B, 4, 3>: XOR of the B bits three above into the B bits from bit 4 on."""
+    """CuTe's Swizzle<B, 4, 3>: XORs B bits from bit 4 on with the B bits three positions above."""
     bits = {16: 0, 32: 1, 64: 2, 128: 3}[operand.swizzle]
     mask = ((1 << bits) - 1) << 7
     return byte ^ (byte & mask) >> 3
 
 
 def matrix(image, operand):
-    """An operand (rows, depth) from the bytes of shared memory at its start, a multiple of 1024."""
+    """An operand (rows, depth), read from the bytes of shared memory at its start, a multiple of 1024."""
     values = np.zeros((operand.rows, operand.depth))
     per_step = 32 // operand.itemsize
     for row in range(operand.rows):
@@ -75,25 +80,25 @@ def matrix(image, operand):
 
 
 def accumulator(thread, i):
-    """Register fragments of wgmma, matrix D: element i of a thread of the warpgroup."""
+    """Register fragments of wgmma, matrix D: (row, column) of element i of a thread."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + lane % 4 * 2 + i % 2
 
 
 def a_16_bit(thread, i):
-    """Register fragments of wgmma, matrix A, .f16 / .bf16: element i of a thread."""
+    """Register fragments of wgmma, matrix A, .f16 / .bf16: (row, column) of element i of a thread."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 2 % 2), lane % 4 * 2 + i % 2 + 8 * (i // 4)
 
 
 def a_8_bit(thread, i):
-    """Register fragments of wgmma, matrix A, .e4m3 / .e5m2: element i of a thread."""
+    """Register fragments of wgmma, matrix A, .e4m3 / .e5m2: (row, column) of element i of a thread."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 4 % 2), lane % 4 * 4 + i % 4 + 16 * (i // 8)
 
 
 def a_from_registers(words, type_):
-    """(64, depth) of the words of a step each, (128, 4 steps)."""
+    """(64, depth) matrix A of the registers of all threads, (128, 4 words per k step)."""
     layout, per_step = (a_16_bit, 16) if type_.endswith("f16") else (a_8_bit, 32)
     elements = words.view(np.uint8).view(DTYPES[type_])
     steps = words.shape[1] // 4
@@ -121,9 +126,9 @@ def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
     apart = -(-(b_at + b.bytes) // 1024) * 1024
     expected = np.zeros_like(before)
     for first in range(0, case.threads, 128):
-        mine = image[first // 128 * apart :]
-        left = matrix(mine, a) if a else a_from_registers(registers[0], type_a)
-        product = options.get("sign", 1) * left @ matrix(mine[b_at:], b).T
+        operands_image = image[first // 128 * apart :]
+        left = matrix(operands_image, a) if a else a_from_registers(registers[0], type_a)
+        product = options.get("sign", 1) * left @ matrix(operands_image[b_at:], b).T
         for thread in range(128):
             for i in range(before.shape[1]):
                 expected[first + thread, i] = product[accumulator(thread, i)]
@@ -144,7 +149,7 @@ def test_two_groups_in_flight(order):
 
 
 def sums_of_fp8(before, one, others):
-    """D of four instructions: A's rows hold `one` and 127 times `others`, B is all ones, D starts as `before`."""
+    """D of four wgmmas: each row of A holds `one` once and `others` 127 times, B is all ones, D starts as `before`."""
     case = BY_NAME["wgmma.rs-e4m3-k"]
     a = np.full((128, 64), others, DTYPES["e4m3"])
     a[::4, :8:4] = one  # k = 0 of rows r and r + 8
@@ -156,15 +161,18 @@ def sums_of_fp8(before, one, others):
 
 
 def test_sums_of_fp8_keep_14_bits():
-    """SageAttention2's experiment: with zero products the accumulator itself is truncated to 13 fraction bits. And
-    DeepSeek-V3's: products are truncated relative to the largest."""
+    """Two published experiments on the precision of the fp8 accumulator.
+
+    SageAttention2: with zero products the accumulator itself is truncated to 13 fraction bits. DeepSeek-V3: products
+    are truncated relative to the largest one.
+    """
     rng = np.random.default_rng(0)
     before = rng.normal(size=BY_NAME["wgmma.rs-e4m3-k"].inputs[1].shape).astype(np.float32)
     assert np.array_equal(sums_of_fp8(before, 0, 0).view(np.uint32), before.view(np.uint32) & 0xFFFFFC00)
     assert np.all(sums_of_fp8(0, 256, 2**-5) == 256 + 127 * 2**-5)
     assert np.all(sums_of_fp8(0, 256, 2**-6) == 256)
     assert np.all(sums_of_fp8(256, 2**-6, 2**-6) == 256)
-    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # towards 0
+    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # truncation is towards 0
     assert np.all(sums_of_fp8(0, 2**-6, 2**-6) == 2)
 
 
@@ -173,8 +181,8 @@ def test_sums_of_fp8_keep_14_bits():
 CASE = BY_NAME["wgmma.f16-minus"]
 
 
-def changed(old, new, case=CASE, remove=""):
-    """A kernel with a planted bug."""
+def run_changed(old, new, case=CASE, remove=""):
+    """Run the kernel of a case with a planted bug."""
     assert old in case.body and remove in case.body
     body = case.body.replace(old, new, 1).replace(remove, "", 1)
     out = case.out.copy()
@@ -193,20 +201,20 @@ def test_accumulator_read_before_the_wait(order):
 
 def test_accumulator_written_in_flight():
     with pytest.raises(errors.PendingRegister, match="used before its wgmma.wait_group"):
-        changed(WAIT, f"mov.f32 %f3, 0f00000000; {WAIT}")
+        run_changed(WAIT, f"mov.f32 %f3, 0f00000000; {WAIT}")
 
 
 def test_wait_for_too_few_groups():
     with pytest.raises(errors.PendingRegister):
-        changed(WAIT, "wgmma.wait_group.sync.aligned 1;")
+        run_changed(WAIT, "wgmma.wait_group.sync.aligned 1;")
 
 
 def test_wgmma_that_is_not_committed():
     with pytest.raises(errors.PendingRegister):
-        changed("wgmma.commit_group.sync.aligned;", "")
+        run_changed("wgmma.commit_group.sync.aligned;", "")
 
 
-def test_end_without_a_wait():
+def test_exit_without_a_wait():
     body = CASE.body[: CASE.body.index(WAIT)]
     with pytest.raises(errors.PendingRegister, match="no wgmma.wait_group before the kernel ends"):
         run(body, *CASE.inputs, CASE.out.copy(), threads=128, **CASE.options)
@@ -214,24 +222,24 @@ def test_end_without_a_wait():
 
 def test_missing_wgmma_fence():
     with pytest.raises(errors.MissingFence, match=r"no wgmma\.fence"):
-        changed("wgmma.fence.sync.aligned;", "")
+        run_changed("wgmma.fence.sync.aligned;", "")
 
 
 def test_fence_before_the_last_use_of_a_register():
     with pytest.raises(errors.MissingFence, match=r"use: +PTX line \d+: .*add\.f32 %f0, %f0, %f0;"):
-        changed("wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; add.f32 %f0, %f0, %f0;")
+        run_changed("wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; add.f32 %f0, %f0, %f0;")
 
 
 def test_first_wgmma_needs_a_fence_too():
     with pytest.raises(errors.MissingFence, match=r"no wgmma\.fence"):
-        changed("wgmma.fence.sync.aligned;", "", BY_NAME["wgmma.f16-overwrites"])
+        run_changed("wgmma.fence.sync.aligned;", "", BY_NAME["wgmma.f16-overwrites"])
 
 
 def test_registers_of_a_in_flight():
     case = BY_NAME["wgmma.rs-f16-k"]
     with pytest.raises(errors.PendingRegister):
-        changed(WAIT, f"mov.b32 %r1, 0; {WAIT}", case)
-    changed(WAIT, f"{WAIT} mov.b32 %r1, 0;", case)
+        run_changed(WAIT, f"mov.b32 %r1, 0; {WAIT}", case)
+    run_changed(WAIT, f"{WAIT} mov.b32 %r1, 0;", case)
 
 
 def test_accumulators_of_another_wgmma_in_flight():
@@ -245,32 +253,32 @@ def test_accumulators_of_another_wgmma_in_flight():
 
 def test_matrices_written_without_a_proxy_fence():
     with pytest.raises(errors.MissingFence, match=r"without a fence\.proxy\.async") as caught:
-        changed("fence.proxy.async.shared::cta;", "")
+        run_changed("fence.proxy.async.shared::cta;", "")
     assert "st.shared.v4.b32" in str(caught.value) and "wgmma.mma_async" in str(caught.value)
 
 
 def test_proxy_fence_before_the_writes():
     with pytest.raises(errors.MissingFence, match=r"without a fence\.proxy\.async"):
-        changed(
+        run_changed(
             "mov.u32 %r60, smem;", "fence.proxy.async; mov.u32 %r60, smem;", remove="fence.proxy.async.shared::cta;"
         )
 
 
 def test_proxy_fence_after_the_barrier():
-    changed("fence.proxy.async.shared::cta;\n        bar.sync 0;", "bar.sync 0; fence.proxy.async.shared::cta;")
+    run_changed("fence.proxy.async.shared::cta;\n        bar.sync 0;", "bar.sync 0; fence.proxy.async.shared::cta;")
 
 
 def test_matrices_written_by_others_without_a_barrier():
     with pytest.raises(errors.Race, match="write, then asynchronous read"):
-        changed("fence.proxy.async.shared::cta;\n        bar.sync 0;", "fence.proxy.async.shared::cta;")
+        run_changed("fence.proxy.async.shared::cta;\n        bar.sync 0;", "fence.proxy.async.shared::cta;")
 
 
 def test_matrices_that_a_copy_still_fills():
     fence = "fence.proxy.async.shared::cta;\n        bar.sync 0;"
     copy = "bar.sync 0; setp.eq.u32 %q0, %t, 0; @%q0 cp.async.cg.shared.global [%r60], [%p0], 16; {}" + fence
-    changed(fence, copy.format("cp.async.wait_all;"))
+    run_changed(fence, copy.format("cp.async.wait_all;"))
     with pytest.raises(errors.PendingCopy, match="before the wait for the cp.async that fills it"):
-        changed(fence, copy.format(""))
+        run_changed(fence, copy.format(""))
 
 
 OVERWRITE = "mov.u32 %r30, smem; mad.lo.u32 %r30, %t, 4, %r30; st.shared.b32 [%r30], 0;"
@@ -281,32 +289,32 @@ def test_matrices_overwritten_in_flight(order):
     body = CASE.body.replace(WAIT, f"{OVERWRITE} {WAIT}")
     with pytest.raises(errors.PendingCopy, match="without a wait for the instruction that multiplies it"):
         run(body, *CASE.inputs, CASE.out.copy(), threads=128, order=order, **CASE.options)
-    changed(WAIT, f"{WAIT} {OVERWRITE}")
+    run_changed(WAIT, f"{WAIT} {OVERWRITE}")
 
 
 def test_uninitialised_matrices():
     with pytest.raises(errors.Uninitialised, match="asynchronous read"):
-        changed(f"setp.ge.u32 %q7, %r61, {len(CASE.inputs[0])};", "setp.ge.u32 %q7, %r61, 512;")
+        run_changed(f"setp.ge.u32 %q7, %r61, {len(CASE.inputs[0])};", "setp.ge.u32 %q7, %r61, 512;")
 
 
 def test_matrix_outside_shared_memory():
     with pytest.raises(errors.OutOfBounds, match="wgmma reaches beyond"):
-        changed("add.u32 %r60, %r60, 0;", "add.u32 %r60, %r60, 39936;")
+        run_changed("add.u32 %r60, %r60, 0;", "add.u32 %r60, %r60, 39936;")
 
 
-def test_matrix_that_does_not_begin_with_its_pattern():
+def test_matrix_that_is_not_aligned_to_its_swizzle():
     with pytest.raises(errors.Misaligned, match="128-byte swizzling"):
-        changed("add.u32 %r60, %r60, 0;", "add.u32 %r60, %r60, 128;")
+        run_changed("add.u32 %r60, %r60, 0;", "add.u32 %r60, %r60, 128;")
 
 
 def test_descriptors_differ_in_a_warpgroup():
     with pytest.raises(errors.BarrierMisuse, match="descriptor of A differs"):
-        changed("bfe.u32 %r60, %r60, 4, 14;", "bfe.u32 %r60, %r60, 4, 14; add.u32 %r60, %r60, %t;")
+        run_changed("bfe.u32 %r60, %r60, 4, 14;", "bfe.u32 %r60, %r60, 4, 14; add.u32 %r60, %r60, %t;")
 
 
 def test_part_of_a_warpgroup():
     with pytest.raises(errors.Deadlock, match="wait for the other warps of its warpgroup"):
-        changed("wgmma.fence", "setp.ge.u32 %q0, %t, 96; @%q0 exit; wgmma.fence")
+        run_changed("wgmma.fence", "setp.ge.u32 %q0, %t, 96; @%q0 exit; wgmma.fence")
 
 
 def test_block_without_a_whole_warpgroup():

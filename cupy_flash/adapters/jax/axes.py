@@ -1,4 +1,4 @@
-"""The axes of a call's operands and results: what may be sharded, and where vmap's axis is folded in.
+"""Names the axes of a call's operands and results, along which sharding splits them and vmap folds its axis in.
 
 An axis is a letter, as in features.SIZES: b sequences, h query heads, g key/value heads, i queries, j keys, d and e the
 head dimensions, and "." for an axis that is none of them.
@@ -14,12 +14,12 @@ LAYOUTS = {
     "thd": {"q": "ihd", "k": "jgd", "v": "jge", "out": "ihe", "lse": "hi"},
 }
 FEATURES = {feature.name: feature for feature in features.ARRAYS}
-TANGENTS = ("t", "u")  # before the name of what moves: a tangent, and one beside another
+TANGENTS = ("t", "u")  # prefixes: tq is a tangent of q, uq a second tangent beside it
 BROADCAST = frozenset(feature.name for feature in features.ARRAYS if feature.broadcast)
 
 
 def axes_of(name: str, rank: int, layout: str) -> str:
-    """The axes of an operand or a result, among them gradients and tangents, by the name of the operand."""
+    """Return the axes of an operand or a result; a gradient (dq) and a tangent (tq) have those of their operand."""
     shared = LAYOUTS[layout]
     if name in shared:
         return shared[name]
@@ -34,5 +34,5 @@ def axes_of(name: str, rank: int, layout: str) -> str:
 
 
 def sizes_of(shapes: dict[str, tuple[int, ...]], layout: str) -> dict[str, int]:
-    """The size of each axis of q, k and v, by its letter."""
+    """Return the size of each axis of q, k and v, by its letter."""
     return {letter: size for name in "qkv" for letter, size in zip(LAYOUTS[layout][name], shapes[name], strict=True)}

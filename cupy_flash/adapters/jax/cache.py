@@ -1,7 +1,8 @@
-"""KV caches of jax arrays, under jit and eager: reading, and appending to donated buffers.
+"""KV caches of jax arrays, eager and under jit: attention that reads them, and appends to donated buffers.
 
-jax arrays are immutable, so an append returns the new caches. Their buffers are those of the operands: XLA copies a
-cache only if the program goes on to use the old one. On a GPU, mma_decode has run in the simulator alone.
+jax arrays are immutable, so an append returns new caches. Their buffers alias those of the operands: XLA copies a
+cache only if the program uses the old one afterwards. The mma_decode kernel has run in the simulator only, not on a
+GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OF_APPEND = (
     "positions", "k_descale", "v_descale", "layout",
 )  # fmt: skip
 
-# The axes of the operands that have one of sequences or heads, but for the caches and the rows beside them.
+# The axes of the operands that have a batch or head axis; CacheCall.axes has those of q, k, v and the caches.
 AXES = {
     "cache_seqlens": "b", "cache_batch_idx": "b", "cache_leftpad": "b", "block_table": "b.", "positions": "b.",
     "alibi_slopes": "bh", "sink": "h", "mask": "bh..", "k_descale": "bg", "v_descale": "bg",
@@ -46,13 +47,13 @@ _Static: Any = features.record(
 
 
 class CacheStatic(_Static):
-    """The options of a call on a cache that are not arrays, and the name of the function."""
+    """The options of a call on a cache that are not arrays, and the name of the function for error messages."""
 
     __slots__ = ()
 
 
 class CacheCall(NamedTuple):
-    """A call on a cache: an append, or attention on what is there; as `calls.Call` otherwise."""
+    """A call on a cache, an append or attention, with the interface of `calls.Call`."""
 
     step: str
     static: CacheStatic
@@ -60,34 +61,34 @@ class CacheCall(NamedTuple):
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """The names of the results in their order."""
+        """The names of the results, in order."""
         return CACHES if self.step == APPEND else ("out", "lse")
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The operands whose buffers are those of results."""
+        """{operand: result} by index: the results of an append that reuse the buffer of an operand."""
         if self.step != APPEND:
             return {}
         return {self.names.index(name): place for place, name in enumerate(CACHES)}
 
     @property
     def text(self) -> str:
-        """The call as the attribute that `calls.parse` reads."""
+        """The call serialised as the FFI attribute that `calls.parse` reads."""
         return calls.text_of(self)
 
     @property
     def reads_place(self) -> bool:
-        """As `Call.reads_place`: no option of a cache depends on the numbers of the whole."""
+        """False: no option of a cache depends on the index of a sequence or head in an unsharded call."""
         return False
 
     @property
     def _has_pool(self) -> bool:
-        """Whether the first axis of a cache is not that of the sequences: of pages, slots or other sequences."""
+        """Whether the first axis of a cache counts pages, slots or cache rows, not the call's sequences."""
         packed = "cu_seqlens" in self.names or "cu_seqlens_q" in self.names
         return packed or any(name in self.names for name in ("block_table", "cache_batch_idx", "slots"))
 
     def axes(self, name: str, rank: int) -> str:
-        """The axes of an operand or a result by their letters, as in axes.py; those that stay whole are "."."""
+        """Return the axes of an operand or a result as letters of axes.py; "." is an axis that is never sharded."""
         head_axis_first = self.static.layout == "bhsd"
         if name in CACHES:
             axes = "bg.." if head_axis_first else "b.g."
@@ -102,18 +103,18 @@ class CacheCall(NamedTuple):
         return axes.replace("b", ".") if self.step == APPEND and self._has_pool else axes
 
     def sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-        """The size of each axis by its letter."""
+        """Return the size of each axis by its letter."""
         names = [name for name in ("q", "k", *CACHES) if name in shapes]
         pairs = (pair for name in names for pair in zip(self.axes(name, len(shapes[name])), shapes[name], strict=True))
         return {letter: size for letter, size in pairs if letter != "."}
 
     def fold_axis(self, mapped: set[str]) -> str | None:
-        """The batch, unless an operand of the instances has none."""
+        """Return "b" if each of the operands that vmap maps has a batch axis, else None."""
         batched = all("b" in self.axes(name, len(AXES.get(name, "...."))) for name in mapped)
         return "b" if batched and not {"cu_seqlens", "cu_seqlens_q"} & {*self.names} else None
 
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of each result."""
+        """Return the shape and dtype of each result, by name."""
         if self.step == APPEND:
             return {name: (tuple(operands[name].shape), operands[name].dtype) for name in CACHES}
         q, v_cache = operands["q"], operands["v_cache"]
@@ -125,7 +126,7 @@ class CacheCall(NamedTuple):
         }
 
     def pose(self, operands: dict[str, Any]) -> Any:
-        """State the problem, or raise one error with every requirement that is not met."""
+        """Return the problem and its operands, or raise one error with every requirement that is not met."""
         given = {name: value for name, value in self.static._asdict().items() if name != "function"}
         given |= {name: x for name, x in operands.items() if name in (*ARRAY_NAMES, "cache_seqlens")}
         given["slots"] = _as_int64(operands.get("slots"))
@@ -136,11 +137,11 @@ class CacheCall(NamedTuple):
         return pose_append(*arrays, operands.get("cu_seqlens"), options)
 
     def named(self, results: Any) -> dict[str, Array]:
-        """The results of a backend by name."""
+        """Return the results of a backend by name."""
         return dict(zip(("out", "lse"), results, strict=True))
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
-        """Compute the results. An append writes to the result buffers, which alias the caches given."""
+        """Compute the results; an append writes to `results`, whose buffers alias the given caches."""
         if self.step == CACHED:
             return self.named(backends.forward(*self.pose(operands)))
         named = dict(zip(CACHES, results, strict=True))
@@ -155,7 +156,7 @@ calls.STEPS |= dict.fromkeys((APPEND, CACHED), (CacheCall, CacheStatic))
 
 
 def _as_int64(slots: Any) -> Any:
-    """The slots that `_words` has split, as an int64 array; any others unchanged."""
+    """Return slots that `_words` has split as an int64 array, others unchanged."""
     if slots is None or slots.dtype != np.uint32:
         return slots
     if slots.device == "cpu":
@@ -164,7 +165,7 @@ def _as_int64(slots: Any) -> Any:
 
 
 def _words(slots: Any) -> Any:
-    """Slots as uint32 (n, 2), the halves of int64: jax has no 64-bit integers unless they are enabled."""
+    """Return int32 slots as uint32 (n, 2), the halves of an int64: by default jax has no 64-bit integers."""
     return jnp.stack([slots, slots >> 31], -1).view(jnp.uint32) if slots.dtype == jnp.int32 else slots
 
 
@@ -177,10 +178,10 @@ def append_to_kv_cache(
     cu_seqlens: JaxArray | None = None,
     **options: JaxArray | int | str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The caches with the rows of k and v written to them, as `cupy_flash.append_to_kv_cache` does in place.
+    """Return the caches with the rows of k and v appended, as `cupy_flash.append_to_kv_cache` writes them in place.
 
-    Eager calls donate both caches: the arrays given are deleted, and the results have their memory. Under jit it is
-    the caches' buffers that the program writes to; donate them to the jitted function as well.
+    An eager call donates both caches: the given arrays are deleted, and the results reuse their memory. Under jit,
+    donate the caches to the jitted function, or XLA copies them.
 
     Args:
         k: (B, S, Hk, D), or packed (T, Hk, D).
@@ -241,7 +242,7 @@ def attention_with_kv_cache(
 
 
 def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: Any) -> dict[str, Any]:
-    """The results of a call, of `rows` of q or k."""
+    """Check the options, bind the call and return its results by name; `rows` is q or k, which has the batch axis."""
     settings = CacheOptions.of(function, options)
     if settings.score_mod is not None or settings.mask_mod is not None:
         raise UnsupportedError(f"{function}: score_mod and mask_mod with a KV cache in jax")
@@ -267,5 +268,5 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
 
 
 def _batch(rows: Any, bounds: Any) -> tuple[int]:
-    """The shape of the lengths of a call: one for each sequence."""
+    """Return the shape of cache_seqlens, which has one length per sequence."""
     return np.shape(rows)[:1] if bounds is None else (np.shape(bounds)[0] - 1,)

@@ -1,4 +1,4 @@
-"""A call of a traced program without its arrays: its static part, which travels to the handler as one attribute."""
+"""The static part of a call in a traced program, which reaches the FFI handler as one string attribute."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...problem import DOUBLE_BACKWARD, JVP, Operands, Options, Packed, Problem,
 from .axes import axes_of, sizes_of
 
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
-NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # the values that stand in for traced ones
+NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # placeholders for traced values
 FORWARD, BACKWARD = "forward", "backward"
-APPEND, CACHED = "append", "cached"  # of cache.py
+APPEND, CACHED = "append", "cached"  # the steps of cache.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
-PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands without an axis of heads
+PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands without a head axis
 
 OPTIONS = tuple(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY)
 _Static: Any = features.record(
@@ -34,11 +34,12 @@ _Static: Any = features.record(
 
 
 class Static(_Static):
-    """The options that are not arrays, for which jax compiles anew.
+    """The options that are not arrays; a change of one compiles a new program.
 
-    Beside those of `attention` it holds the name of the function that errors quote, the longest sequences of a packed
-    batch, and of a part of a larger call the query heads of the whole, the positions between neighbouring rows, and the
-    numbers of its first sequence and query head: `place`, or `places` by the device, which `Call.on_device` looks up.
+    Besides the options of `attention` it holds the function's name for error messages and max_seqlen of a packed batch.
+    A shard of a larger call also has `whole_heads`, the query heads of the whole call; `row_step`, the distance in
+    positions of neighbouring rows; and `place`, the indices of its first sequence and query head in the whole call.
+    `places` holds the `place` of every device, which `Call.on_device` looks up.
     """
 
     __slots__ = ()
@@ -50,10 +51,9 @@ class Static(_Static):
 
 
 class Call(NamedTuple):
-    """A step of attention: its static options, and the names of its operands in their order.
+    """A step of attention (forward, backward, JVP or double backward): its static options and its operands' names.
 
-    The steps are the forward, the backward, the JVP and the double backward. Tangents are operands called as what they
-    move, with a t before it.
+    A tangent is an operand, named after the array that it belongs to: tq is the tangent of q.
     """
 
     step: str
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     names: tuple[str, ...]
 
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of each result, of operands that have a shape and a dtype."""
+        """Return the shape and dtype of each result by name; operands need only a shape and a dtype."""
         if self.step in WITH_GRADIENTS:
             return {name: (tuple(operands[name[1:]].shape), operands[name[1:]].dtype) for name in self.result_names}
         q, v, layout = operands["q"], operands["v"], self.static.layout_of_arrays
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """The operands of which a backward returns the gradient, in its order."""
+        """The operands that a backward differentiates, in the order of its results."""
         captured: tuple[str, ...] = ()
         if self.static.score_mod is not None:
             slots = floating_reads(decoded(self.static.score_mod, [None] * self._slots).program)
@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """The names of the results in their order."""
+        """The names of the results, in order."""
         if self.step not in WITH_GRADIENTS:
             return ("out", "lse") if self.step == FORWARD else ("out", "lse", "tout", "tlse")
         gradients = tuple(f"d{name}" for name in self.differentiated)
@@ -98,33 +98,33 @@ class Call(NamedTuple):
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The operands whose buffers are those of results: none."""
+        """{}: no result reuses the buffer of an operand."""
         return {}
 
     @property
     def text(self) -> str:
-        """The call as the attribute that `parse` reads."""
+        """The call serialised as the FFI attribute that `parse` reads."""
         return text_of(self)
 
     def on_device(self, device: str) -> Call:
-        """The call of one of the devices that share a call: the device is "<process>:<ordinal>"."""
+        """Return the call with the `place` of a device, "<process>:<ordinal>", of those that share it."""
         return self._replace(static=self.static._replace(place=self.static.places[device], places=None))
 
     def axes(self, name: str, rank: int) -> str:
-        """The axes of an operand or a result."""
+        """Return the axes of an operand or a result as letters of axes.py."""
         return axes_of(name, rank, self.static.layout_of_arrays)
 
     def sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-        """The size of each axis of q, k and v, by its letter."""
+        """Return the size of each axis of q, k and v, by its letter."""
         return sizes_of(shapes, self.static.layout_of_arrays)
 
     @property
     def reads_place(self) -> bool:
-        """Whether the results depend on the numbers of a sequence and a head in the whole."""
+        """Whether the results depend on the index of a sequence or head in the unsharded call."""
         return bool(self.static.dropout or self.static.score_mod or "dropout" in self.names)
 
     def fold_axis(self, mapped: set[str]) -> str | None:
-        """The axis that takes vmap's, "b" or "h", where the operands of these names have one; None: there is none."""
+        """Return the axis into which vmap's is folded, "b" or "h", when it maps these operands; None if neither can."""
         static = self.static
         if static.dropout or "dropout" in self.names or mapped & set(NUMBERS):
             return None
@@ -133,7 +133,7 @@ class Call(NamedTuple):
         return None if mapped & set(PER_SEQUENCE) else "h"
 
     def pose(self, operands: dict[str, Any]) -> tuple[Problem, Operands]:
-        """State the problem, or raise one error with every requirement that is not met."""
+        """Return the problem and its operands, or raise one error with every requirement that is not met."""
         static = self.static
         given = {name: getattr(static, name) for name in OPTIONS}
         given |= {name: operands.get(name) for name in ARRAYS}
@@ -154,25 +154,25 @@ class Call(NamedTuple):
         return pose(static.function, arrays, settings, packed, saved, shard, self._tangents(operands))
 
     def _tangents(self, operands: dict[str, Any]) -> Tangents | None:
-        """The direction of a JVP or a double backward."""
+        """Return the tangents of a JVP or a double backward; None for another step."""
         if self.step in (FORWARD, BACKWARD):
             return None
         captured = [operands.get(f"tarray{slot}") for slot in range(self._slots)]
         return Tangents(*(operands.get(f"t{name}") for name in features.DIFFERENTIATED), captured or None)
 
     def _mod(self, operands: dict[str, Any]) -> Mod | None:
-        """The mods over the operands that they capture."""
+        """Return the mods with the operands that they capture, or None without mods."""
         if self.static.score_mod is None:
             return None
         return decoded(self.static.score_mod, [operands[f"array{slot}"] for slot in range(self._slots)])
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
-        """Compute the results where the operands are; `results`, their buffers in a call frame, are found there."""
+        """Compute the results on the operands' device, in buffers that the owner of the operands allocates."""
         problem, posed = self.pose(operands)
         return self.named(getattr(backends, COMPUTED_BY[self.step])(problem, posed))
 
     def named(self, results: Any) -> dict[str, Array]:
-        """The results of a backend by name, in the order of a call's results."""
+        """Return the results of a backend by name, in the order of `result_names`."""
         if self.step not in WITH_GRADIENTS:
             return dict(zip(("out", "lse", "tout", "tlse"), results, strict=False))
         named = dict(zip((f"d{name}" for name in features.DIFFERENTIATED), results, strict=False))
@@ -182,22 +182,22 @@ class Call(NamedTuple):
         return {name: named[name] for name in self.result_names}
 
 
-# The functions of `backends`, by the step.
+# The function of `backends` for each step.
 COMPUTED_BY = {FORWARD: "forward", BACKWARD: "backward", JVP: "jvp", DOUBLE_BACKWARD: "double_backward"}
 
 
 def text_of(call: Any) -> str:
-    """A call as text."""
+    """Serialise a call to JSON."""
     static = {name: value for name, value in call.static._asdict().items() if value is not None}
     return json.dumps({"step": call.step, "static": static, "names": call.names}, default=_plain)
 
 
-# The classes of a call and of its static options, by its step; cache.py and derivatives.py add their own.
+# The classes of a call and of its static options for each step; cache.py and derivatives.py add theirs.
 STEPS: dict[str, tuple[Any, Any]] = dict.fromkeys(COMPUTED_BY, (Call, Static))
 
 
 def _plain(value: Any) -> Any:
-    """A number, of NumPy, jax or as a fraction, as Python's."""
+    """Return a number of NumPy, jax or fractions as a Python number, and any other value as text."""
     if isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return value.item() if hasattr(value, "item") else str(value)
@@ -205,7 +205,7 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Any:
-    """The call of `text_of`."""
+    """Return the call that `text_of` has serialised."""
     fields = json.loads(text)
     kind, options = STEPS[fields["step"]]
     static = dict.fromkeys(options._fields) | fields["static"]
@@ -227,7 +227,7 @@ def _integers(x: Any) -> list[int]:
 
 
 def _seed(words: Any) -> Any:
-    """The seed of `seed_words`: an int, or on a GPU the array, whose contents the host does not read."""
+    """Return the seed of `seed_words`: an int, or on a GPU the array itself, which only the kernels read."""
     if isinstance(words, Array) and words.device != "cpu":
         return Array(words.pointer, (1,), (1,), np.dtype(np.int64), words.device, words.framework, words.owner, True)
     low, high = _integers(words)

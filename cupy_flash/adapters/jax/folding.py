@@ -1,8 +1,9 @@
-"""vmap of attention: one call in which vmap's axis is a part of the batch or of the heads, not a loop.
+"""vmap of attention as a single call: vmap's axis is folded into the batch or the heads.
 
-The batch takes it unless a sink or packed sequences are shared by all sequences; then the heads do. Mods are rewritten
-so that each instance sees its own numbers of sequence and head, and its own captured arrays. Dropout, whose bits are
-drawn by these numbers, batched numbers, and a few combinations that fit neither axis run instance by instance.
+It is folded into the batch; into the heads for a sink, which has no batch axis, and for packed sequences. Mods are
+rewritten so that each instance sees its own batch and head indices and its own captured arrays. The instances run one
+by one with dropout, whose random bits depend on these indices, with mapped numbers such as scale, and where an operand
+has neither axis.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from .calls import SAVED
 
 
 def batch(bind: Any, arrays: Any, places: Any, call: Any) -> Any:
-    """The results of all instances by calls of `bind`, instances first; `places` are the axes of vmap, or None."""
+    """Return the results of all instances, stacked along axis 0.
+
+    Args:
+        bind: makes the call.
+        arrays: the operands.
+        places: for each operand the axis that vmap maps, or None.
+        call: the call of one instance.
+    """
     mapped = [place is not None for place in places]
     arrays = [x if place is None else jnp.moveaxis(x, place, 0) for x, place in zip(arrays, places, strict=True)]
     count = next(len(x) for x, is_mapped in zip(arrays, mapped, strict=True) if is_mapped)
@@ -42,7 +50,7 @@ def batch(bind: Any, arrays: Any, places: Any, call: Any) -> Any:
 
 
 def _with_instances(call: Any, mapped: set[str], letter: str, sizes: dict[str, int]) -> Any:
-    """The static options for the folded call: mods that tell the instances apart."""
+    """Return the static options of the folded call, with mods that compute each instance's own indices."""
     static = call.static
     if getattr(static, "score_mod", None) is None:
         return static
@@ -64,7 +72,7 @@ def _one_by_one(bind: Any, arrays: Any, mapped: list[bool]) -> Any:
 
 
 def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[str, int], call: Any) -> Any:
-    """An operand with `count` instances in the axis `letter`; unchanged where all instances share it."""
+    """Return an operand with `count` instances folded into the axis `letter`; unchanged if all instances share it."""
     if _moves(name).startswith("array"):
         return x if mapped or _may_broadcast(name, call) else jnp.broadcast_to(x, (count, *x.shape))
     rank = x.ndim - mapped
@@ -87,19 +95,26 @@ def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[
 
 
 def _moves(name: str) -> str:
-    """The operand that a tangent moves; the name itself for another operand."""
+    """Return the operand of a tangent, and any other name as it is."""
     return name[1:] if name[:1] in TANGENTS else name
 
 
 def _may_broadcast(name: str, call: Any) -> bool:
-    """Whether an operand may lack an axis: q, k, v, what the forward saved, and one that has a derivative may not."""
+    """Whether an operand may lack an axis or have size 1 there.
+
+    q, k, v, the tensors that the forward saved, and operands with a gradient or a tangent must be full: each instance
+    has results of its own for them.
+    """
     moves = _moves(name)
     derived = {f"d{moves}"} & {*call.result_names} | {f"{letter}{moves}" for letter in TANGENTS} & {*call.names}
     return moves not in LAYOUTS["thd"] and moves not in SAVED and not derived
 
 
 def _unfold(name: str, x: Any, count: int, letter: str, shape: Any, call: Any) -> Any:
-    """A result with its instances first; `shape`, of the operand for a gradient, may have axes that broadcast."""
+    """Return a result with its instances along axis 0.
+
+    A gradient is summed over the axes in which `shape`, that of its operand, has size 1; `shape` is None for others.
+    """
     if name.startswith("darray"):
         return x
     axes = call.axes(name, x.ndim)

@@ -1,7 +1,7 @@
-"""The structs of XLA's FFI that a handler reads, in ctypes: xla/ffi/api/c_api.h, which jaxlib ships.
+"""ctypes definitions of the structs of XLA's FFI that a handler reads, from xla/ffi/api/c_api.h, which jaxlib ships.
 
-Names and order of members are those of the header, up to the last member that is read. A member of another major
-version of the interface may lie elsewhere, so `unserved` compares the header's version before a handler is registered.
+Members have the header's names and order, up to the last one that is read. Another major version of the interface may
+have other offsets, so `unserved` compares the header's version before a handler is registered.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def dtype_of(code: int) -> Any:
 
 
 class _Struct(ctypes.Structure):
-    """A struct of the header; `NAME` is its name there."""
+    """A struct of the header; `NAME` is its name in C."""
 
     NAME: ClassVar[str]
 
 
 class Extension(_Struct):
-    """A link of the chain of extensions of a call frame."""
+    """XLA_FFI_Extension_Base: an entry in the linked list of a call frame's extensions."""
 
     NAME = "XLA_FFI_Extension_Base"
     _fields_ = (("struct_size", c_size_t), ("type", c_int), ("next", c_void_p))
 
 
 class Version(_Struct):
-    """The version of the interface."""
+    """XLA_FFI_Api_Version: the version of the interface."""
 
     NAME = "XLA_FFI_Api_Version"
     _fields_ = (
@@ -66,21 +66,21 @@ class Version(_Struct):
 
 
 class Metadata(_Struct):
-    """The properties of a handler, which it fills in at registration."""
+    """XLA_FFI_Metadata: properties that a handler fills in when it is registered."""
 
     NAME = "XLA_FFI_Metadata"
     _fields_ = (("struct_size", c_size_t), ("api_version", Version), ("traits", c_uint32))
 
 
 class MetadataExtension(_Struct):
-    """The extension of the call in which XLA asks for the metadata."""
+    """XLA_FFI_Metadata_Extension: marks the call in which XLA asks for the metadata."""
 
     NAME = "XLA_FFI_Metadata_Extension"
     _fields_ = (("extension_base", Extension), ("metadata", POINTER(Metadata)))
 
 
 class Buffer(_Struct):
-    """An operand or a result."""
+    """XLA_FFI_Buffer: an operand or a result."""
 
     NAME = "XLA_FFI_Buffer"
     _fields_ = (
@@ -94,7 +94,7 @@ class Buffer(_Struct):
 
 
 class Args(_Struct):
-    """The operands of a call."""
+    """XLA_FFI_Args: the operands of a call."""
 
     NAME = "XLA_FFI_Args"
     _fields_ = (
@@ -107,7 +107,7 @@ class Args(_Struct):
 
 
 class Rets(_Struct):
-    """The results of a call."""
+    """XLA_FFI_Rets: the results of a call."""
 
     NAME = "XLA_FFI_Rets"
     _fields_ = (
@@ -120,14 +120,14 @@ class Rets(_Struct):
 
 
 class ByteSpan(_Struct):
-    """A string without a terminator."""
+    """XLA_FFI_ByteSpan: a string without a terminator."""
 
     NAME = "XLA_FFI_ByteSpan"
     _fields_ = (("ptr", c_void_p), ("len", c_size_t))
 
 
 class Attrs(_Struct):
-    """The attributes of a call, sorted by name."""
+    """XLA_FFI_Attrs: the attributes of a call, sorted by name."""
 
     NAME = "XLA_FFI_Attrs"
     _fields_ = (
@@ -141,7 +141,7 @@ class Attrs(_Struct):
 
 
 class Api(_Struct):
-    """The functions that XLA offers to a handler, as addresses."""
+    """XLA_FFI_Api: addresses of the functions that a handler may call."""
 
     NAME = "XLA_FFI_Api"
     _fields_ = (
@@ -159,7 +159,7 @@ class Api(_Struct):
 
 
 class CallFrame(_Struct):
-    """The argument of a handler."""
+    """XLA_FFI_CallFrame: the argument of a handler."""
 
     NAME = "XLA_FFI_CallFrame"
     _fields_ = (
@@ -219,14 +219,14 @@ Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # the C type of a handler, and 
 
 @functools.cache
 def header() -> str:
-    """The text of the header that jaxlib ships; empty where it ships none."""
+    """Return the text of the header that jaxlib ships; "" if it ships none."""
     path = Path(jax.ffi.include_dir()) / HEADER
     return path.read_text() if path.is_file() else ""
 
 
 @functools.cache
 def unserved() -> str | None:
-    """Why handlers cannot speak this jaxlib's interface; None where they can."""
+    """Return the reason why handlers cannot use this jaxlib's interface, or None if they can."""
     version = re.search(r"#define\s+XLA_FFI_API_MAJOR\s+(\d+)", header())
     if version is None:
         return f"jaxlib ships no {HEADER} that states the version of XLA's FFI"
@@ -236,13 +236,13 @@ def unserved() -> str | None:
 
 
 def described() -> str:
-    """How a jitted call runs, for explain()."""
+    """Return the words of explain() for how a jitted call runs."""
     reason = unserved()
     return f"XLA's FFI, major version {MAJOR}" if reason is None else f"jax.pure_callback, on a CPU alone: {reason}"
 
 
 def call_api(api: Api, name: str, argument: _Struct) -> int | None:
-    """Call a function of Api; the address of the error that it returns, None without."""
+    """Call a function of Api; return the address of its error, or None."""
     argument.struct_size = ctypes.sizeof(argument)
     result: int | None = Function(getattr(api, f"XLA_FFI_{name}"))(ctypes.addressof(argument))
     return result

@@ -1,11 +1,11 @@
-"""The handler that XLA calls for an attention of a compiled program: a C function made by ctypes, no compiler.
+"""The FFI handler that a compiled program calls for attention: a ctypes callback, so no C++ is compiled for it.
 
-It describes the buffers of the call frame as arrays, states the problem and runs it as any other call: on a CPU on
-XLA's thread, on a GPU by launches on XLA's stream. Results and workspaces are buffers of the frame. No exception
-crosses into XLA: it becomes an error with the exception's text, which the caller gets as JaxRuntimeError. Ctrl-C is
-raised again once XLA has returned.
+The handler wraps the buffers of the call frame as arrays, poses the problem and runs it as an eager call does: on
+XLA's thread on a CPU, by launches on XLA's stream on a GPU. Results and workspaces are buffers of the frame. An
+exception becomes an XLA error with the same text, which the caller gets as JaxRuntimeError; KeyboardInterrupt is raised
+again after XLA has returned.
 
-Kernels are loaded in the initialize stage, so that XLA may capture the launches into a CUDA graph.
+Kernels are loaded in the initialize stage, so that XLA can capture the launches in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from . import frame as ffi
 from .calls import parse
 
 TARGET = "cupy_flash"
-PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # the names of jax, and those of XLA's targets
-CALL, OUTPUTS = b"call", b"outputs"  # the attributes: the text of the call, and which buffers are its results
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # {jax's platform name: name of XLA's target}
+CALL, OUTPUTS = b"call", b"outputs"  # attributes: the call's text; indices of its results
 
 
 class Memory:
-    """The buffers of one call frame: owner of the operands, and the results that stand in for new arrays."""
+    """The buffers of one call frame, as the owner of the operands: it allocates an array by handing out a result."""
 
     __slots__ = ("device", "results", "stream", "unused")
 
@@ -39,9 +39,9 @@ class Memory:
         self.unused: list[Array] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The first unused result of this shape and dtype; in host memory otherwise a new array.
+        """Return the first unused result of this shape and dtype; without one, a new array in host memory.
 
-        The results are in the order in which they are asked for, so the first one fits.
+        The results are in the order of the allocations, which `primitive.allocations` has recorded.
         """
         for index, result in enumerate(self.unused):
             if result.shape == shape and result.dtype == dtype:
@@ -51,21 +51,21 @@ class Memory:
         return as_array(np.empty(shape, dtype), "workspace")
 
     def settle(self, computed: list[Array], results: list[Array]) -> None:
-        """Copy to its buffer each result that was computed in another place."""
+        """Copy each result that was computed elsewhere into its buffer."""
         moved = [(to, of) for to, of in zip(results, computed, strict=True) if to.pointer != of.pointer]
         for to, values in [(to, of.numpy().copy()) for to, of in moved]:
             to.numpy()[...] = values
 
 
 def handle(frame: ffi.CallFrame, platform: str) -> None:
-    """Serve one stage of a call of the platform "cpu" or "cuda"; raises what `attention` would raise."""
+    """Run one stage of a call on the platform "cpu" or "cuda"; raises the errors of `attention`."""
     if frame.stage not in (ffi.INITIALIZE, ffi.EXECUTE):
         return
     attributes = _attributes(frame.attrs)
     call = parse(attributes[CALL])
     if getattr(call.static, "places", None) is not None:
         call = call.on_device(f"{jax.process_index()}:{_device(frame)}")
-    simulated = (call.static.backend or "").startswith("simulator")  # its memory is the host's
+    simulated = (call.static.backend or "").startswith("simulator")  # the simulator works in host memory
     memory = Memory("cpu", 0)
     if platform == "cuda" and not simulated:
         memory = Memory(f"cuda:{_device(frame)}", _stream(frame) if frame.stage == ffi.EXECUTE else 0)
@@ -83,7 +83,7 @@ def handle(frame: ffi.CallFrame, platform: str) -> None:
 
 
 def _load(call: Any, operands: dict[str, Array]) -> None:
-    """Load the kernels of a call, whose operands have no contents yet."""
+    """Load the kernels of a call; its operands have no contents in the initialize stage."""
     import cupy
 
     problem, _ = call.pose(operands)
@@ -101,7 +101,7 @@ def _indices(text: str) -> tuple[int, ...]:
 
 
 def _arrays(buffers: Any, count: int, memory: Memory, readonly: bool) -> list[Array]:
-    """The buffers of a frame as arrays, row-major as the call asked for."""
+    """Return the buffers of a frame as arrays, which are row-major because the lowering asks for it."""
     arrays = []
     for address in buffers[:count]:
         buffer = ffi.Buffer.from_address(address)
@@ -113,7 +113,7 @@ def _arrays(buffers: Any, count: int, memory: Memory, readonly: bool) -> list[Ar
 
 
 def _attributes(attrs: Any) -> dict[bytes, str]:
-    """The attributes of a frame, all of which are strings."""
+    """Return the attributes of a frame, all of which are strings."""
     named = {}
     for index in range(attrs.size):
         name, value = attrs.names[index][0], ffi.ByteSpan.from_address(attrs.attrs[index])
@@ -134,7 +134,7 @@ def _device(frame: Any) -> int:
 
 
 def _describe(frame: Any, platform: str) -> bool:
-    """Fill in the metadata of the handler if the frame asks for them."""
+    """Fill in the handler's metadata and return True if the frame asks for them, else return False."""
     address = frame.extension_start
     while address:
         extension = ffi.Extension.from_address(address)
@@ -150,7 +150,7 @@ def _describe(frame: Any, platform: str) -> bool:
 
 
 def _error(frame: Any, error: BaseException) -> int | None:
-    """The error that XLA raises in the caller, with the text of an exception."""
+    """Return the address of an XLA error with the text of an exception."""
     code = ffi.INTERNAL
     if isinstance(error, (TypeError, ValueError)):
         code = ffi.UNIMPLEMENTED if isinstance(error, UnsupportedError) else ffi.INVALID_ARGUMENT
@@ -160,13 +160,13 @@ def _error(frame: Any, error: BaseException) -> int | None:
 
 
 def _handler(platform: str) -> Any:
-    """The C function of a platform."""
+    """Return the C callback for a platform."""
 
     @ffi.Function
     def handler(address: int) -> int | None:
         error, interrupted = _served(ffi.CallFrame.from_address(address), platform)
-        # The capsule's destructor, which sends SIGINT to this process, runs when this frame is gone: were it sent by a
-        # statement, the exception would be raised here again, and ctypes would drop it.
+        # The destructor of this capsule sends SIGINT to the process once this frame has been freed. A statement that
+        # sends it would raise KeyboardInterrupt inside the callback, where ctypes drops exceptions.
         signal = _new_capsule(_INTERRUPT, None, _INTERRUPT) if interrupted else None  # noqa: F841  # kept alive until the return
         return error
 
@@ -174,17 +174,17 @@ def _handler(platform: str) -> Any:
 
 
 def _served(frame: Any, platform: str) -> tuple[int | None, bool]:
-    """Serve a call; returns its error, and whether it was interrupted from the keyboard."""
+    """Run a call; return the address of its error or None, and whether it was interrupted from the keyboard."""
     try:
         if not _describe(frame, platform):
             handle(frame, platform)
-    except BaseException as error:  # none may cross into XLA
+    except BaseException as error:  # an exception must not unwind through XLA's C++ frames
         return _error(frame, error), isinstance(error, KeyboardInterrupt)
     return None, False
 
 
 _INTERRUPT = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p)
-HANDLERS = {platform: _handler(platform) for platform in PLATFORMS}  # alive for as long as XLA may call them
+HANDLERS = {platform: _handler(platform) for platform in PLATFORMS}  # referenced for as long as XLA may call them
 
 
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(

@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention with its signature: a user changes one import."""
+"""A drop-in replacement for jax.nn.dot_product_attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...problem import UnsupportedError
 from .op import JaxArray, attend
 
-IMPLEMENTATIONS = (None, "xla", "cudnn")  # those of jax
+IMPLEMENTATIONS = (None, "xla", "cudnn")  # the values that jax accepts
 NAMES = {
     "q": "query", "k": "key", "v": "value", "q_lengths": "query_seq_lengths", "kv_lengths": "key_value_seq_lengths",
     "window": "local_window_size", "causal": "is_causal",
@@ -34,10 +34,10 @@ def dot_product_attention(
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jax.nn.dot_product_attention`, computed here.
+    """Compute `jax.nn.dot_product_attention` with `attention`.
 
-    It differs where no key is seen: such a row of the result is 0 and its residual -inf, while jax averages the values
-    that it masks. Sums and residuals of float64 are in float64; value may have a head dimension of its own.
+    The result of a query that attends to no key is 0 with residual -inf; jax returns the mean of the masked values.
+    float64 inputs accumulate in float64; the head dimension of value may differ from that of query and key.
 
     Args:
         query: (B, T, N, H) or (T, N, H).
@@ -46,20 +46,20 @@ def dot_product_attention(
         bias: floating, broadcastable to (B, N, T, S), added to the logits.
         mask: bool, broadcastable to (B, N, T, S), True = attend.
         scale: of the logits, default 1 / sqrt(H).
-        is_causal: hide the keys after a query; query 0 sees key 0 (top left), whatever T and S are.
-        query_seq_lengths: int32 (B,): rows of query past them are not computed, and their result is 0.
-        key_value_seq_lengths: int32 (B,): keys past them are not seen.
-        local_window_size: (left, right) or one number for both: query i sees the keys i - left to i + right, also
-            for a negative number, where -1 of `attention` would be no limit.
-        implementation: None, "xla" or "cudnn", as jax takes it; it is the same for all of them.
-        return_residual: also return the logarithm of every row's denominator, which has no gradient.
+        is_causal: query i sees the keys 0 to i (top left), also if T and S differ.
+        query_seq_lengths: int32 (B,): rows of query from this length on are 0 in the result.
+        key_value_seq_lengths: int32 (B,): keys from this length on are not seen.
+        local_window_size: (left, right) or one number for both: query i sees the keys i - left to i + right. Unlike in
+            `attention`, -1 is not "no limit".
+        implementation: None, "xla" or "cudnn", as in jax; it has no effect.
+        return_residual: also return the log-sum-exp of each row, which has no gradient.
 
     Returns:
         The output, (B, T, N, Hv) or (T, N, Hv), or (output, residual), residual (B, T, N) or (T, N) in key's dtype.
 
     Raises:
-        TypeError: as `attention`; for a local_window_size of other than whole numbers.
-        ValueError: as `attention`; for another implementation.
+        TypeError: as `attention`; for a local_window_size that is not of integers.
+        ValueError: as `attention`; for an unknown implementation.
         UnsupportedError: as `attention`.
     """
     if implementation not in IMPLEMENTATIONS:
@@ -73,7 +73,7 @@ def dot_product_attention(
         out, lse = attend("dot_product_attention", {"q": q, "k": k, "v": v}, options)
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError, UnsupportedError):
-            raise  # of jax, about the caller's program
+            raise  # an error of jax about the caller's program
         words = re.compile(rf"\b({'|'.join(NAMES)})\b")
         raise type(error)(words.sub(lambda word: NAMES[word[0]], str(error))) from error
     out = out if batched else out[0]
@@ -86,11 +86,11 @@ def dot_product_attention(
 def _options(
     q: jax.Array, k: jax.Array, is_causal: bool, window: Any, q_lengths: Any, kv_lengths: Any, mask: Any
 ) -> dict[str, Any]:
-    """Masks and lengths as options of `attention`."""
+    """Return masks and lengths as options of `attention`."""
     options: dict[str, Any] = {"causal": "top_left" if is_causal else False}
     for name, lengths, x in (("q_lengths", q_lengths, q), ("kv_lengths", kv_lengths, k)):
         if lengths is not None:
-            options[name] = jnp.clip(jnp.asarray(lengths), 0, x.shape[1])  # jax takes lengths that are too large
+            options[name] = jnp.clip(jnp.asarray(lengths), 0, x.shape[1])  # jax accepts lengths above the maximum
     options["mask"] = None if mask is None else jnp.asarray(mask)
     if window is None:
         return options
@@ -98,8 +98,8 @@ def _options(
     aligned = q.shape[1] == k.shape[1] and q_lengths is None and kv_lengths is None
     if min(left, right) >= 0 and (is_causal or aligned):
         return options | {"window": (left, right)}
-    # Without causal, the window of `attention` starts from the bottom right corner of what the lengths leave, and none
-    # of its sides may be negative.
+    # A window of `attention` is aligned to the bottom right corner unless causal, and a negative side means no limit;
+    # jax's is aligned to the top left, and its sides may be negative: pass it as a mask.
     distance = jnp.arange(k.shape[1]) - jnp.arange(q.shape[1])[:, None]
     seen = (distance >= -left) & (distance <= right)
     options["mask"] = seen if mask is None else options["mask"] & seen
@@ -107,7 +107,7 @@ def _options(
 
 
 def _sides(window: Any) -> tuple[int, int]:
-    """The sides of a window, left and right, each a whole number."""
+    """Return the sides of a window (left, right) as ints."""
     try:
         left, right = window if isinstance(window, (tuple, list)) else (window, window)
         return operator.index(left), operator.index(right)
@@ -119,6 +119,6 @@ def _sides(window: Any) -> tuple[int, int]:
 
 
 def _floating(bias: Any) -> jax.Array:
-    """A bias as `attention` takes it: jax adds one of integers, too."""
+    """Return a bias in a floating dtype; jax also accepts integers."""
     bias = jnp.asarray(bias)
     return bias.astype(jnp.float32) if jnp.issubdtype(bias.dtype, jnp.integer) else bias

@@ -1,8 +1,8 @@
 """Attention on jax arrays with gradients, eager and under jax's transformations.
 
-A call is a step (step.py) with derivatives (derivatives.py). Arrays with contents are computed as in any other call,
-problem -> plan -> backend, on their own memory (DLPack), on a CPU or a GPU. Under tracing, and for arrays that several
-devices share, the step becomes a call of XLA's FFI (primitive.py) in a compiled program.
+A call binds a step primitive (step.py) that has differentiation rules (derivatives.py). On concrete arrays the step
+runs at once, problem -> plan -> backend, on the arrays' own memory (DLPack), on a CPU or a GPU. Under tracing, and for
+arrays on several devices, it is lowered to a call of XLA's FFI in a compiled program (primitive.py).
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ def attention(
 def attention(
     q: JaxArray, k: JaxArray, v: JaxArray, **options: Unpack[PaddedOptions[JaxArray]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`cupy_flash.attention` on jax arrays, with the same arguments and results; see there.
+    """Compute `cupy_flash.attention` on jax arrays, with the same arguments and results.
 
-    Differentiable in both modes, and twice unless both are forward mode, with respect to q, k, v, bias, sink
-    and the floating arrays that score_mod captures, which must be of jax; through out and lse. Works under grad, jvp,
-    hessian, jit, vmap, scan, jax.checkpoint, shard_map, pmap and jax.export. Arrays sharded over batch or heads stay
-    sharded; a sharded sequence is an error that names `ring_attention`.
+    out and lse are differentiable in both modes, and twice except forward over forward mode, with respect to q, k, v,
+    bias, sink and the floating jax arrays that score_mod captures. The call works under grad, jvp, hessian, jit, vmap,
+    scan, jax.checkpoint, shard_map, pmap and jax.export. Arrays sharded over batch or heads stay sharded; for a sharded
+    sequence an error names `ring_attention`.
 
     Args:
-        q: of jax, as are the arrays among the options; NumPy's become jax's.
+        q: a jax or NumPy array, as in `cupy_flash.attention`; the same holds for arrays among the options.
         k: likewise.
         v: likewise.
-        **options: those of `cupy_flash.attention`. Options that are no arrays must have values while jax traces, except
-            on a CPU the numbers scale, softcap and dropout, which have no gradient. The seed of dropout is an int,
-            under jit the same in every call, or an array of one integer of any width, to which 2**64 is added if it is
-            negative.
+        **options: those of `cupy_flash.attention`. Options that are not arrays must be concrete while jax traces; on a
+            CPU scale, softcap and dropout may be traced, without a gradient. The seed of dropout is an int, the same in
+            each call of a jitted function, or an array of one integer of any width; a negative seed counts modulo
+            2**64.
 
     Returns:
         out, or (out, lse), as `cupy_flash.attention`.
 
     Raises:
-        TypeError: as `cupy_flash.attention`; under jit while jax traces.
-        ValueError: likewise; for contents of arrays and traced numbers, which only a compiled program has, XLA's
-            JaxRuntimeError (or a ValueError) with the same text.
+        TypeError: as `cupy_flash.attention`; raised under jit while jax traces.
+        ValueError: likewise. Contents of arrays and traced numbers are checked when the compiled program runs, and
+            then XLA raises JaxRuntimeError (or ValueError) with the same text.
         UnsupportedError: as `cupy_flash.attention`.
     """
     return attend("attention", {"q": q, "k": k, "v": v}, options)
@@ -116,15 +116,15 @@ def attention_varlen(
     max_seqlen_k: int,
     **options: Unpack[PackedOptions[JaxArray]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`cupy_flash.attention_varlen` on jax arrays, differentiable and transformable as `attention` here.
+    """Compute `cupy_flash.attention_varlen` on jax arrays, differentiable and transformable as `attention`.
 
     Args:
         q: (Tq, Hq, D).
         k: (Tk, Hk, D).
         v: (Tk, Hk, Dv).
-        cu_seqlens_q: int32 (B + 1,), as in `cupy_flash.attention_varlen`; traced or not.
+        cu_seqlens_q: int32 (B + 1,), as in `cupy_flash.attention_varlen`; it may be traced.
         cu_seqlens_k: likewise.
-        max_seqlen_q: at least the longest sequence of queries, a number that jax does not trace.
+        max_seqlen_q: an int, at least the longest sequence of queries; it is not traced.
         max_seqlen_k: likewise for keys.
         **options: those of `cupy_flash.attention_varlen`.
 
@@ -148,15 +148,15 @@ def attention_jvp(
     tcaptured: Sequence[JaxArray | None] | None = None,
     **options: Unpack[PaddedOptions[JaxArray]],
 ) -> tuple[jax.Array, ...]:
-    """`cupy_flash.attention_jvp` on jax arrays: `attention` and its derivative in one direction, in one pass.
+    """Compute `cupy_flash.attention_jvp` on jax arrays: `attention` and its directional derivative in one pass.
 
-    `jax.jvp` of `attention` gives the same in a forward and this pass. Differentiable once, in reverse mode.
+    `jax.jvp` of `attention` returns the same after a forward and this pass. Differentiable once, in reverse mode.
 
     Args:
         q: as in `attention`.
         k: likewise.
         v: likewise.
-        tq: the tangent of q, its shape and dtype; None is 0 and costs nothing, here and below.
+        tq: the tangent of q, with its shape and dtype; None means 0 and skips its terms, here and below.
         tk: the tangent of k.
         tv: the tangent of v.
         tbias: the tangent of the option bias.
@@ -188,7 +188,7 @@ def attention_jvp(
 
 
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
-    """out or (out, lse) of the operands, to which those among the options are added."""
+    """Return out or (out, lse) for the operands and the arrays among the options."""
     static, operands, _ = _read(function, operands, options, **sizes)
     results = run(FORWARD, static, operands)
     return (results["out"], results["lse"]) if static.return_lse else results["out"]
@@ -197,7 +197,7 @@ def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) 
 def _read(
     function: str, operands: dict[str, Any], options: Any, **sizes: Any
 ) -> tuple[Static, dict[str, Any], tuple[Any, ...]]:
-    """The static options, all operands by name, and the arrays that mods capture."""
+    """Return the static options, all operands by name, and the arrays that mods capture."""
     settings = Options.of(function, options)
     captured: tuple[Any, ...] = ()
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
@@ -226,7 +226,7 @@ def _read(
 
 
 def seed_words(function: str, seed: Any) -> Any:
-    """A seed array as uint32 (2,), its low and its high word: jax has no 64-bit integers unless they are enabled."""
+    """Return a seed array as uint32 (2,), low word first: by default jax has no 64-bit integers."""
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
         is_key = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         advice = ": of a key, pass jax.random.bits(key)" if is_key else ""
@@ -243,7 +243,7 @@ def seed_words(function: str, seed: Any) -> Any:
 
 
 def _require_number(function: str, name: str, value: Any) -> None:
-    """Raise for a traced option of which a compiled program could not read one real number."""
+    """Raise TypeError unless a traced option is a single real number."""
     real = isinstance(value, jax.Array) and any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer))
     if not real or value.shape != ():
         what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, jax.Array) else repr(value)
@@ -252,7 +252,7 @@ def _require_number(function: str, name: str, value: Any) -> None:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(function: str, name: str, value: Any) -> Any:
-    """A traced number, which may not be differentiated."""
+    """Return a traced number; raises TypeError when it is differentiated."""
     return value
 
 
@@ -261,12 +261,12 @@ def _refuse_gradient(function: str, name: str, primals: Any, tangents: Any) -> A
     raise TypeError(f"{function}: {name} has no gradient: use jax.lax.stop_gradient, or multiply q by it")
 
 
-# A Mod is an argument of transformed functions: its arrays are leaves, its text and numbers are static.
+# A Mod may be an argument of transformed functions: its arrays are pytree leaves, its text and numbers are static.
 jax.tree_util.register_pytree_node(Mod, lambda mod: (mod.arrays, mod.encoded), decoded)
 
 
 def _mod_of_jax(function: str, settings: Options) -> Mod:
-    """The traced mods, whose text is static and whose captured arrays are operands."""
+    """Return the traced mods; their text is static, their captured arrays are operands."""
     mod = mod_of(settings.score_mod, settings.mask_mod)
     for array in mod.arrays:
         if not isinstance(array, jax.Array):
@@ -277,7 +277,7 @@ def _mod_of_jax(function: str, settings: Options) -> Mod:
 
 
 def _operands(function: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Arrays and what jax makes arrays of, such as lists and numbers."""
+    """Return the operands as jax arrays, converted from lists and numbers if need be."""
     operands = {}
     for name, x in given.items():
         try:
@@ -288,7 +288,7 @@ def _operands(function: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_python(value: Any) -> Any:
-    """An option without its array: the same under jit, where jax would trace what is read from it."""
+    """Return an option of NumPy or jax as a Python value; jit would trace operations on a jax array."""
     return np.asarray(value).tolist() if isinstance(value, (jax.Array, np.ndarray, np.generic)) else value
 
 

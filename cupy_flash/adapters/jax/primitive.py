@@ -1,7 +1,7 @@
-"""The call of one device in a compiled program: a primitive that is lowered to XLA's FFI (handler.py).
+"""The primitive for one device's call in a compiled program, lowered to XLA's FFI (handler.py).
 
-On a CPU it has the results alone, on a GPU the workspaces of the plan as further results, whose memory XLA owns. Where
-jaxlib has another major version of the interface, a CPU falls back to jax.pure_callback.
+On a GPU the workspaces of the plan are further results, so that XLA owns their memory. If jaxlib has another major
+version of the FFI, the call runs by jax.pure_callback on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...problem import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
 from . import frame, handler
 from .calls import BACKWARD, CACHED, FORWARD, NUMBERS, Call, parse
 
-local_p = Primitive("cupy_flash_attention")  # on one device
+local_p = Primitive("cupy_flash_attention")
 
 
 def _abstract(*operands: Any, call: str) -> list[Any]:
@@ -76,7 +76,7 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
 
 
 def _allocations_on_gpu(call: Call, avals: Any) -> tuple[list[Any], list[int]]:
-    """As `allocations`, the same on each device that shares the call."""
+    """Return the `allocations` of a call, which must be the same on all GPUs that share it."""
     places = getattr(call.static, "places", None)
     shares = [call] if places is None else [call.on_device(device) for device in places]
     found = []
@@ -90,7 +90,7 @@ def _allocations_on_gpu(call: Call, avals: Any) -> tuple[list[Any], list[int]]:
 
 
 class Recorder:
-    """An owner of arrays that lists what the kernels of a call would write, and has no memory for it."""
+    """An owner of arrays without memory that records what the kernels of a call allocate."""
 
     stream = 0
 
@@ -99,19 +99,19 @@ class Recorder:
         self.arrays: list[Array] = []
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array that is never read, at an aligned address without memory."""
+        """Return an array at an aligned address without memory; it is never read."""
         return Array(256, tuple(shape), contiguous_strides(tuple(shape)), np.dtype(dtype), self.device, "xla", self)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """As Memory.empty of the handler."""
+        """Record an allocation, as `handler.Memory.empty` serves it, and return its array."""
         self.arrays.append(self.array(shape, dtype))
         return self.arrays[-1]
 
 
 def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> tuple[list[Any], list[int]]:
-    """(shape, dtype) of all that the kernels of a call write, in the order of allocation; which of them are results."""
+    """Return (shape, dtype) of each array that the kernels of a call allocate, in order, and the results' indices."""
     problem, posed = call.pose(operands)
-    if call.aliases:  # an append: the caches, and no workspaces
+    if call.aliases:  # an append writes to the caches and has no workspaces
         backends.plan_for(problem)
         return list(call.results(operands).values()), list(range(len(call.aliases)))
     results = call.named(_traced(call.step, problem, posed))
@@ -120,7 +120,7 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
 
 
 def _traced(step: str, problem: Problem, operands: Operands) -> Any:
-    """The results of a step whose kernels do not start."""
+    """Return the results of a step without a launch of its kernels."""
     plan = backends.plan_for(problem)
     if step != DOUBLE_BACKWARD:
         run = {FORWARD: kernels.forward, CACHED: kernels.forward, BACKWARD: kernels.backward, JVP: kernels.jvp}[step]
@@ -136,4 +136,4 @@ local_p.def_abstract_eval(_abstract)
 mlir.register_lowering(local_p, _on_cpu, platform="cpu")
 mlir.register_lowering(local_p, _on_gpu, platform="cuda")
 if frame.unserved() is None:
-    handler.register()  # at import, for programs that jax.export has stored
+    handler.register()  # at import: programs loaded by jax.export call it by name

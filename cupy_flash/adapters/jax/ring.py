@@ -1,8 +1,8 @@
-"""Ring attention for jax: keys and values of a sharded sequence circulate by ppermute, under shard_map.
+"""Ring attention for jax: under shard_map, ppermute circulates the K and V shards of a sequence.
 
 At step s a device has the K and V shards of device - s, attends to them with its own queries and merges the partial
-result. In the backward dK and dV circulate with K and V, in float32 (float64 for float64). Liu, Zaharia and Abbeel,
-Ring Attention with Blockwise Transformers (2023).
+result. In the backward dK and dV circulate with K and V, in float32 (float64 for float64). Source: Liu, Zaharia and
+Abbeel, Ring Attention with Blockwise Transformers (2023).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ UNSERVED = tuple(feature.name for feature in (*features.ARRAYS, *features.MODS) 
 
 
 def ring_positions(length: int, devices: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
-    """The position of each row of the sequence that is cut into the devices' shards, int64 (length,).
+    """Return the position of each row of the sharded sequence, int64 (length,).
 
-    `x[:, ring_positions(...)]`, sharded evenly along its sequence, is what `ring_attention` takes; indexing by
+    Pass `x[:, ring_positions(...)]`, sharded evenly along the sequence, to `ring_attention`; indexing the result with
     `np.argsort` of the positions restores the order.
 
     Args:
-        length: of the whole sequence, a multiple of the devices, for zigzag of twice as many.
+        length: length of the whole sequence, a multiple of `devices`, or of 2 * devices for zigzag.
         devices: number of shards.
         sharding: "zigzag", "contiguous" or "striped": on 4 devices, 16 positions belong to the devices
             0011 2233 3322 1100, 0000 1111 2222 3333, or 0123 0123 0123 0123.
@@ -62,9 +62,9 @@ def ring_attention(
     q: JaxArray, k: JaxArray, v: JaxArray, *, axis_name: str | tuple[str, ...], sharding: Sharding = "zigzag",
     **options: Unpack[RanksOptions[JaxArray]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
-    """`cupy_flash.adapters.jax.attention` of a sequence that is sharded over an axis of a shard_map.
+    """Compute `cupy_flash.adapters.jax.attention` of a sequence that is sharded over an axis of a shard_map.
 
-    Differentiable once, in reverse mode. Shards are of equal length: see `ring_positions`.
+    Differentiable once, in reverse mode. All shards have the same length: see `ring_positions`.
 
     Args:
         q: (B, Sq / devices, Hq, D), the device's rows.
@@ -116,7 +116,7 @@ def _require_even(function: str, length: int, devices: int, sharding: str) -> No
 
 
 def _starts(sharding: str, device: Any, devices: int, size: int) -> tuple[list[Any], int, int]:
-    """The first position of each piece of a device's shard of `size` rows, their step, and the number of pieces."""
+    """Return the first position of each piece of a device's shard of `size` rows, their row step, and their number."""
     if sharding == "striped":
         return [device], devices, 1
     if sharding == "contiguous":
@@ -126,15 +126,15 @@ def _starts(sharding: str, device: Any, devices: int, size: int) -> tuple[list[A
 
 
 class _Pair(NamedTuple):
-    """A piece of the queries and one of the keys, of which some device sees some pair: a call."""
+    """A call: one piece of the queries and one of the keys, not fully masked on every device."""
 
     q_piece: int
     kv_piece: int
-    own: bool  # the keys of the queries' own positions: exactly one such call for every query
+    own: bool  # the keys have the queries' positions; true for one call per query
 
 
 class _Ring(NamedTuple):
-    """A call of ring attention without its arrays."""
+    """The static part of a call of ring attention."""
 
     axis_name: Any
     devices: int
@@ -143,11 +143,11 @@ class _Ring(NamedTuple):
     static: Static
 
     def pieces(self, x: Any) -> list[Any]:
-        """The pieces of a shard of q, k, v or out."""
+        """Return the pieces of a shard of q, k, v or out."""
         return jnp.split(x, 2 if self.sharding == "zigzag" else 1, self.axis)
 
     def schedule(self, q_rows: int, kv_rows: int) -> list[list[_Pair]]:
-        """The calls of each step, the same on all devices; a window may end the ring early."""
+        """Return the calls of each step, the same on all devices; a window may need fewer steps than devices."""
         steps = [self._pairs(step, q_rows, kv_rows) for step in range(self.devices)]
         while len(steps) > 1 and not steps[-1]:
             steps.pop()
@@ -181,7 +181,7 @@ class _Ring(NamedTuple):
         return int(self._mask.offset(q_rows * self.devices, kv_rows * self.devices))
 
     def call(self, step: str, pair: _Pair, at: int, operands: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        """The results of a pair at step `at`, of the operands of the device and the keys present."""
+        """Return the results of `step` for a pair at ring step `at`; `operands` has the k and v of that ring step."""
         q_rows, kv_rows = (operands[name].shape[self.axis] for name in "qk")
         device = jax.lax.axis_index(self.axis_name)
         q_start = _starts(self.sharding, device, self.devices, q_rows)[0][pair.q_piece]
@@ -197,7 +197,7 @@ class _Ring(NamedTuple):
         return run(step, self.static, given)
 
     def rows(self, name: str, x: Any, piece: int) -> Any:
-        """A piece of what the forward saved."""
+        """Return the rows of a piece of an array that the forward saved."""
         pieces = 2 if self.sharding == "zigzag" else 1
         return jnp.split(x, pieces, -1 if name in ("lse", "dlse") else self.axis)[piece]
 
@@ -209,7 +209,7 @@ class _Ring(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """(out, lse)."""
+    """Return (out, lse) of a shard of the queries."""
     q, keys = operands["q"], [operands["k"], operands["v"]]
     schedule = ring.schedule(q.shape[ring.axis], keys[0].shape[ring.axis])
     parts: dict[int, tuple[Any, Any]] = {}
@@ -227,7 +227,7 @@ def _attend(ring: _Ring, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _merge(ring: _Ring, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """`cupy_flash.merge` of two results of the same queries: rounded once, at the end."""
+    """Merge two partial results of the same queries, as `cupy_flash.merge` does, in the dtype of lse."""
     lse = jnp.logaddexp(one[1], other[1])
     finite = jnp.where(jnp.isneginf(lse), 0, lse)  # a row that has seen no key yet
     weights = [jnp.exp(part[1] - finite)[..., None] for part in (one, other)]
@@ -269,7 +269,7 @@ def _differentiate(ring: _Ring, saved: Any, cotangents: tuple[Any, Any]) -> tupl
 
 
 def _add(ring: _Ring, total: Any, part: Any, piece: int) -> Any:
-    """A total with a part added to the rows of a piece."""
+    """Return `total` with `part` added to the rows of a piece."""
     rows = part.shape[ring.axis]
     index = [slice(None)] * total.ndim
     index[ring.axis] = slice(piece * rows, (piece + 1) * rows)

@@ -1,9 +1,9 @@
-"""Sharded attention: batch and heads stay sharded, in the forward and in the backward.
+"""Sharded attention: batch and heads stay sharded in the forward and the backward.
 
-XLA replicates the operands of an opaque call. A custom_partitioning with a rule keeps the shards: the heads of k and v,
-and with each its group of query heads, go to one device. Sums over sequences or heads (gradients of sink, bias and
-captured arrays) are added over the devices. Dropout and mods get the numbers of a shard's first sequence and head, so
-that the bits are those of the whole. A sharded sequence needs communication between the devices: see ring_attention.
+XLA would replicate the operands of an opaque call. A custom_partitioning with a sharding rule keeps them sharded: a
+key/value head and its group of query heads are on one device. Gradients that are sums over sequences or heads (of sink,
+bias and captured arrays) are added over the devices. Dropout and mods get the indices of a shard's first sequence and
+head, so that results do not depend on the sharding. A sharded sequence needs communication: see ring_attention.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .calls import Call, parse
 
 Axes = tuple[str, ...]  # names of mesh axes
-SHARDED = ("q", "k_cache", "v_cache", "k", "v")  # the operands that decide how a call is split, the first one first
+SHARDED = ("q", "k_cache", "v_cache", "k", "v")  # operands whose sharding decides the split, in order of precedence
 
 
 def sharded(bind: Any, *arrays: Any, call: Call) -> Any:
-    """The results of a call, computed shard by shard: `bind` is the call of one device."""
+    """Return the results of a call that runs once per shard; `bind` makes the call of one device."""
     return _partitioned(bind, call.text, tuple(x.shape for x in arrays))(*arrays)
 
 
@@ -56,10 +56,10 @@ def _partitioned(bind: Any, text: str, shapes: tuple[tuple[int, ...], ...]) -> A
 
 @functools.lru_cache
 def example() -> Any:
-    """A program with a sharding rule, a parameter of primitives that are lowered to one.
+    """Return a jaxpr with a custom_partitioning, to be passed as a parameter of a primitive that is lowered to one.
 
-    jax tells the lowering of custom_partitioning its devices if it finds that primitive in the program or in the
-    parameters of what the program calls.
+    jax gives the lowering of custom_partitioning its devices only if it finds that primitive in the program or in the
+    jaxprs among the parameters of the program's primitives.
     """
     same = custom_partitioning(lambda x: x)
     same.def_partition(lambda *_: None, sharding_rule="i -> i")  # never run
@@ -67,32 +67,32 @@ def example() -> Any:
 
 
 def explicit_mesh(types: Any) -> Any:
-    """The mesh of the first operand with axes that are explicit in its type; a constant has none."""
+    """Return the mesh of the first operand whose type has explicit axes; None without one."""
     return next((x.sharding.mesh for x in types if x.sharding.mesh.explicit_axes), None)
 
 
 def types_of_results(call: Call, mesh: Any, operands: Any) -> tuple[Any, ...]:
-    """The shardings of the results for operands of a mesh whose axes are explicit in their types."""
+    """Return the shardings of the results, for operands whose types have explicit axes of the mesh."""
     results = call.results(dict(zip(call.names, operands, strict=True)))
     shapes = [jax.ShapeDtypeStruct(*described) for described in results.values()]
     return _split(call, mesh, operands).shardings(call.result_names, shapes)
 
 
 def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Shardy's rule of a call: which dimensions of operands and results are sharded alike.
+    """Return Shardy's rule for a call, in which dimensions that are sharded alike share a factor.
 
-    The heads of q are (g r), r = Hq // Hk query heads of each of the g key/value heads: were they factors of their own,
-    a query head would meet the keys of another group.
+    The query heads are the factors (g r): r = Hq // Hk heads for each of the g key/value heads. With a factor of their
+    own, a device could get query heads and key/value heads of different groups.
     """
     sizes = call.sizes(shapes)
     group = sizes.get("h", sizes["g"]) // sizes["g"]
-    whole: list[str] = ["r"] if group > 1 else []  # factors that stay on one device
+    whole: list[str] = ["r"] if group > 1 else []  # factors that are not sharded
 
     def factors(name: str, shape: tuple[int, ...]) -> str:
         written = []
         for letter, size in zip(call.axes(name, len(shape)), shape, strict=True):
             if sizes.get(letter) != size:
-                letter = f"w{len(whole)}"  # no axis of q, k or v, or one that broadcasts
+                letter = f"w{len(whole)}"  # an axis that q, k and v lack, or one of size 1
             if letter not in "bghij":
                 whole.append(letter)
             written.append(("(g r)" if group > 1 else "g") if letter == "h" else letter)
@@ -104,41 +104,41 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         factors(name, shape) for name, (shape, _) in zip(call.result_names, call.results(avals).values(), strict=True)
     )
     written = f"{operands} -> {results}"
-    in_order = dict.fromkeys(re.findall(r"\w+", written))  # as Shardy lists them
+    in_order = dict.fromkeys(re.findall(r"\w+", written))  # Shardy wants factors in order of appearance
     sized = {"r": group} if group > 1 else {}
     return {"sharding_rule": written, "need_replication_factors": tuple(x for x in in_order if x in whole), **sized}
 
 
 class _Split(NamedTuple):
-    """How a call is split: the axes of the mesh over which its batch and its key/value heads are sharded."""
+    """The mesh axes over which the batch and the key/value heads of a call are sharded."""
 
     mesh: Any
     call: Any
-    sizes: dict[str, int]  # sizes of the unsharded axes, by letter
+    sizes: dict[str, int]  # {axis letter: size before sharding}
     batch: Axes
     heads: Axes
 
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[Axes | None, ...]:
-        """The axes of the mesh for each dimension of an operand or result."""
+        """Return the mesh axes of each dimension of an operand or result."""
         axes = {"b": self.batch, "h": self.heads, "g": self.heads}
         letters = self.call.axes(name, len(shape))
         whole = zip(letters, shape, strict=True)
         return tuple((axes.get(x) or None) if self.sizes.get(x) == size else None for x, size in whole)
 
     def shardings(self, names: tuple[str, ...], arrays: Any) -> tuple[Any, ...]:
-        """The shardings of operands or results."""
+        """Return the shardings of operands or results."""
         return tuple(
             NamedSharding(self.mesh, PartitionSpec(*self.spec(name, x.shape)))
             for name, x in zip(names, arrays, strict=True)
         )
 
     def missing(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """The axes of the mesh over which a result is a sum: those of the call that do not shard it."""
+        """Return the mesh axes over which a result must be summed: those of the call that do not shard it."""
         present = {axis for axes in self.spec(name, shape) for axis in axes or ()}
         return tuple(axis for axis in (*self.batch, *self.heads) if axis not in present)
 
     def first(self) -> Any:
-        """The numbers of a shard's first sequence and first query head, int32 (2,)."""
+        """Return the indices of a shard's first sequence and first query head, int32 (2,)."""
         places = []
         for letter, axes in (("b", self.batch), ("h", self.heads)):
             index = jax.lax.axis_index(axes) if axes else 0
@@ -146,7 +146,7 @@ class _Split(NamedTuple):
         return jnp.asarray(places, jnp.int32)
 
     def places(self) -> dict[str, list[int]]:
-        """The numbers of `first` of each device, by its process and its ordinal: the host reads no memory of a GPU."""
+        """Return `first` of each device by "<process>:<ordinal>", at compile time: the host reads no GPU memory."""
         places = {}
         for index, device in np.ndenumerate(self.mesh.devices):
             at = dict(zip(self.mesh.axis_names, index, strict=True))
@@ -164,7 +164,7 @@ class _Split(NamedTuple):
 
 
 def _split(call: Call, mesh: Any, operands: Any) -> _Split:
-    """How q, k and v are sharded; ValueError for a sharded sequence."""
+    """Return the split that the shardings of q, k and v imply; ValueError if a sequence is sharded."""
     named = dict(zip(call.names, operands, strict=True))
     sizes = call.sizes({name: x.shape for name, x in named.items()})
     given: dict[str, Axes] = {}
@@ -183,20 +183,20 @@ def _split(call: Call, mesh: Any, operands: Any) -> _Split:
 
 
 def _spec_of(x: Any) -> tuple[Axes, ...]:
-    """The axes of the mesh for each dimension of an operand; none for one that is replicated."""
+    """Return the mesh axes of each dimension of an operand; () for one that is replicated."""
     spec = getattr(x.sharding, "spec", ())
     return tuple(() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec)
 
 
 def _dividing(axes: Axes, size: int, mesh: Any) -> Axes:
-    """The axes if they divide a size evenly, else the first ones that do."""
+    """Return the longest prefix of the axes whose number of devices divides a size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
 
 
 def _shard(bind: Any, call: Call, split: _Split, missing: tuple[Axes, ...], *arrays: Any) -> Any:
-    """The results of one device from its shards."""
+    """Return the results of one device's call on its shards."""
     if call.reads_place:
         static = call.static._replace(whole_heads=split.sizes["h"])
         if split.mesh.devices.flat[0].platform == "gpu":

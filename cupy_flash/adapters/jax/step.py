@@ -1,7 +1,7 @@
-"""A step as a primitive: computed at once where its arrays have contents, else part of the program that jax traces.
+"""The primitive for a step of attention: evaluated at once on concrete arrays, traced into a program otherwise.
 
-vmap folds its axis into the batch or the heads (folding.py), and sharded arrays become a call per shard (sharding.py).
-derivatives.py has the rules of differentiation: a primitive, as jax drops the rules of custom_jvp in a scan.
+vmap folds its axis into the batch or the heads (folding.py); sharded arrays become one call per shard (sharding.py);
+derivatives.py has the differentiation rules. It is a primitive because jax drops the rules of custom_jvp in a scan.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ step_p = Primitive("cupy_flash_step")
 
 
 def run(step: str, static: Static, operands: dict[str, Any]) -> dict[str, Any]:
-    """The results of a step of attention by name."""
+    """Return the results of a step of attention by name."""
     return bind(Call(step, static, tuple(operands)), operands)
 
 
 def bind(call: Any, operands: dict[str, Any]) -> dict[str, Any]:
-    """The results of a call by name."""
+    """Return the results of a call by name."""
     arrays = _varying_alike([operands[name] for name in call.names])
     return dict(zip(call.result_names, bind_primitive(step_p, *arrays, call=call.text), strict=True))
 
 
 def bind_primitive(primitive: Primitive, *arrays: Any, call: str) -> Any:
-    """The results of a primitive of which a compiled program makes a call for each shard."""
+    """Bind a primitive that a compiled program runs once per shard, and return its results."""
     return primitive.bind(*arrays, call=call, partitions=sharding.example())
 
 
 def refuse_derivative(function: str) -> NoReturn:
-    """Raise for a derivative of a function beyond those that it has."""
+    """Raise NotImplementedError for a derivative of higher order than `function` has."""
     raise NotImplementedError(f"{function}: there is no derivative of this order")
 
 
 def typed_like(gradient: Any, operand: Any) -> Any:
-    """A gradient that varies and is sharded as its operand: summed over the devices that share the operand."""
+    """Return a gradient with its operand's sharding, summed over the devices that share the operand."""
     shared = tuple(_varying(gradient) - _varying(operand))
     gradient = jax.lax.psum(gradient, shared) if shared else gradient
     given, expected = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
@@ -56,14 +56,14 @@ def typed_like(gradient: Any, operand: Any) -> Any:
 
 
 def _varying(x: Any) -> frozenset[Any]:
-    """The mesh axes of a shard_map over which an array varies: jax before 0.10 calls them vma."""
+    """Return the mesh axes of a shard_map over which an array varies; jax before 0.10 calls them vma."""
     aval = jax.typeof(x)
     axes: frozenset[Any] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     return axes
 
 
 def _varying_alike(arrays: Any) -> Any:
-    """Operands that vary over the same mesh axes of a shard_map: one that some devices share becomes each's own."""
+    """Return the operands cast to vary over the same mesh axes of a shard_map."""
     varying: list[frozenset[Any]] = [_varying(x) for x in arrays]
     union: frozenset[Any] = frozenset().union(*varying)
     return [
@@ -73,13 +73,13 @@ def _varying_alike(arrays: Any) -> Any:
 
 
 def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
-    """The results for arrays with contents, on their own memory if it is that of one device."""
+    """Return the results for concrete arrays: on their own memory, or by a compiled program for several devices."""
     parsed = parse(call)
     operands = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in zip(parsed.names, arrays, strict=True)
     }
     if parsed.aliases or any(len(x.devices()) > 1 for x in operands.values()):
-        with jax.disable_jit(False):  # or the primitive would call itself
+        with jax.disable_jit(False):  # with jit disabled, the primitive would call itself
             return _program(call)(*operands.values())
     _require_one_device(parsed.static.function, operands)
     results = {name: result.result() for name, result in parsed.run(operands, []).items()}
@@ -89,12 +89,12 @@ def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _program(call: str) -> Any:
-    """The compiled program of a call, which writes to the buffers of what it appends to."""
+    """Return the compiled program of a call; it donates the caches of an append."""
     return jax.jit(functools.partial(bind_primitive, step_p, call=call), donate_argnums=tuple(parse(call).aliases))
 
 
 def _require_one_device(function: str, operands: dict[str, Any]) -> None:
-    """Raise if arrays are committed to different devices: those of jax on a CPU share their memory."""
+    """Raise ValueError for arrays on different devices; those of jax on a CPU share memory, so pointers do not tell."""
     devices: dict[Any, list[str]] = {}
     for name, x in operands.items():
         if x.committed:
@@ -105,7 +105,7 @@ def _require_one_device(function: str, operands: dict[str, Any]) -> None:
 
 
 def _require_numbers(function: str, results: dict[str, Any]) -> None:
-    """Raise what jax raises under jax_debug_nans, which sees only the operations of jax itself."""
+    """Raise FloatingPointError for a NaN under jax_debug_nans, which by itself checks only jax's own operations."""
     if jax.config.jax_debug_nans:
         invalid = [name for name, x in results.items() if jnp.isnan(x).any()]
         if invalid:
@@ -113,7 +113,7 @@ def _require_numbers(function: str, results: dict[str, Any]) -> None:
 
 
 def _abstract(*operands: Any, call: str, **_: Any) -> Any:
-    """The types of the results; raises what the call would raise for its shapes, dtypes and options."""
+    """Return the types of the results; raises the errors of the call about shapes, dtypes and options."""
     parsed = parse(call)
     if parsed.step in (FORWARD, JVP):
         _check(parsed, operands)
@@ -121,7 +121,7 @@ def _abstract(*operands: Any, call: str, **_: Any) -> Any:
 
 
 def types(call: Any, operands: Any) -> list[Any]:
-    """The types of the results of a call, varying as its operands do; sharded where axes of the mesh are explicit."""
+    """Return the types of the results of a call, with shardings if the operands' mesh has explicit axes."""
     shapes = call.results(dict(zip(call.names, operands, strict=True))).values()
     mesh = sharding.explicit_mesh(operands)
     if mesh is None:
@@ -136,21 +136,21 @@ def types(call: Any, operands: Any) -> list[Any]:
 
 
 def _check(call: Call, operands: Any) -> None:
-    """Raise what the call would raise for its shapes, dtypes and options, or if no engine serves it."""
+    """Raise the errors of the call about shapes, dtypes and options, or that no engine serves it."""
     named = zip(call.names, operands, strict=True)
     problem, _ = call.pose({name: _stand_in(x) for name, x in named if name not in NUMBERS})
     backends.plan_for(problem)
 
 
 def _stand_in(x: Any) -> Array:
-    """An array of zeros of a tracer's shape and dtype, in the memory of one element."""
+    """Return zeros with a tracer's shape and dtype, all of which share the memory of one element."""
     array = as_array(np.broadcast_to(np.zeros((), x.dtype), x.shape), "operand")
     array.framework = "jax"
     return array
 
 
 def _lowered(*arrays: Any, call: str, **_: Any) -> Any:
-    """The results in a compiled program, a call for each shard."""
+    """Return the results within a compiled program, with one call per shard."""
     parsed = parse(call)
     compute = functools.partial(sharding.sharded, local_p.bind, call=parsed)
     types = [jax.typeof(x) for x in arrays]

@@ -24,14 +24,14 @@ MEASURED: str | None = None
 
 
 def step(problem: Problem) -> ModuleType:
-    """The module with the problem's tiles, cost model and launches."""
+    """Return the module with the problem's tiles, cost model and launches."""
     if dtype_name(problem.dtype) == FP8:
         return forward_fp8
     return backward if problem.backward else forward
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """The engine refuses GPUs other than sm_90a and rows that TMA cannot load."""
+    """Return reasons against GPUs other than sm_90a, other dtypes, head dimensions, and rows that TMA cannot load."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if device.backend in BACKENDS and device.arch != ARCH:
@@ -58,30 +58,30 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> Sequence[Any]:
-    """The tiles of the forward, the backward or the fp8 forward."""
+    """Return the tiles of the forward, the backward or the fp8 forward."""
     return step(problem).tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
-    """The cost by the model of the forward, the backward or the fp8 forward."""
+    """Return the predicted seconds of the forward, the backward or the fp8 forward."""
     return step(problem).seconds(problem, pairs, device, tile)
 
 
 def alike(tile: Any) -> object:
-    """The tile without ping-pong and multicast: the cost model gives them no benefit at any length."""
+    """Return the tile without ping-pong and multicast, to which the cost model gives no benefit at any length."""
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 
 def threads(device: Device, tile: Any, cost: float) -> int:
-    """The threads of all warpgroups, producer included."""
+    """Return the threads per block, those of the producer warpgroup included."""
     return tile.threads
 
 
 def workspaces(problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The workspaces of the forward, the backward or the fp8 forward."""
+    """Return the workspaces of the forward, the backward or the fp8 forward."""
     return step(problem).workspaces(problem, tile, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
-    """The launches of the forward, the backward or the fp8 forward."""
+    """Return the launches of the forward, the backward or the fp8 forward."""
     return step(problem).launches(problem, device, tile)

@@ -26,20 +26,20 @@ from .hopper import (
     columns,
 )
 
-WARPGROUPS = 2  # consumers; the block has one more, the producer
-# Limit of live registers per thread across a mainloop step. The static gate finds no spill up to it.
+WARPGROUPS = 2  # consumer warpgroups; the block has a producer warpgroup as well
+# Maximum live registers per thread across a mainloop step; bench/results/static.json shows no spills up to it.
 LIVE = 200
 LIVE_OF_SCORES = 32  # added if the scores are modified or densely masked
 LIVE_OF_ANOTHER = 16  # added per feature (score modification, dense mask, dropout) beyond the first
 
-# Cost model beyond hopper.py's, per SM and clock.
+# Cost model in addition to hopper.py's, per SM and clock.
 ADDED_BYTES = 16  # bandwidth of red to global memory
-INSTRUCTIONS = 8  # per score, beside its exponential
+INSTRUCTIONS = 8  # per score, without its exponential
 LANES = 128
 
 
 class Tile(NamedTuple):
-    """Keys of a block, and the queries of a mainloop step."""
+    """Number of keys of a block and of queries of a mainloop step."""
 
     block_q: int
     block_kv: int
@@ -48,24 +48,24 @@ class Tile(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Warpgroups that share a 64-row slice of keys."""
+        """Number of warpgroups that share a 64-row slice of keys."""
         return WARPGROUPS * WARPGROUP_ROWS // self.block_kv
 
     @property
     def dq_shares(self) -> int:
-        """Warpgroups that share a 64-row slice of queries when computing dQ."""
+        """Number of warpgroups that share a 64-row slice of queries for dQ."""
         return WARPGROUPS * WARPGROUP_ROWS // self.block_q
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and the producer warpgroup."""
+        """Threads per block: the consumer and the producer warpgroups."""
         return 128 * (WARPGROUPS + 1)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory.
+    """Return the tiles that fit registers and shared memory.
 
-    block_kv 64, where warpgroups share keys at a loss, only if 128 is not legal.
+    block_kv 64, with which warpgroups share keys and repeat work, is only used if 128 does not fit.
     """
     for block_kv in (128, 64):
         legal = [
@@ -81,7 +81,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks times the time of one block. Exponentials are not hidden: warpgroups synchronise every step."""
+    """Return predicted seconds: waves of blocks x time of one block. Exponentials do not overlap with wgmma."""
     k, v = _padded(problem, tile)
     sums = (columns(problem.head_dim) if tile.shares == 1 else k) + (
         columns(problem.head_dim_v) if tile.shares == 1 else v
@@ -91,8 +91,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     products = elements * (score_dims + sums + k) / MULTIPLY_ADDS
     work = elements * (1 / EXPONENTIALS + INSTRUCTIONS / LANES)
     loaded = 2 * tile.block_q * (k + v)
-    # Shared-memory reads per warpgroup: both operands of S and dP, of dQ, and of dK and dV; the left operand of the
-    # last two is in registers unless keys are shared.
+    # Shared-memory reads per warpgroup are both operands of S and dP, of dQ, and of dK and dV; the left operand of
+    # the last two is in registers unless warpgroups share keys.
     read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * score_dims
     read += 2 * tile.block_kv * (WARPGROUP_ROWS + k // tile.dq_shares)
     read += 2 * tile.block_q * (sums // tile.shares + (2 * WARPGROUP_ROWS if tile.shares > 1 else 0))
@@ -106,12 +106,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The delta and lse2 of rows, the sums of dQ, and for a deterministic backward the turns of blocks."""
+    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns."""
     return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The backward, the kernels of mma and simt for bias and captured arrays, and the row kernels around them."""
+    """Return the launches: row kernels, the backward, and the kernels of mma and simt for bias and captured arrays."""
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -132,13 +132,13 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """(D, Dv) rounded up to whole panels per sharing warpgroup; DIM and DIM_V in backward.cuh."""
+    """Return (D, Dv) rounded up to whole panels per sharing warpgroup, as DIM and DIM_V in wgmma/backward.cuh."""
     k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
     return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
 
 
 def _live(problem: Problem, tile: Tile) -> int:
-    """Registers per thread that hold S, dP, dK and dV, plus those that the options need."""
+    """Return the registers per thread for S, dP, dK and dV, plus those for the options."""
     sums = (
         columns(dim) if tile.shares == 1 else padded // tile.shares
         for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
@@ -154,10 +154,10 @@ def _live(problem: Problem, tile: Tile) -> int:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory.
+    """Return the bytes of shared memory.
 
-    K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and delta
-    and, under a mask_mod, of the record of a tile, and a full/empty mbarrier pair per slot.
+    It holds K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and
+    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot.
     """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)

@@ -14,7 +14,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences, with_mods
+from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     CACHE_BYTES,
     CLEAR,
@@ -31,56 +31,61 @@ from .hopper import (
     needs_registers,
 )
 
-# Limit of registers per thread for S, P and O, by consumer warpgroups: plain; persistent or ping-pong, with a mask that
-# has an edge and without; with options that need registers (needs_registers). The static gate finds no spill up to it.
+# Maximum registers per thread for S, P and O, by the number of consumer warpgroups: (plain; persistent or ping-pong
+# with a mask that has an edge; the same without an edge; with options, see needs_registers). bench/results/static.json
+# shows no spills up to these limits.
 LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
-# Keys of a step. With options, tiles of more than 128 spill within LIVE. Tiles of 176 would gain 0.2 % by bench.cycles
-# at D 128, but spill 8 bytes with a sink or in a shard, and more at D 96 or if they are persistent.
+# Keys of a mainloop step. With options, tiles of more than 128 spill within LIVE. By bench/cycles.py, tiles of 176
+# would gain 0.2 % at D 128, but they spill 8 bytes with a sink or in a shard, and more at D 96 or if they are
+# persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
-LIVE_OF_WALK = 40  # added under a mask_mod: the producer keeps registers to classify tiles, and masking needs more
-# Above this many registers for S, P and O the kernel reloads the sequence instead of keeping it.
+# Added with a mask_mod, for which the producer keeps registers and masking needs some: by the number of keys, and for a
+# persistent or ping-pong tile.
+FEW_KEYS = 96
+LIVE_OF_FEW_KEYS, LIVE_OF_MANY_KEYS, LIVE_OF_TURNS = 4, 40, 8
+# With more registers than this for S, P and O, the kernel reloads the sequence's record instead of holding it.
 RELOAD_ABOVE = {2: 180, 3: 100}
-# The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu): by bench.cycles this
-# shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens those of up to 96 keys.
+# The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By bench/cycles.py this
+# shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens steps of up to 96 keys.
 EXPONENTIALS_FIRST = True
-# Cost model beyond hopper.py's. With these two the cost of a step is in proportion to that of bench.cycles within 2 %,
-# for 128 queries and 64 to 144 keys at D 128: shared memory takes time before it is the bottleneck.
+# Cost model in addition to hopper.py's. With these two numbers the costs of steps have the ratios that bench/cycles.py
+# finds, within 2 %, for 128 queries and 64 to 144 keys at D 128. Shared memory costs time before it is the bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
 TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
-# Clocks beyond them: of the start of a block, and of the load of Q in a persistent grid, which waits until O has been
-# stored unless O has a buffer.
+# Further clocks: the start of a block, and in a persistent grid the load of Q, which waits for the store of O unless O
+# has a buffer.
 BLOCK, LOAD_Q = 2000, 1000
 WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
 class Tile(NamedTuple):
-    """Queries of a block, keys of a mainloop step, and how blocks and warpgroups work together."""
+    """Queries of a block, keys of a mainloop step, and the schedule of blocks and warpgroups."""
 
     block_q: int
     block_kv: int
     stages: int
-    persistent: bool  # one block per SM, which computes several tiles
+    persistent: bool  # one block per SM, which loops over query tiles
     takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
-    paired: bool  # clusters of two blocks with neighbouring query tiles multicast K and V, where the lengths allow it
-    o_buffer: bool = False  # O is staged in shared memory of its own, not in that of Q, which can then load earlier
+    paired: bool  # two blocks with neighbouring query tiles multicast K and V, if the lengths allow it
+    o_buffer: bool = False  # O has a buffer of its own instead of Q's, so that the next Q loads earlier
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups; the block has one more, the producer."""
+        """Number of consumer warpgroups; the block has a producer warpgroup as well."""
         return self.block_q // WARPGROUP_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and the producer warpgroup."""
+        """Threads per block: the consumer and the producer warpgroups."""
         return 128 * (self.warpgroups + 1)
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory.
+    """Return the tiles whose S, P and O fit the registers, each with as many pipeline stages as fit shared memory.
 
-    In a persistent grid a buffer for O comes before a third stage: Q of the next tile loads under the epilogue.
+    In a persistent grid a buffer for O is preferred to a third stage: it lets the next Q load during the epilogue.
     """
     legal = []
     options = needs_registers(problem)
@@ -91,8 +96,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
         kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
-        live_in_mods = max(live_in_loads(problem, block_kv), LIVE_OF_WALK if problem.mask_mod else 0)
-        live = _live(problem, block_kv) + live_in_mods
+        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        if problem.mask_mod:
+            live += LIVE_OF_FEW_KEYS if block_kv <= FEW_KEYS else LIVE_OF_MANY_KEYS
+            live += LIVE_OF_TURNS if persistent or takes_turns else 0
         if live > limits[kind] or block_kv > most_keys:
             continue
         shapes = (
@@ -105,47 +112,48 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks times the time of one block.
+    """Return predicted seconds: waves of blocks x time of one block.
 
-    wgmma and exponentials are added, not overlapped, as published kernels of this kind come near the sum; shared memory
-    costs time before it is the bottleneck, too. Ping-pong and multicast get no benefit until measured on a GPU.
+    The times of wgmma and exponentials are added, because published kernels of this kind are close to the sum, plus a
+    share of the shared-memory time. Ping-pong and multicast get no benefit, since they are not measured on a GPU yet.
     """
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = 2 * tile.block_kv * dims
-    # Per step, each warpgroup's wgmma read the K and V tiles and its rows of Q from shared memory.
+    # Per step, the wgmma of each warpgroup read the K and V tiles and its rows of Q from shared memory.
     read = tile.warpgroups * loaded + 2 * tile.block_q * problem.head_dim
     shared = (loaded + read) / SHARED_BYTES
     clocks = max(elements * (dims / MULTIPLY_ADDS + 1 / EXPONENTIALS), shared, loaded / CACHE_BYTES)
     clocks += SHARED_WEIGHT * shared + STEP
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
-    # The mean over query tiles; an edge cuts fewer steps if the sizes of tiles have a common divisor.
+    # The mean number of extra keys per query tile: a mask edge cuts fewer steps if tile sizes have a common divisor.
     edge = problem.mask.edges * math.gcd(tile.block_q, tile.block_kv) / 2
     steps = (visited - edge) / tile.block_kv if problem.mask.edges else -(-visited // tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0
     if tile.persistent:
         clear = CLEAR * _draws_tiles(problem, tile)
-        # Tiles of unequal cost, drawn dynamically and the longest first, leave no partial last wave.
+        # A dynamic tile scheduler with the longest tiles first leaves no partial last wave.
         waves = max(blocks / device.units, 1.0) if problem.mask.edges else waves
     block = 0 if tile.o_buffer else LOAD_Q if tile.persistent else BLOCK
     return waves * ((max(steps, 1) + TILE_STEPS) * clocks + block) / CLOCK + clear
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """The counter from which the blocks of a persistent grid draw tiles of unequal cost."""
+    """Return the counter of the dynamic tile scheduler, if tiles have unequal costs."""
     return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * _draws_tiles(problem, tile)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The forward, after the kernel that clears the counter from which blocks draw tiles."""
-    # A bucket of lengths shares its tile, and not all of them have an even number of query tiles.
+    """Return the launch of the forward, after one that clears the counter of a dynamic tile scheduler."""
+    # All lengths of a bucket share a tile, but some may have an odd number of query tiles, without a pair.
     multicasts = tile.paired and _visit_alike(problem, tile.block_q)
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
         "PERSISTENT": tile.persistent,
         "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
@@ -178,7 +186,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _draws_tiles(problem: Problem, tile: Tile) -> bool:
-    """Whether the blocks of a persistent grid draw tiles from a counter: where tiles differ in cost."""
+    """Whether a persistent grid has a dynamic tile scheduler, because tiles differ in cost."""
     return tile.persistent and _is_positional(problem)
 
 
@@ -193,12 +201,12 @@ def _visit_alike(problem: Problem, block_q: int) -> bool:
 
 
 def _live(problem: Problem, block_kv: int) -> int:
-    """Registers of a thread for S, P and O."""
+    """Return the registers per thread for S, P and O."""
     return block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
 
 
 def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
-    """True if S, P and O leave few registers, and the sequence does not depend on the batch entry."""
+    """Whether the kernel reloads the sequence's record: few registers are left, and all sequences have the same one."""
     same = not (problem.has_lengths or problem.shard)
     return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
@@ -206,18 +214,20 @@ def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
 def _is_stored_in_boxes(problem: Problem) -> bool:
     """Whether O is stored with TMA.
 
-    Not for packed batches, where a box would overwrite the next sequence, nor for rows that are not 16-byte aligned.
+    It is not for packed batches, where a box would overwrite the next sequence, and rows that are not 16-byte aligned.
     """
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory.
+    """Return the bytes of shared memory.
 
-    Q (reused to stage O for the TMA store, unless it has a buffer), stages x (K + V), the buffer, a full/empty mbarrier
-    pair for Q and for each K and V, the records of tiles of keys under a mask_mod, and the tile record.
+    It holds Q (reused to stage O for the TMA store unless O has a buffer), stages x (K + V), the buffer of O, a
+    full/empty mbarrier pair for Q and for each K and V, the records of key tiles with a mask_mod, the staged values of
+    the keys of stages + 1 tiles, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
+    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
     q_and_o = 2 * tile.block_q * (k + v if tile.o_buffer else max(k, v))
     return q_and_o + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages) + records + WORK_BYTES

@@ -1,4 +1,4 @@
-"""The Hopper forward for fp8 (e4m3): legal tiles, cost model and launches. A first kernel transposes V."""
+"""The Hopper forward for fp8 (e4m3), after a kernel that transposes V: legal tiles, cost model and launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants, is_modified
-from ..shared import known_constants, nonempty, sequences, with_mods
+from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -30,40 +30,40 @@ from .hopper import (
     needs_registers,
 )
 
-WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of a TMA box of Q and K, and of V^T: fp8.cuh
-ROW = 16  # head dimensions are a multiple: TMA needs rows aligned to 16 bytes
+WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of TMA boxes, as in wgmma/fp8.cuh
+ROW = 16  # divisor of head dimensions, because TMA needs rows aligned to 16 bytes
 
-# Limit of registers per thread, by consumer warpgroups: of O and the softmax, without and with options that need
-# registers (needs_registers); and of S, P, O and a part of P V in flight together. The static gate finds no spill up to
-# it. Tiles of 192 keys spill.
+# Maximum registers per thread by consumer warpgroups: LIVE for O and the softmax, without and with options that need
+# registers (needs_registers); LIVE_IN_SUMS for S, P, O and a part of P V in flight together. Up to these limits nothing
+# spills (bench/results/static.json). Tiles of 192 keys spill.
 LIVE = {2: (232, 200), 3: (144, 120)}
 LIVE_IN_SUMS = {2: 200, 3: 112}
-# e4m3 ends at 448 = 2^8.8 and is subnormal below 2^-6, so P is scaled up to 2^8 at the row max; lazy rescaling lets it
-# grow by another 2^0.8.
+# The largest e4m3 is 448 = 2^8.8, and numbers below 2^-6 are subnormal, so P is scaled to 2^8 at the row max; lazy
+# rescaling lets it grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
 
 
 class Tile(NamedTuple):
-    """Queries of a block, keys of a mainloop step, and the columns of O that are summed apart."""
+    """Queries of a block, keys of a mainloop step, stages, and columns of O per P V wgmma."""
 
     block_q: int
     block_kv: int
     stages: int
-    sum_columns: int  # columns of O per P V wgmma, accumulated separately and then added to O
+    sum_columns: int  # columns of O per P V wgmma, which has its own accumulator that is then added to O
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups; the block has one more, the producer."""
+        """Number of consumer warpgroups; the block has a producer warpgroup as well."""
         return self.block_q // WARPGROUP_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and the producer warpgroup."""
+        """Threads per block: the consumer and the producer warpgroups."""
         return 128 * (self.warpgroups + 1)
 
 
 def refusals(problem: Problem) -> list[str]:
-    """Reasons specific to fp8, beyond those of the engine."""
+    """Return the reasons specific to fp8 why the engine cannot serve a problem."""
     reasons = ["fp8 has no gradients"] if problem.backward else []
     odd = [dim for dim in {problem.head_dim, problem.head_dim_v} if dim % ROW]
     if odd:
@@ -72,7 +72,7 @@ def refusals(problem: Problem) -> list[str]:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose S, P and O fit the registers, each with the most pipeline stages that fit shared memory."""
+    """Return the tiles whose S, P and O fit the registers, each with as many pipeline stages as fit shared memory."""
     legal = []
     options = needs_registers(problem)
     modified = is_modified(problem) or problem.dense_mask is not None
@@ -91,11 +91,11 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Waves of blocks times the time of one block, with twice the 16-bit wgmma rate, plus the transposition of V."""
+    """Return predicted seconds: waves x time of a block, with twice the 16-bit wgmma rate, plus the transpose of V."""
     dims = problem.head_dim + columns(problem.head_dim_v)
     elements = tile.block_q * tile.block_kv
     loaded = tile.block_kv * dims
-    # Per step, each warpgroup's wgmma read the K and V^T tiles and its rows of Q from shared memory.
+    # Per step, the wgmma of each warpgroup read the K and V^T tiles and its rows of Q from shared memory.
     read = tile.warpgroups * loaded + tile.block_q * problem.head_dim
     clocks = max(
         elements * (dims / (2 * MULTIPLY_ADDS) + 1 / EXPONENTIALS),
@@ -111,9 +111,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """V^T, with whole tiles of keys along its rows.
+    """Return the workspace of V^T, whose rows are whole tiles of keys.
 
-    Each sequence of a packed batch begins with a tile of its own (vt.cuh). The dtype is uint8, as not every library has
+    Each sequence of a packed batch starts a new tile (wgmma/vt.cuh). The dtype is uint8, because not every library has
     8-bit floats.
     """
     packed = problem.layout == "thd"
@@ -125,12 +125,13 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """The transpose of V, then the forward."""
+    """Return the launches of the transpose of V and of the forward."""
     constants: dict[str, Constant] = fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
         "PINGPONG": False,
         "O_BUFFER": False,
         "SUM_COLUMNS": tile.sum_columns,
@@ -161,13 +162,14 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory.
+    """Return the bytes of shared memory.
 
-    Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), a full/empty mbarrier pair for Q and for each
-    K and V^T, and the records of tiles of keys under a mask_mod.
+    It holds Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), a full/empty mbarrier pair for Q and
+    for each K and V^T, the records of key tiles with a mask_mod, and the staged values of the keys of stages + 1 tiles.
     """
     qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
     out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
     keys = tile.block_kv * (qk + columns(problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
+    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
     return tile.block_q * max(qk, out) + tile.stages * keys + 16 * (1 + 2 * tile.stages) + records

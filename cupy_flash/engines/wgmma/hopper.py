@@ -2,17 +2,17 @@
 
 from ...problem import Problem
 from ..fragments import is_modified
-from ..shared import loads_by_key
+from ..shared import loads_by_score
 
 ARCH = "sm_90a"
-LARGEST = 256  # head dimension
+LARGEST = 256  # maximum head dimension
 WARPGROUP_ROWS = 64  # M of a warpgroup's wgmma
-RECORD_BYTES = 16  # under a mask_mod: the records of tiles, of all stages (forward.cuh), or of one (backward.cuh)
-WARP_ROWS = 16  # rows of a warpgroup's wgmma that one warp holds
+RECORD_BYTES = 16  # with a mask_mod: records of all stages in the forward, or of a tile in the backward
+WARP_ROWS = 16  # rows of a warpgroup's wgmma in one warp's registers
 PANEL = 64  # columns of a TMA box of 16-bit elements: 128 bytes, one swizzle row
-COLUMNS = (64, 96, 128, 192, 256)  # accumulator widths, those of the wgmma N in hopper.cuh; fragments_of in tile.cuh
+COLUMNS = (64, 96, 128, 192, 256)  # accumulator widths: the N of wgmma in hopper.cuh; fragments_of in wgmma/tile.cuh
 
-# Cost model, per SM and clock. Not measured on a GPU by this project yet.
+# Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MULTIPLY_ADDS = 2048
 EXPONENTIALS = 16
 SHARED_BYTES = 128  # shared-memory bandwidth
@@ -24,17 +24,22 @@ CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
 def needs_registers(problem: Problem) -> bool:
-    """Whether lengths, a score modification, masks, a left window or dropout raise the forward's register need."""
+    """Whether lengths, a modified score, masks, a left window or dropout make the forward need more registers."""
     masks = problem.dense_mask is not None or problem.mask_mod or problem.mask.left is not None
     modifies_scores = is_modified(problem) or masks
     return problem.has_lengths or modifies_scores or problem.dropout > 0
 
 
 def live_in_loads(problem: Problem, keys: int) -> int:
-    """Registers per thread for the numbers that mods load per key, in a forward step of so many keys (static gate)."""
-    return keys * 3 // 4 + 8 if loads_by_key(problem) else 0
+    """Return the registers per thread for the values that mods load per score, in a forward step of `keys` keys.
+
+    Values of a key alone are staged in shared memory.
+    """
+    if not loads_by_score(problem):
+        return 0
+    return keys * 3 // 4 + 8 if problem.mask_mod else keys // 2 + 4
 
 
 def columns(dim: int) -> int:
-    """The smallest accumulator width of COLUMNS that holds `dim`."""
+    """Return the smallest accumulator width of COLUMNS that holds `dim`."""
     return min(columns for columns in COLUMNS if columns >= min(dim, LARGEST))

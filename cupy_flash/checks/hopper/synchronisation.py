@@ -1,0 +1,164 @@
+"""Micro-kernels of synchronisation: ordered blocks, named barriers, mbarriers, clusters, elect and setmaxnreg."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .case import PAIR, HopperCase, initialise, wait
+
+# The blocks add to the same four numbers of each lane in block order, because the order decides how sums round.
+TURNS_BODY = """
+    mov.u32 %r9, %nctaid.x;
+    mad.wide.u32 %d0, %t, 16, %p2;
+    mad.lo.u32 %r0, %block, 32, %t;
+    mad.wide.u32 %d1, %r0, 16, %p0;
+    ld.global.v4.f32 {%f0, %f1, %f2, %f3}, [%d1];
+    setp.ne.u32 %q0, %t, 0;
+    @%q0 bra TURN;
+AGAIN:
+    ld.acquire.gpu.global.u32 %r1, [%p1];
+    setp.ne.u32 %q1, %r1, %block;
+    @%q1 bra AGAIN;
+TURN:
+    bar.warp.sync -1;
+    red.global.add.v4.f32 [%d0], {%f0, %f1, %f2, %f3};
+    bar.warp.sync -1;
+    add.u32 %r2, %block, 1;
+    @!%q0 st.release.gpu.global.u32 [%p1], %r2;
+"""
+
+
+def turns_case() -> HopperCase:
+    """Return a case of 64 blocks that add random numbers one after the other."""
+    numbers = np.random.default_rng(9).normal(size=(64, 128)).astype(np.float32)
+    turn, out = np.zeros(1, np.uint32), np.zeros(128, np.float32)
+    return HopperCase("turns", TURNS_BODY, (numbers, turn), out, threads=32, blocks=64)
+
+
+# Two warps update a number in shared memory in turn (ping-pong), by named barriers with their numbers in registers.
+BARRIERS_BODY = """
+    mov.u32 %r60, smem;
+    shr.u32 %r0, %t, 5;
+    setp.eq.u32 %q0, %t, 0;
+    @%q0 st.shared.b32 [%r60], 1;
+    bar.sync 0;
+    add.u32 %r1, %r0, 2;
+    xor.b32 %r2, %r0, 1;
+    add.u32 %r2, %r2, 2;
+    mov.u32 %r3, 64;
+    mov.u32 %r4, 0;
+    setp.eq.u32 %q1, %r0, 1;
+    @%q1 bar.arrive %r2, %r3;
+ROUND:
+    bar.sync %r1, %r3;
+    and.b32 %r5, %t, 31;
+    setp.eq.u32 %q2, %r5, 0;
+    ld.shared.b32 %r6, [%r60];
+    mad.lo.u32 %r6, %r6, 3, %r0;
+    bar.warp.sync -1;
+    @%q2 st.shared.b32 [%r60], %r6;
+    bar.warp.sync -1;
+    bar.arrive %r2, %r3;
+    add.u32 %r4, %r4, 1;
+    setp.lt.u32 %q3, %r4, 8;
+    @%q3 bra ROUND;
+    mad.wide.u32 %d0, %t, 4, %p0;
+    st.global.b32 [%d0], %r6;
+"""
+
+
+PARITY_BODY = f"""
+    {initialise(2)}
+    @!%q6 exit;
+    mov.u32 %r40, 0;
+    {
+    "".join(
+        f'''
+    mbarrier.test_wait.parity.shared::cta.b64 %q0, [%r50], {parity};
+    selp.b32 %r41, 1, 0, %q0;
+    st.global.b32 [%p0+{8 * i + 4 * parity}], %r41;
+    {"mbarrier.arrive.shared::cta.b64 %d0, [%r50];" if parity else ""}
+    '''
+        for i in range(6)
+        for parity in (0, 1)
+    )
+}
+"""
+
+STATE_BODY = f"""
+    {initialise(1)}
+    @!%q6 exit;
+    mbarrier.arrive.shared::cta.b64 %d0, [%r50];
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0], %r0;
+    mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r50], 16;
+    mbarrier.arrive.shared::cta.b64 %d0, [%r50];
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0+4], %r0;
+    mov.u32 %r60, smem;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 16, [%r50];
+    {wait(1)}
+    mbarrier.test_wait.shared::cta.b64 %q0, [%r50], %d0;
+    selp.b32 %r0, 1, 0, %q0;
+    st.global.b32 [%p0+8], %r0;
+"""
+
+ELECT_BODY = """
+    elect.sync %r0|%q0, 0xffffffff;
+    vote.sync.ballot.b32 %r1, %q0, 0xffffffff;
+    popc.b32 %r2, %r1;
+    mad.wide.u32 %d0, %t, 4, %p0;
+    st.global.b32 [%d0], %r2;
+"""
+
+
+def registers_case(name: str, threads: int, few: int, many: int) -> HopperCase:
+    """Return a case in which warpgroup 0 lowers its register count to `few` and the others raise theirs to `many`."""
+    body = f"""
+        setp.ge.u32 %q0, %t, 128;
+        @%q0 bra MORE;
+        setmaxnreg.dec.sync.aligned.u32 {few};
+        bra DONE;
+    MORE:
+        setmaxnreg.inc.sync.aligned.u32 {many};
+    DONE:
+        mad.wide.u32 %d0, %t, 4, %p0;
+        st.global.b32 [%d0], %t;
+    """
+    directives = f".maxntid {threads}, 1, 1 .minnctapersm 1"
+    return HopperCase(name, body, (), np.zeros(threads, np.uint32), threads=threads, directives=directives)
+
+
+REMOTE_BODY = f"""
+    {initialise(2)}
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    mov.u32 %r0, %cluster_ctarank;
+    xor.b32 %r1, %r0, 1;
+    mapa.shared::cluster.u32 %r2, %r50, %r1;
+    @%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];
+    @%q6 mbarrier.arrive.shared::cluster.b64 _, [%r2];
+    {wait()}
+    mov.u32 %r3, %cluster_nctarank;
+    mad.lo.u32 %r4, %r3, 16, %r0;
+    mad.lo.u32 %r5, %block, 128, %t;
+    mad.wide.u32 %d0, %r5, 4, %p0;
+    st.global.b32 [%d0], %r4;
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+"""
+
+
+CASES = [
+    turns_case(),
+    HopperCase("barriers", BARRIERS_BODY, (), np.zeros(64, np.uint32), threads=64),
+    HopperCase("mbarrier.parity", PARITY_BODY, (), np.zeros((6, 2), np.uint32), threads=32),
+    HopperCase("mbarrier.state", STATE_BODY, (), np.zeros(4, np.uint32), threads=32),
+    HopperCase("elect", ELECT_BODY, (), np.zeros(64, np.uint32), threads=64),
+    registers_case("setmaxnreg", 384, 24, 240),
+    registers_case("setmaxnreg.40-232", 384, 40, 232),
+    registers_case("setmaxnreg.32-160", 512, 32, 160),
+    HopperCase("cluster.remote", REMOTE_BODY, (), np.zeros(256, np.uint32), **PAIR),
+]

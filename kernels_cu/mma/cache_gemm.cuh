@@ -1,0 +1,121 @@
+// Tiles of K and V of a KV cache in its dtype, and their products with 16-bit fragments of Q and P: CacheGemm<T> for
+// 16-bit numbers and CacheGemm<e4m3>. A warp has 16 keys and all columns.
+#pragma once
+#include "gemm.cuh"
+
+template <typename T>
+struct CacheGemm {
+  using K = Tile<HEAD_DIM>;
+  using V = Tile<HEAD_DIM_V>;
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O, by columns
+  static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats: the rows of two fragments lie in different banks
+
+  // After a barrier: orders the columns of Q as the products expect them.
+  __device__ static void arrange_Q(unsigned int Q_smem) {}
+
+  // S = Q K^T
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], const unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4],
+                                unsigned int K_smem, const K::Lane& lane) {
+    ::scores<M, 2, HEAD_DIM>(S, Q, K_smem, lane);
+  }
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], unsigned int Q_smem, const Tile<HEAD_DIM>::Lane& Q_lane,
+                                unsigned int K_smem, const K::Lane& lane) {
+    ::scores<M, 2, HEAD_DIM>(S, Q_smem, Q_lane, K_smem, lane);
+  }
+  // O += P V
+  template <int M>
+  __device__ static void accumulate(float (&O)[M][FRAGMENTS][4], const unsigned int (&P)[M][1][4], unsigned int V_smem,
+                                    const V::Lane& lane) {
+    ::accumulate<M, 1, HEAD_DIM_V>(O, P, V_smem, lane);
+  }
+  // Stores half of the rows of O: this lane's row at `row`, of O_ROW floats.
+  __device__ static void store_row(unsigned int row, const float (&O)[FRAGMENTS][4], int half) {
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; ++n) st_shared_v2(row + 4 * column_of(n, 0), O[n][2 * half], O[n][2 * half + 1]);
+  }
+};
+
+// ldmatrix moves pairs of bytes. Lane t gets columns 4t .. 4t + 3 of 16 of K. The order of the summed columns does not
+// matter, so arrange_Q permutes those of Q in the same way. With .trans the lane gets two columns of two keys of V: the
+// even and the odd columns of 16 are separate fragments, so that a lane accumulates columns 4t .. 4t + 3 of O.
+template <>
+struct CacheGemm<e4m3> {
+  using K = TileOf<HEAD_DIM, e4m3>;
+  using V = TileOf<HEAD_DIM_V, e4m3>;
+  static constexpr int FRAGMENTS = round_up(HEAD_DIM_V, 32) / 8;
+  static constexpr int O_ROW = 8 * FRAGMENTS + 16;  // floats: two rows of 16 columns lie in different banks
+
+  // Columns 4t and 4t + 1 of each 16 move to 2t and 2t + 1, and 4t + 2 and 4t + 3 to 2t + 8 and 2t + 9.
+  __device__ static void arrange_Q(unsigned int Q_smem) {
+    for (int n = threadIdx.x; n < BLOCK_Q * padded(HEAD_DIM) / 16; n += THREADS) {
+      int row = n % BLOCK_Q, chunk = n / BLOCK_Q * 2;
+      unsigned int left = Q_smem + Tile<HEAD_DIM>::at(row, chunk), right = Q_smem + Tile<HEAD_DIM>::at(row, chunk + 1);
+      uint4 a = ld_shared_v4(left), b = ld_shared_v4(right);
+      st_shared_v4(left, {a.x, a.z, b.x, b.z});
+      st_shared_v4(right, {a.y, a.w, b.y, b.w});
+    }
+    __syncthreads();
+  }
+
+  template <int M>
+  __device__ static void add_product(float (&S)[M][2][4], const unsigned int (&Q)[M][4], const unsigned int (&K)[4],
+                                     int k) {
+    const float zeros[4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      unsigned int b[2];
+      cvt_e4m3x4<element>(b, K[2 * n + k % 2]);
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+        if (k == 0)
+          mma_m16n8k16<element>(S[m][n], Q[m], b[0], b[1], zeros);
+        else
+          mma_m16n8k16<element>(S[m][n], Q[m], b[0], b[1], S[m][n]);
+    }
+  }
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], const unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4],
+                                unsigned int K_smem, const K::Lane& lane) {
+    unsigned int bytes[4];
+#pragma unroll
+    for (int k = 0; k < padded(HEAD_DIM) / 16; ++k) {
+      if (k % 2 == 0) ldmatrix_x4(bytes, K_smem + lane.at(0, k));
+      add_product(S, Q[k], bytes, k);
+    }
+  }
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], unsigned int Q_smem, const Tile<HEAD_DIM>::Lane& Q_lane,
+                                unsigned int K_smem, const K::Lane& lane) {
+    unsigned int bytes[4], Q[M][4];
+#pragma unroll
+    for (int k = 0; k < padded(HEAD_DIM) / 16; ++k) {
+      if (k % 2 == 0) ldmatrix_x4(bytes, K_smem + lane.at(0, k));
+#pragma unroll
+      for (int m = 0; m < M; ++m) ldmatrix_x4(Q[m], Q_smem + Q_lane.at(16 * m, 2 * k));
+      add_product(S, Q, bytes, k);
+    }
+  }
+  template <int M>
+  __device__ static void accumulate(float (&O)[M][FRAGMENTS][4], const unsigned int (&P)[M][1][4], unsigned int V_smem,
+                                    const V::Lane& lane) {
+    unsigned int bytes[4], b[2];
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; ++n) {
+      if (n % 4 == 0) ldmatrix_x4_trans(bytes, V_smem + lane.at(0, n / 2));
+      cvt_e4m3x4<element>(b, __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420));
+#pragma unroll
+      for (int m = 0; m < M; ++m) mma_m16n8k16<element>(O[m][n], P[m][0], b[0], b[1], O[m][n]);
+    }
+  }
+  __device__ static void store_row(unsigned int row, const float (&O)[FRAGMENTS][4], int half) {
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; n += 2) {
+      const float (&even)[4] = O[n], (&odd)[4] = O[n + 1];
+      st_shared_v4(row + 4 * (8 * n + 4 * (lane_id() % 4)),
+                   {__float_as_uint(even[2 * half]), __float_as_uint(odd[2 * half]),
+                    __float_as_uint(even[2 * half + 1]), __float_as_uint(odd[2 * half + 1])});
+    }
+  }
+};

@@ -1,0 +1,188 @@
+"""score_mod and mask_mod with a KV cache in the kernels of mma_decode, mma and simt, on the simulator."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cache_cases import CacheCase, check, posed, run_kernels
+from planting import planted_in
+from test_cache_mods import CASES, MODS, OFFSET, TABLE, strided, with_mods
+from test_invariance import assert_bits, at
+from tiers import exhaustive, in_tiers
+
+import cupy_flash
+from cupy_flash import ahead, backends, device
+from cupy_flash.backends.simulator.errors import SimulationError
+from cupy_flash.plan import plan
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ENGINES = {"mma_decode": "float16", "mma": "bfloat16", "simt": "float32"}
+ROWS = {
+    f"{engine}-{name}": (engine, replace(case, dtype=dtype))
+    for engine, dtype in ENGINES.items()
+    for name, case in CASES.items()
+    if engine == "mma_decode" or (case.cache_dtype is None and case.split_size is None)
+}
+DEFAULT = ("mma_decode-paged", "mma_decode-positions", "mma-paged")
+
+
+@pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
+def test_the_formula(row):
+    engine, case = row
+    call = with_mods(case)
+    check(case, run_kernels(call, engine=engine), call=call)
+
+
+# Documents and windows, which hide whole tiles of keys
+
+CAPACITY = 512
+DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 6, (4, CAPACITY)).astype(np.int32))
+
+
+def documents(b, h, q_idx, kv_idx):
+    """The kernels classify tiles by the extremes of the captured array, for the rows that captured_start selects."""
+    return (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (q_idx >= kv_idx)
+
+
+def windows(b, h, q_idx, kv_idx):
+    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
+    return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
+
+
+LONG = CacheCase(
+    lengths=(500, 300, 64, 0), q_len=9, capacity=CAPACITY, page=16, heads=4, kv_heads=2, causal=False, dtype="float16",
+    appended=9,
+)  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [documents, windows])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("positions", [False, True])
+def test_masks_with_hidden_tiles(mask, engine, positions):
+    case = replace(LONG, positions=positions, lengths=(490, 300, 64, 0))
+    call = with_mods(case, mask_mod=mask)
+    check(case, run_kernels(call, engine=engine), call=call)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+@pytest.mark.parametrize("page", [None, 1, 256])
+def test_any_gpu_and_page_size(arch, page):
+    case = replace(LONG, page=page, lengths=(490, 300, 64, 0), head_dim=64, head_dim_v=64)
+    call = with_mods(
+        case, **MODS | dict(score_mod=lambda s, b, h, q_idx, kv_idx: s - 0.01 * (h + 1) * (q_idx - kv_idx))
+    )
+    check(case, run_kernels(call, arch=arch), call=call)
+
+
+@pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma")])
+def test_hidden_tiles_are_not_read(engine, watch):
+    """A decode of 1024 keys with a window of 64 as a mask_mod reads at most 192 keys per key/value head, mma per query
+    head.
+    """
+    case = CacheCase(lengths=(1024,), capacity=1024, page=16, heads=2, kv_heads=1, dtype="float16", causal=False)
+    call = with_mods(case, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 64)
+    run_kernels(call, engine=engine, start=watch.start)
+    kernel, heads = ("decode", 1) if engine == "mma_decode" else ("forward", 2)
+    assert watch.counters[kernel].global_bytes_read <= heads * 192 * 2 * 2 * 16
+
+
+# Bitwise equality
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [32, 64])
+def test_rows_of_a_tile_change_no_bit(rows):
+    """Tiles with more rows skip fewer tiles of keys, but the bits of a row stay the same."""
+    case = replace(LONG, lengths=(490, 20, 64, 0), split_size=64)
+    call = with_mods(
+        case, score_mod=lambda s, b, h, q_idx, kv_idx: s * 1.5 - 0.1 * abs(q_idx - kv_idx), mask_mod=windows
+    )
+    expected = run_kernels(call, rows=16)
+    for a, b in zip(run_kernels(call, rows=rows), expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [strided, windows])
+def test_the_batch_changes_no_bit(mask):
+    table = np.random.default_rng(5).normal(size=(4, CAPACITY)).astype(np.float32)
+    case = replace(LONG, page=None, lengths=(200, 330, 7, 300), split_size=64)
+    call = with_mods(case, score_mod=lambda s, b, h, q_idx, kv_idx: s + table[h, kv_idx], mask_mod=mask)
+    whole = run_kernels(call)
+    for rows, blocks in (([1], None), ([3, 1, 0, 2], 5), ([0, 0, 3], None)):
+        assert_bits(run_kernels(at(call, rows), blocks=blocks), whole, rows)
+
+
+# Invalid contents of arrays, plans, planted bugs
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
+def test_invalid_positions_are_clamped(engine):
+    """No captured array is read out of bounds, and the other sequence's result does not change."""
+    call = with_mods(CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16"))
+    expected = run_kernels(call, engine=engine)
+    problem, operands = posed(call, backend="simulator", engine=engine)
+    operands.cache.positions.numpy()[0] = -(2**31), 2**31 - 1
+    out = backends.forward(problem, operands)[0].numpy()
+    assert out[1].tobytes() == expected[0][1].tobytes()
+
+
+def test_explain_shows_the_mods():
+    call = with_mods(CacheCase(dtype="float16", page=8))
+    text = cupy_flash.explain_with_kv_cache(*call[:3], **call.options, backend="simulator")
+    assert "engine     mma_decode" in text
+    assert "mods       by_position and strided" in text
+    assert "array0     float32 (4, 40)" in text
+    assert "slope" not in text and "gradient" not in text
+
+
+@pytest.mark.parametrize("arch", ["sm_80", exhaustive("sm_90a")])
+def test_compile_covers_mods(arch):
+    """compile(cache=True) with mods builds the kernels for any length, and for other captured arrays of the same
+    ranks.
+    """
+    on = device.named(arch, "cuda")
+    table = np.zeros((1, 1), np.float32)
+    offset = np.zeros(1, np.float32)
+    like = dict(score_mod=lambda score, b, h, q_idx, kv_idx: score + table[0, kv_idx] + offset[q_idx], mask_mod=strided)
+    built = {x.text_key for x in ahead.launches(on, dtype="float16", head_dim=16, group=1, cache=True, **like)}
+    given = dict(
+        score_mod=lambda score, b, h, q_idx, kv_idx: score + TABLE[0, kv_idx] + OFFSET[q_idx], mask_mod=strided
+    )
+    for q_len in (1, 9, 40, 100):
+        call = with_mods(CacheCase(q_len=q_len, kv_heads=4, appended=1, dtype="float16", page=8), **given)
+        problem = posed(call)[0]._replace(device="cuda:0")
+        assert {x.text_key for x in plan(problem, on).launches} <= built
+
+
+EITHER = (AssertionError, SimulationError)
+BUGS = {
+    "query-counted-from-the-first": ("mod.cuh", "given[i] : first + i", "given[i] : i", "mma_decode-paged"),
+    "positions-ignored": ("mod.cuh", "given ? given[i] : first + i", "first + i", "mma_decode-positions"),
+    "positions-of-sequence-0": (
+        "mod.cuh", "PACKED ? sequence.q_start : sequence.batch * p.positions_row", "0", windows,
+    ),
+    "last-query-not-clamped": (
+        "mma/decode.cu", "query = part.band.query(i)", "query = i", "mma_decode-positions",
+    ),
+    "last-key-not-clamped": ("mma/decode.cu", "MASKED && MODS ? part.band.key(j) : j", "j", "mma_decode-paged"),
+    "head-of-the-group": ("mma/decode.cu", "mod_sees(head, query, key)", "mod_sees(part.kv_head, query, key)", windows),
+    "tiles-of-one-head": ("mma/decode.cu", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
+    "tiles-of-one-query": ("mod.cuh", "given && i <= queries.hi", "false", windows),
+    "tiles-not-skipped-alike": ("mma/decode.cu", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("query-counted-from-the-first",)))
+def test_planted_bugs_are_found(bug, monkeypatch):
+    file, good, bad, row = bug
+    with planted_in(monkeypatch, file, good, bad), pytest.raises(EITHER):
+        if callable(row):
+            for positions in (False, True):
+                test_masks_with_hidden_tiles(row, "mma_decode", positions)
+        else:
+            test_the_formula(ROWS[row])

@@ -29,15 +29,14 @@ constexpr int THREADS = 128;    // per thread block
 // Tensor-core engines (mma, wgmma).
 constexpr int COLUMN_WARPS = 1;  // warps that share rows: each computes all scores and accumulates part of the columns
 constexpr int STAGES = 2;        // slots of the shared-memory pipeline; 1: no prefetch
-constexpr bool Q_IN_REGISTERS = false;   // Q fragments stay in registers for the whole mainloop
-constexpr float RESCALE_ABOVE = 8.0f;    // lazy rescaling: O is rescaled when a row max grew by more powers of two
-constexpr int SUM_COLUMNS = 64;          // fp8: columns of O whose sum over one tile of keys is in registers at a time
-constexpr int LARGEST_LOG2 = 0;          // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
-constexpr bool POLYNOMIAL_EXP2 = false;  // fp8: a quarter of the exponentials are polynomials, on the FMA pipe
-constexpr bool MODIFIED = true;          // scores are more than q.k times a positive scale: a pass computes them first
-constexpr bool LSE2 = false;             // delta.cu writes lse * log2(e) beside delta
-constexpr bool FAST_MATH = false;        // a score_mod's functions by ex2.approx and rcp.approx; float only
-constexpr bool ADD_DQ = false;           // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr bool Q_IN_REGISTERS = false;  // Q fragments stay in registers for the whole mainloop
+constexpr float RESCALE_ABOVE = 8.0f;   // lazy rescaling: O is rescaled when a row max grew by more powers of two
+constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one tile of keys is in registers at a time
+constexpr int LARGEST_LOG2 = 0;         // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
+constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale: a pass computes them first
+constexpr bool LSE2 = false;            // delta.cu writes lse * log2(e) beside delta
+constexpr bool FAST_MATH = false;       // a score_mod's functions by ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;          // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys

@@ -124,7 +124,6 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
       for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];
 }
 
-// POLYNOMIAL_EXP2: one of the four elements of a fragment leaves the special function units to the others.
 template <int M, int N>
 __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float scale_log2) {
 #pragma unroll
@@ -133,7 +132,7 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2, POLYNOMIAL_EXP2 && e == 3);
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
         softmax[m][e / 2].l += S[m][n][e];
       }
 }

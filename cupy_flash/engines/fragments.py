@@ -36,7 +36,6 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     return shared_constants(problem) | {
         "LARGEST_LOG2": 0,
         "KEY_BYTES": 0,
-        "POLYNOMIAL_EXP2": False,
         # A JVP needs P <= 1, because it also multiplies V by P (tS - mu) in 16 bits.
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,

@@ -2,7 +2,7 @@
 //
 // Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T; its warp classifies
 // the tiles by a mask_mod, and stages the values that mods compute per key. Each consumer warpgroup computes 64
-// queries; the softmax of one overlaps the wgmmas of the others.
+// queries and overlaps the PV wgmma of one tile with the softmax of the next.
 #include "forward.cuh"
 #include "fp8.cuh"
 
@@ -62,6 +62,20 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
   }
 }
 
+// Issues S = Q K^T of a tile; wait_QK waits until at most PENDING groups are in flight and releases K.
+__device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
+  K.wait();
+  fence_operand(S);
+  wgmma_fence();
+  scores_fp8<BLOCK_Q, HEAD_DIM>(S, Q_smem, K.tile());
+}
+template <int PENDING>
+__device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
+  wgmma_wait_group<PENDING>();
+  fence_operand(S);
+  K.release();
+}
+
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
@@ -77,34 +91,72 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     unsigned int Q_smem = rings.Q.tile() + 64 * warpgroup * PANEL_ROW;
     Softmax2 softmax[1][2];
     softmax[0][0].init(), softmax[0][1].init();
-    float O_rmem[1][N_V][4] = {}, O_scale[1][2];
+    float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
+    unsigned int P_rmem[1][N / 4][4];
+    PartialSums<N_V> PV;
 
     rings.Q.wait();
-    for (auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
-         kv_tiles.valid(); kv_tiles.next()) {
-      float S_rmem[1][N][4];
-      unsigned int P_rmem[1][N / 4][4];
-      rings.K.wait();
-      fence_operand(S_rmem);
-      wgmma_fence();
-      scores_fp8<BLOCK_Q, HEAD_DIM>(S_rmem, Q_smem, rings.K.tile());
-      wgmma_wait_group<0>();
-      fence_operand(S_rmem);
-      rings.K.release();
-
+    auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
+    // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
+    auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
+      return update_max(O_scale, softmax, S_rmem, scale_log2);
+    };
+    // Turns S into P.
+    auto attend = [&] {
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
+    };
+    auto issue_PV = [&] {
+      rings.VT.wait();
+      PV.issue(P_rmem, rings.VT.tile());
+    };
+    auto finish_PV = [&] {
+      PV.add(O_rmem, P_rmem);
+      rings.VT.release();
+    };
+    auto compute_PV = [&] {
+      issue_PV();
+      PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
+      finish_PV();
+    };
+
+    if constexpr (SCORE_MODIFIED) {
+      // The pass over the scores needs the registers of PV.
+      for (; kv_tiles.valid(); kv_tiles.next()) {
+        issue_QK(S_rmem, Q_smem, rings.K);
+        wait_QK<0>(S_rmem, rings.K);
+        if (update()) rescale(O_rmem, O_scale);
+        attend();
+        round_to_fp8(P_rmem, S_rmem);
+        compute_PV();
+      }
+    } else if (kv_tiles.valid()) {
+      // Prologue: P of the last tile of keys.
+      issue_QK(S_rmem, Q_smem, rings.K);
+      wait_QK<0>(S_rmem, rings.K);
+      update();
+      attend();
       round_to_fp8(P_rmem, S_rmem);
 
-      rings.VT.wait();
-      accumulate_fp8(O_rmem, P_rmem, rings.VT.tile());
-      rings.VT.release();
+      // Mainloop: S of this tile and the first part of PV of the previous one are in flight together. The other parts
+      // run under the exponentials.
+      for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
+        issue_QK(S_rmem, Q_smem, rings.K);
+        issue_PV();
+        wait_QK<1>(S_rmem, rings.K);
+        bool rescales = update();
+        PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
+        attend();
+        finish_PV();
+        if (rescales) rescale(O_rmem, O_scale);
+        round_to_fp8(P_rmem, S_rmem);
+      }
+      compute_PV();
     }
 
     float factors[1][2];

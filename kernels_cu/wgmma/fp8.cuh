@@ -2,7 +2,7 @@
 //
 //   scores_fp8        C = A B^T     64 rows of tile A by the rows of tile B
 //   round_to_fp8      P, rounded, as A fragments of the next wgmma
-//   accumulate_fp8    C += P X      P in fragments, tile X of V^T
+//   PartialSums       C += P X      P in fragments, tile X of V^T
 #pragma once
 #include "../descales.cuh"
 #include "tile.cuh"
@@ -40,22 +40,34 @@ __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1]
 // C += P X^T for P in fragments of 32 K columns and tile X of V^T, with as many rows as C has columns.
 //
 // wgmma accumulates e4m3 products with 14 bits of precision, which a sum over many tiles would lose: the sum over one
-// tile is computed separately, for as many columns at a time as registers allow, and added to C in fp32.
-template <int N, int K>
-__device__ void accumulate_fp8(float (&C)[1][N][4], unsigned int (&P)[1][K][4], unsigned int X_smem) {
-  constexpr int PART = SUM_COLUMNS / 8, ROW = VT_PANEL >> 4;
-#pragma unroll
-  for (int n = 0; n < N; n += PART) {
-    float sums[1][PART][4];
+// tile is computed separately, for PART fragments of columns at a time, and added to C in fp32. A part is in flight
+// between issue() and add().
+template <int N>
+struct PartialSums {
+  static constexpr int PART = SUM_COLUMNS / 8;
+  float sums[1][PART][4];
+
+  template <int K>
+  __device__ void issue(unsigned int (&P)[1][K][4], unsigned int X_smem, int n = 0) {
+    constexpr int ROW = VT_PANEL >> 4;
     unsigned long long x = smem_descriptor_64b(X_smem) + 8 * n * ROW;
     fence_operand(sums), fence_operand(P);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma_e4m3(sums, P[0][k], x + k / 2 * 8 * N * ROW + k % 2 * NEXT_16_COLUMNS, k > 0);
     wgmma_commit_group();
+  }
+  template <int K>
+  __device__ void add(float (&C)[1][N][4], unsigned int (&P)[1][K][4], int n = N - PART) {
     wgmma_wait_group<0>();
     fence_operand(sums), fence_operand(P);
 #pragma unroll
     for (int e = 0; e < 4 * PART; ++e) C[0][n + e / 4][e % 4] += sums[0][e / 4][e % 4];
   }
-}
+  // Adds each part but the last, and issues the next one.
+  template <int K>
+  __device__ void issue_others(float (&C)[1][N][4], unsigned int (&P)[1][K][4], unsigned int X_smem) {
+#pragma unroll
+    for (int n = PART; n < N; n += PART) add(C, P, n - PART), issue(P, X_smem, n);
+  }
+};

@@ -11,7 +11,7 @@ from ...launch import Constant, Launch
 from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
-from ..fragments import fragment_constants
+from ..fragments import fragment_constants, is_modified
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,
@@ -33,17 +33,14 @@ from .hopper import (
 WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of TMA boxes, as in wgmma/fp8.cuh
 ROW = 16  # divisor of head dimensions, because TMA needs rows aligned to 16 bytes
 
-# Maximum registers per thread by consumer warpgroups: LIVE during S and softmax, without and with options that need
-# registers (needs_registers); LIVE_IN_SUMS during P V. bench/results/static.json shows no spills up to these limits.
+# Maximum registers per thread by consumer warpgroups: LIVE for O and the softmax, without and with options that need
+# registers (needs_registers); LIVE_IN_SUMS for S, P, O and a part of P V in flight together. Up to these limits nothing
+# spills (bench/results/static.json). Tiles of 192 keys spill.
 LIVE = {2: (232, 200), 3: (144, 120)}
-LIVE_IN_SUMS = {2: 200, 3: 120}
+LIVE_IN_SUMS = {2: 200, 3: 112}
 # The largest e4m3 is 448 = 2^8.8, and numbers below 2^-6 are subnormal, so P is scaled to 2^8 at the row max; lazy
 # rescaling lets it grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
-# The exponentials take as long as the products at D 128, twice as long at D 64. By bench.cycles, with a quarter of them
-# on the FMA pipe the step of one warpgroup is 1 to 9 % shorter; that of 16-bit kernels is not, where the same share of
-# products hides more of them.
-POLYNOMIAL_EXP2 = True
 
 
 class Tile(NamedTuple):
@@ -78,10 +75,12 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the tiles whose S, P and O fit the registers, each with as many pipeline stages as fit shared memory."""
     legal = []
     options = needs_registers(problem)
+    modified = is_modified(problem) or problem.dense_mask is not None
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
-        for block_kv in (192, 128, 64):
-            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv // 8  # registers for the P V accumulator
+        for block_kv in (128, 64):
+            # Registers for the P V accumulator beside P, O and S; with a pass over the scores P V and S do not overlap.
+            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv * (1 if modified else 5) // 8
             widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
             live = block_kv * 7 // 8 + wide // 2 + live_in_loads(problem, block_kv)
             if not widths or live > limits[options]:
@@ -138,7 +137,6 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,
-        "POLYNOMIAL_EXP2": POLYNOMIAL_EXP2,
         "TMA_STORE_O": problem.layout != "thd",  # in a packed batch a box would overwrite the next sequence
     }
     vt, kernel = "wgmma/vt", "wgmma/forward_fp8"

@@ -17,7 +17,7 @@ from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.numpy_code import function_of
 from cupy_flash.mods.tiles import EMPTY, FULL, Extremes, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.params import _filled
+from cupy_flash.params import _struct
 from cupy_flash.source import CONFIG, Text, configure, kernel_folder
 
 PAIRS = """
@@ -84,7 +84,8 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
         chunks[f"chunks{slot}"] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
     members = {"captured": captured, "batch": (1,), "whole_heads": (1,)}
-    packed = _filled("Params", members, cuda_code.captured_struct(mod.program)).tobytes()
+    params = _struct("Params", cuda_code.captured_struct(mod.program))
+    packed = params.packed(params.numbers(members)).tobytes()
     if kernel == EXTREMES:
         launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
         return outputs
